@@ -22,6 +22,7 @@ from meshwright.nn.pieces import (
     kernel,
     kernel_backward,
     no_gradient,
+    no_seed,
     wide,
 )
 
@@ -74,10 +75,11 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the result, and the log-sums [heads, tokens]."""
+    """Returns the result, and the log-sums as [heads, tokens]; those of samples that are one document each stay in
+    memory as the kernel leaves them, sample by sample, since only `_backward` reads them."""
     if _one_each(q, on_host, prefixes, window):
         out, sums = kernel(q, k, v, causal)
-        return _by_rows(out), sums.transpose(0, 1).flatten(1).contiguous()
+        return _by_rows(out), sums.contiguous().view(q.shape[1], -1)
     if _in_one_call(q, prefixes):
         longest = int(on_host.diff().max())
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -105,11 +107,11 @@ def _backward(
     prefixes: Tensor | None, causal: bool, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if _one_each(q, on_host, prefixes, window):
-        found = kernel_backward(grad, q, k, v, out, sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1), causal)
+        found = kernel_backward(grad, q, k, v, out, sums.view(*q.shape[:3]), causal)
         return tuple(_by_rows(x) for x in found)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = no_seed(q.device, torch.uint64, 2)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
         found = aten._flash_attention_backward(
             *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused, **_reach(window)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -255,7 +255,7 @@ def _backward_in_rounds(
     sums = sums.transpose(0, 1).flatten(1)
     dk, dv = _zeros(k, v, dq.dtype)
     whole = dq.transpose(1, 2).flatten(0, 1)  # a view: dq lies as [batch, rows, heads, width]
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = no_seed(q.device, torch.uint64, 2)
     for each in sight.rounds:
         chosen = [grad, *(q, k, v), out]
         g, *qkv, o = (
@@ -319,7 +319,7 @@ def kernel_backward(
         return backward(grad, q, k, v, out, sums, 0.0, causal)
     if q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    none = no_seed(q.device, torch.int64)
     sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
     if cudnn_attends(q):
         # torch keeps cuDNN's plans by the strides of q, k and v alone and reads the gradient and the result as the
@@ -335,6 +335,12 @@ def _lying_like(x: Tensor, other: Tensor) -> Tensor:
     """Returns x without gaps in memory, its dimensions in the order in which those of the other lie."""
     order = sorted(range(x.dim()), key=other.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+@cache
+def no_seed(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns what kernels take for the state of a random generator where nothing is dropped: one for all calls."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _finite(log_sum: Tensor) -> Tensor:

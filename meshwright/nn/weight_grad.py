@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -47,6 +48,45 @@ class Sink:
         else:
             self.view.add_(grad)
         self.done()
+
+
+# Gradients of at most so many elements wait for each other, and so many of them are added by one call.
+SMALL, TOGETHER = 1 << 16, 16
+
+
+class SmallGradients:
+    """Adds finished gradients to sinks: large ones at once; small ones, as of norms and biases, wait until there are
+    several, since launching a copy of each takes longer than making it. Whoever reads the buffer calls `add_all`
+    first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Sink, Tensor] = {}
+
+    def forget(self) -> None:
+        """Drops those of a step that was not finished."""
+        self._waiting = {}
+
+    def add(self, sink: Sink, grad: Tensor) -> None:
+        if sink in self._waiting:  # of another micro-batch
+            self.add_all()
+        if grad.numel() > SMALL:
+            sink.add(grad)
+            return
+        self._waiting[sink] = grad
+        if len(self._waiting) == TOGETHER:
+            self.add_all()
+
+    @torch.no_grad()
+    def add_all(self) -> None:
+        """Adds those that still wait, in the order in which they came."""
+        waiting, self._waiting = self._waiting, {}
+        for sink in waiting:
+            sink.prepare()
+        for fresh, add in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+            if sinks := [sink for sink in waiting if sink.fresh == fresh]:
+                add([sink.view for sink in sinks], [waiting[sink] for sink in sinks])
+        for sink in waiting:
+            sink.done()
 
 
 # Registered operators take tensors but no Python objects, so a layer passes the view of its gradient and the operator
@@ -150,11 +190,10 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
     if out.dtype == x.dtype:
         out.addmm_(left, x) if add else torch.mm(left, x, out=out)
     elif x.is_cuda and out.dtype == torch.float32:
-        wide = torch.ops.aten
         if add:
-            wide.addmm.dtype_out(out, left, x, torch.float32, out=out)
+            torch.ops.aten.addmm.dtype_out(out, left, x, torch.float32, out=out)
         else:
-            wide.mm.dtype_out(left, x, torch.float32, out=out)
+            torch.ops.aten.mm.dtype_out(left, x, torch.float32, out=out)
     elif add:
         out.add_(left @ x)
     else:
@@ -168,8 +207,7 @@ def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def add_factors(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    slot = sink_of(sink)
-    now_or_later(lambda grad, x: add_product(slot, grad, x), grad, x)
+    now_or_later(partial(add_product, sink_of(sink)), grad, x)
 
 
 @operator("meshwright::add_grad", mutates={"sink"})
@@ -189,8 +227,7 @@ def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
     """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
     out. The same sum has the same bits every time."""
-    slot = sink_of(sink)
-    now_or_later(lambda grad, rows: _add_rows(slot, grad, rows), grad, rows)
+    now_or_later(partial(_add_rows, sink_of(sink)), grad, rows)
 
 
 FEW_ROWS = 16  # of a table whose every row is that of many tokens, as of token types

@@ -16,6 +16,7 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,14 +148,18 @@ class Bucket:
         """Makes sure that the whole gradients have memory; what is between the parameters' own is zero."""
         if not self.grads.allocated:
             self.grads.allocate()
-            self._zero_gaps()
+            for gap in self._gaps:
+                gap.zero_()
 
-    def _zero_gaps(self) -> None:
-        at = self.start
+    @cached_property
+    def _gaps(self) -> list[Tensor]:
+        """The gradients' memory between those of the parameters."""
+        found, at = [], self.start
         for start, stop in [*((s.start, s.stop) for s in self.slots), (self.stop, self.stop)]:
             if start > at:
-                self.grads.tensor[at - self.start : start - self.start].zero_()
+                found.append(self.grads.tensor[at - self.start : start - self.start])
             at = stop
+        return found
 
 
 class FlatBuffer:

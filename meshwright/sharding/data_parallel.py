@@ -26,7 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import GatherConfig, OverlapConfig
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import Sink, SmallGradients
 from meshwright.sharding.buffers import (
     REDUCER,
     Bucket,
@@ -104,6 +104,7 @@ class DataParallel:
         self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
+        self._small = SmallGradients()
         first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
         # Stage 3's gathers already need all ranks to run the same units in the same order. Stage 2 must not.
         for unit in (unit for unit in units if unit.closes):
@@ -112,7 +113,9 @@ class DataParallel:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
-                slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, slot.sink))
+                # A share of a bucket that is scattered in every micro-batch must not wait for another bucket's.
+                add = self._small.add if bucket.stage < 2 else Sink.add
+                slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
         for sinks, slot in own_weights:
             sinks["weight"] = slot.sink.view
         # Called with this rank's own gradients of a bucket, before they are summed.
@@ -133,6 +136,7 @@ class DataParallel:
         """Begins a step; called before its first micro-batch. Gradients will come multiplied by `scale`."""
         self.reducer.begin_step(step, scale)
         self.weights.copies.forget()
+        self._small.forget()
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for bucket in self.buckets:
@@ -166,6 +170,7 @@ class DataParallel:
 
     def finish(self) -> None:
         """Reduces what is left, and the owned shares over the further axes; called after a step's last backward."""
+        self._small.add_all()
         self._once.finish()
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
@@ -279,12 +284,12 @@ def _square_sum(pieces: list[Tensor], wide: torch.dtype | None) -> Tensor:
     return torch.stack(norms).double().square().sum()
 
 
-def _take_gradient(sink: Sink, parameter: Tensor) -> None:
+def _take_gradient(add: Callable[[Sink, Tensor], None], sink: Sink, parameter: Tensor) -> None:
     """Moves a gradient that came through autograd into the flat buffer, and drops the temporary."""
     grad = parameter.grad
-    parameter.grad = None
     if grad is not None:
-        sink.add(grad)
+        parameter.grad = None
+        add(sink, grad)
 
 
 def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
