@@ -50,14 +50,13 @@ class Sink:
         self.done()
 
 
-# Gradients of at most so many elements wait for each other, and so many of them are added by one call.
-SMALL, TOGETHER = 1 << 16, 16
+TOGETHER = 16  # gradients of vectors that are added by one call
 
 
-class SmallGradients:
-    """Adds finished gradients to sinks: large ones at once; small ones, as of norms and biases, wait until there are
-    several, since launching a copy of each takes longer than making it. Whoever reads the buffer calls `add_all`
-    first."""
+class VectorGradients:
+    """Adds finished gradients to sinks: those of matrices at once; those of vectors, as norms and biases have, wait
+    until there are several, since launching a copy of each takes longer than making it. Whoever reads the buffer calls
+    `add_all` first."""
 
     def __init__(self) -> None:
         self._waiting: dict[Sink, Tensor] = {}
@@ -69,7 +68,7 @@ class SmallGradients:
     def add(self, sink: Sink, grad: Tensor) -> None:
         if sink in self._waiting:  # of another micro-batch
             self.add_all()
-        if grad.numel() > SMALL:
+        if grad.dim() > 1:
             sink.add(grad)
             return
         self._waiting[sink] = grad
@@ -156,7 +155,7 @@ _DEFERRED: list[Deferred] = []
 @contextmanager
 def deferring(deferred: Deferred) -> Iterator[None]:
     """Defers the contributions that come as factors (the products of linear layers, the rows of embeddings). Those that
-    come as finished gradients, as of norms and biases, are small and are added at once."""
+    come as finished gradients, as of norms and biases, are small and don't wait for the schedule."""
     _DEFERRED.append(deferred)
     try:
         yield

@@ -26,7 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import GatherConfig, OverlapConfig
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
-from meshwright.nn.weight_grad import Sink, SmallGradients
+from meshwright.nn.weight_grad import Sink, VectorGradients
 from meshwright.sharding.buffers import (
     REDUCER,
     Bucket,
@@ -104,7 +104,7 @@ class DataParallel:
         self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
-        self._small = SmallGradients()
+        self._vectors = VectorGradients()
         first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
         # Stage 3's gathers already need all ranks to run the same units in the same order. Stage 2 must not.
         for unit in (unit for unit in units if unit.closes):
@@ -114,7 +114,7 @@ class DataParallel:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
                 # A share of a bucket that is scattered in every micro-batch must not wait for another bucket's.
-                add = self._small.add if bucket.stage < 2 else Sink.add
+                add = self._vectors.add if bucket.stage < 2 else Sink.add
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
         for sinks, slot in own_weights:
             sinks["weight"] = slot.sink.view
@@ -136,7 +136,7 @@ class DataParallel:
         """Begins a step; called before its first micro-batch. Gradients will come multiplied by `scale`."""
         self.reducer.begin_step(step, scale)
         self.weights.copies.forget()
-        self._small.forget()
+        self._vectors.forget()
         self._once.begin(micro_batches)
         self._each.begin(micro_batches)
         for bucket in self.buckets:
@@ -170,7 +170,7 @@ class DataParallel:
 
     def finish(self) -> None:
         """Reduces what is left, and the owned shares over the further axes; called after a step's last backward."""
-        self._small.add_all()
+        self._vectors.add_all()
         self._once.finish()
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):

@@ -14,7 +14,7 @@ from meshwright.nn.embedding import TokenEmbedding
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
-from meshwright.nn.weight_grad import SMALL, TOGETHER, Sink, SmallGradients
+from meshwright.nn.weight_grad import TOGETHER, Sink, VectorGradients
 from meshwright.parts import gpt
 from meshwright.parts.part import ALONE
 
@@ -97,20 +97,20 @@ def test_input_and_bias_gradients_of_a_linear() -> None:
 
 
 @pytest.mark.parametrize(("count", "left"), [(3, 3), (TOGETHER + 2, 4)])
-def test_small_gradients_wait_for_each_other_and_add_up(count: int, left: int) -> None:
+def test_gradients_of_vectors_wait_for_each_other_and_add_up(count: int, left: int) -> None:
     """Two micro-batches of fewer and of more parameters than are added at once, the second while some of the first
     still wait. What is told is what single additions tell, and every sum has their bits."""
-    sizes = [3] * count + [SMALL + 1]
+    sizes = [(3,)] * count + [(2, 3)]
     draw = torch.Generator().manual_seed(7)
     grads = [[torch.randn(size, generator=draw).bfloat16() for size in sizes] for _ in range(2)]
-    views, told = [[torch.full((size,), 1e6) for size in sizes] for _ in range(2)], list[int]()
+    views, told = [[torch.full(size, 1e6) for size in sizes] for _ in range(2)], list[int]()
     waiting, alone = ([Sink(view, lambda sink: told.append(sink.contributions)) for view in some] for some in views)
-    small = SmallGradients()
+    vectors = VectorGradients()
     for each in grads:
         for sink, grad in zip(waiting, each, strict=True):
-            small.add(sink, grad)
+            vectors.add(sink, grad)
     assert len(told) == 2 * len(sizes) - left
-    small.add_all()
+    vectors.add_all()
     assert sorted(told) == [1] * len(sizes) + [2] * len(sizes)
     for each in grads:
         for sink, grad in zip(alone, each, strict=True):
@@ -118,9 +118,9 @@ def test_small_gradients_wait_for_each_other_and_add_up(count: int, left: int) -
     assert all(map(torch.equal, *views))
 
 
-def test_small_gradients_of_a_step_that_was_not_finished_are_dropped() -> None:
-    sink, small = Sink(torch.ones(3), lambda sink: None), SmallGradients()
-    small.add(sink, torch.full((3,), 5.0))
-    small.forget()
-    small.add_all()
+def test_gradients_of_vectors_of_a_step_that_was_not_finished_are_dropped() -> None:
+    sink, vectors = Sink(torch.ones(3), lambda sink: None), VectorGradients()
+    vectors.add(sink, torch.full((3,), 5.0))
+    vectors.forget()
+    vectors.add_all()
     assert sink.fresh and sink.view.tolist() == [1.0, 1.0, 1.0]
