@@ -153,8 +153,10 @@ def test_tiny_is_of_recipes_only(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2-124m"])
 def test_every_twin_trains(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Adapters can't learn as much: the output layer is frozen, and a twin's is random."""
     losses = start_twin(name, 30, monkeypatch, tmp_path)
-    assert len(losses) == 30 and sum(losses[-3:]) / 3 < losses[0] - 0.3
+    least = 0.2 if tiny_config(name)[0].tune.adapts else 0.3
+    assert len(losses) == 30 and sum(losses[-3:]) / 3 < losses[0] - least
 
 
 @pytest.mark.wide
@@ -180,11 +182,3 @@ def test_what_is_frozen_is_neither_summed_nor_updated() -> None:
     parameters = [largest(compared(f"llama3-8b-{kind}").cost.job).parameters for kind in ("lora1", "nf4")]
     linear = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     assert parameters[0] - parameters[1] == pytest.approx(linear * (2 - 17 / 32))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", [name for name in NAMES if "8b-" in name])
-def test_a_twin_that_adapts_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", name, "--tiny", "train.steps=2", "lr.warmup=0"]) == 0
-    assert (tmp_path / "runs" / f"{name}-tiny" / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 2
