@@ -45,14 +45,15 @@ def clean(device: Device) -> None:
     device.reset_peak()
 
 
-def config_of(case: str, device: str, tiny: bool) -> Config:
+def config_of(case: str, device: str, tiny: bool, together: int) -> Config:
     preset, batch = case.split(":")
     train = {"precision": "bf16", "micro_batch": int(batch), "global_batch": int(batch), "steps": 10**6}
     model: dict[str, Any] = {"preset": preset, "dropout": 0.0}
     if tiny:
         own = {"t5": {"encoder_layers": 2, "decoder_seq": 8}} if preset.startswith("t5") else {"predictions": 4}
         model |= TINY | own
-    config = {"model": model, "train": train | {"compile": "true"}, "data": {"prefixes": ["made"]}}
+    train |= {"compile": "true", "compile_together": together}
+    config = {"model": model, "train": train, "data": {"prefixes": ["made"]}, "faults": {"locate": False}}
     return config_from(config | {"lr": {"schedule": "constant"}, "run": {"device": device}})
 
 
@@ -83,8 +84,8 @@ def floor_ms(config: Config, device: Device, elements: int) -> float:
     return floor.alone(device, calls) + parameters(config) * floor.OPTIMIZER_BYTES / speed / 1e6
 
 
-def run(case: str, device: Device, steps: int, tiny: bool) -> dict[str, Any]:
-    config = config_of(case, device.kind, tiny)
+def run(case: str, device: Device, steps: int, tiny: bool, together: int) -> dict[str, Any]:
+    config = config_of(case, device.kind, tiny, together)
     clean(device)
     work = plain_step(config.model, config.train.micro_batch, device.torch)
     plain = {"plain_ms": median_ms(device, work, steps, warm=4), "plain_gib": peak_gib(device)}
@@ -106,13 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--together", type=int, default=1, help="blocks that are compiled as one graph")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the calls")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     device = Device.choose(args.device)
     for case in args.cases:
-        print(json.dumps(run(case, device, args.steps, args.tiny)), flush=True)
+        print(json.dumps(run(case, device, args.steps, args.tiny, args.together)), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(case: str, layers: int) -> Config:
+def config_of(case: str, layers: int, together: int) -> Config:
     model = {**CASES[case], **TINY, "layers": layers}
     if case == "t5":
         model["t5"] = {"encoder_layers": layers // 2, "decoder_seq": 4}
     train = {"precision": "bf16", "micro_batch": 1, "global_batch": 1, "steps": 10**6, "compile": "true"}
+    train |= {"compile_together": together}
     data = {"prefixes": ["made"]}
-    run, lr = {"device": "cpu"}, {"schedule": "constant"}
-    return config_from({"model": model, "train": train, "data": data, "run": run, "lr": lr})
+    run, lr, faults = {"device": "cpu"}, {"schedule": "constant"}, {"locate": False}
+    return config_from({"model": model, "train": train, "data": data, "run": run, "lr": lr, "faults": faults})
 
 
 def quartile_ms(call: Callable[[], object], steps: int, warm: int = 5) -> float:
@@ -99,12 +100,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--together", type=int, default=1, help="blocks that are compiled as one graph")
     parser.add_argument("--plain", action="store_true", help="also time a plain compiled loop of BERT and T5")
     parser.add_argument("--top", type=int, default=0, help="print so many functions of a profile")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for case in args.cases:
-        config = config_of(case, args.layers)
+        config = config_of(case, args.layers, args.together)
         told: dict[str, Any] = {"case": case, "layers": args.layers, **ours(config, args.steps, args.top)}
         torch._dynamo.reset()
         if args.plain and case in ("bert", "t5"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from meshwright.config.comm import NODE_COPY
+from meshwright.config.compile_rules import blocks_compile_together, compiles_without_dropout
 from meshwright.config.glm import glm_fits
 from meshwright.config.grid import grid_divides, grid_fits
 from meshwright.config.hf_rules import hf_fits
@@ -299,11 +300,6 @@ def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
         yield f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
 
 
-def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
-    if c.train.compile == "true" and c.drops:
-        yield "train.compile=true can't be combined with dropout: set train.compile=auto or model.dropout=0"
-
-
 def backend_fits_device(c: Config, world: int) -> Iterator[str]:
     if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
         yield f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
@@ -409,8 +405,8 @@ RULES: list[Rule] = [
     tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, backend_fits_device, device_has_fp8, algorithm_fits_ranks, server_fits,
-    tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
+    compiles_without_dropout, blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
+    server_fits, tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
     gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 

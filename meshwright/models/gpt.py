@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from meshwright.models.stage import Receives
 from meshwright.nn.alibi import Alibi
 from meshwright.nn.answers import AnswerLogps, Answers
 from meshwright.nn.attention import KVCache
-from meshwright.nn.build import Block, build_module
+from meshwright.nn.build import Block, build_module, run_blocks
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
 from meshwright.nn.embedding import ScaledGrad
@@ -71,6 +72,7 @@ class GPTStage(nn.Module):
     them."""
 
     head_kind: type[Head] = Head
+    several: tuple[Callable[..., Tensor], int] | None = None  # what runs blocks as one graph, and how many
 
     def __init__(
         self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger, tokens: Group
@@ -100,6 +102,10 @@ class GPTStage(nn.Module):
             self.head.output.weight = self.embedding.tokens.get_parameter("weight")
         self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
         self._offer(config, at)
+
+    def compile_together(self, count: int) -> None:
+        """Compiles so many neighbouring blocks as one graph. Nobody may look at what passes between them."""
+        self.several = torch.compile(run_blocks, fullgraph=True), count
 
     def _offer(self, config: Config, at: Coordinate) -> None:
         """Sets what `models.stage.StageModule` asks for."""
@@ -235,6 +241,9 @@ class GPTStage(nn.Module):
         they are recomputed: their backward follows at once, and other micro-batches may have begun since their
         forward."""
         streams, total = self.parallel.streams, None
+        if self.several is not None and not shared.past:
+            blocks = [self.blocks[str(layer)] for layer in layers]
+            return (self._run_together(blocks, hidden, shared.sequences, shared.tables, shared.mask),)
         with streams.replaying(shared.where):
             for layer in layers:
                 streams.seed_layer(layer)
@@ -249,6 +258,13 @@ class GPTStage(nn.Module):
                 total = _plus(total, losses)
                 self._mark_backward(hidden, layer)
         return (hidden,) if total is None else (hidden, total)
+
+    def _run_together(self, blocks: Sequence[nn.Module], hidden: Tensor, *given: Any) -> Tensor:
+        assert self.several is not None
+        run, count = self.several
+        for at in range(0, len(blocks), count):
+            hidden = run(tuple(blocks[at : at + count]), hidden, given)
+        return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
         """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a

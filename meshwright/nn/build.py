@@ -76,6 +76,13 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
     return MODULES[type(part)](parallel, part, records)
 
 
+def run_blocks(blocks: tuple[Block, ...], x: Tensor, given: tuple[Any, ...]) -> Tensor:
+    """Returns x after blocks that add nothing to the loss; `given` is what each takes beside it."""
+    for block in blocks:
+        x = block.forward(x, *given)  # type: ignore[assignment]
+    return x
+
+
 class Block(nn.Module):
     """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
     With post-norm, a body of the sum so far is added, and the norm is taken of the new sum; with norms on both sides,

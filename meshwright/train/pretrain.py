@@ -30,6 +30,7 @@ from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
+from meshwright.models.gpt import GPTStage
 from meshwright.models.stage import LossCounts, stage_of
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.optim.schedules import consumed_after
@@ -181,7 +182,7 @@ def build_modules(
     for module in modules:
         draw(module, config.train.seed)
         if compiles(config, ctx.device):
-            compile_blocks(module)
+            compile_blocks(module, config.train.compile_together)
     return modules
 
 
@@ -193,10 +194,12 @@ def _warn_of_buffers(module: nn.Module, stage: int) -> None:
         print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
 
 
-def compile_blocks(module: nn.Module) -> None:
-    """Compiles each block as one graph; all blocks of a chunk share it."""
+def compile_blocks(module: nn.Module, together: int = 1) -> None:
+    """Compiles each block, or some of them `together`, as one graph, which all blocks of a chunk share."""
     for block in stage_of(module).compiled_blocks():
         block.compile(fullgraph=True)
+    if together > 1 and isinstance(module, GPTStage):
+        module.compile_together(together)
 
 
 class About(NamedTuple):
