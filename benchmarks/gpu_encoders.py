@@ -53,7 +53,7 @@ def config_of(case: str, device: str, tiny: bool, together: int) -> Config:
         own = {"t5": {"encoder_layers": 2, "decoder_seq": 8}} if preset.startswith("t5") else {"predictions": 4}
         model |= TINY | own
     train |= {"compile": "true", "compile_together": together}
-    config = {"model": model, "train": train, "data": {"prefixes": ["made"]}, "faults": {"locate": False}}
+    config = {"model": model, "train": train, "data": {"prefixes": ["made"]}, "faults": {"locate": together == 1}}
     return config_from(config | {"lr": {"schedule": "constant"}, "run": {"device": device}})
 
 

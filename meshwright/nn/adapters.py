@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.comm.registered import pure_operator
-from meshwright.kernels import kernels_take
 from meshwright.layout.params import AdapterRecord
 from meshwright.nn import products
 from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
@@ -112,19 +111,7 @@ def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequenc
     from left to right. The product itself adds, so y is read and written once more and nothing else is."""
     parts = short.chunk(len(ups), 1)
     for number, (part, up) in enumerate(zip(parts, ups, strict=True)):
-        columns = y[:, spans[2 * number] : spans[2 * number + 1]]
-        if kernels_take(y, part, up) and fits_kernel(part):
-            from meshwright.kernels.low_rank import add_low_rank as kernel
-
-            kernel(columns, part, up, scale)
-        else:
-            columns.addmm_(part, up.t(), alpha=scale)
-
-
-def fits_kernel(short: Tensor) -> bool:
-    """Whether vectors are so short that a product of them is best left to a kernel that reads and writes the result
-    once: one of two-byte numbers."""
-    return short.element_size() == 2 and short.shape[1] <= 64
+        y[:, spans[2 * number] : spans[2 * number + 1]].addmm_(part, up.t(), alpha=scale)
 
 
 class _AdaptedProduct(torch.autograd.Function):

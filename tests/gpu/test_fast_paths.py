@@ -133,7 +133,7 @@ def test_the_optimizer_pass_rounds_to_what_is_stored(kinds: str) -> None:
     torch.manual_seed(1)
     kept = [torch.bfloat16 if kind in kinds else torch.float32 for kind in ("master", "grad", "moments", "moments")]
     narrow = [torch.rand(size, device=CUDA).to(dtype) for dtype in kept]
-    wide = [x.float() for x in narrow]
+    wide = [x.float().clone() for x in narrow]
     numbers = torch.tensor([1.0, 0.25, *(1 - b**3 for b in c.betas)], device=CUDA)
     for tensors in (narrow, wide):
         adamw(*tensors, None, numbers, lr=1e-2, betas=c.betas[:2], eps=c.eps, decay=c.weight_decay)  # type: ignore[misc]
