@@ -164,8 +164,8 @@ def check_named(tokenizer: Tokenizer, folder: Path, data: DataConfig, vocab: int
     named = f"--tokenizer {tokenizer.recipe.spec}"
     if theirs and not data.any_tokenizer and tokenizer.recipe.digest not in theirs:
         raise UserError(
-            f"{named} is another tokenizer than that of the model in {folder}, so its tokens mean other texts: leave it "
-            "out, which takes the model's own, or name that"
+            f"{named} is another tokenizer than that of the model in {folder}, so its tokens mean other texts: leave "
+            "it out, which takes the model's own, or name that"
         )
     if not theirs and tokenizer.vocab_size > vocab:
         raise UserError(
