@@ -57,10 +57,11 @@ class DecayRange(NamedTuple):
 class FlatState:
     """The masters and moments of one buffer. Each is a store with one tensor per bucket, of this rank's share of it.
     `in_place` says that the model's own weights are the masters, `paired` that they are one half of them and the first
-    store holds the remainders; `fused` that one kernel updates everything in the precisions it is stored in; `ready`
-    that updates use all stores as they are; else a prefetcher copies them in pieces."""
+    store holds the remainders; `fused` that one kernel updates everything in the precisions it is stored in (where a
+    dry run has no device, `kernels` says that it would); `ready` that updates use all stores as they are; else a
+    prefetcher copies them in pieces."""
 
-    def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig) -> None:
+    def __init__(self, buffer: FlatBuffer, config: OptimizerConfig, offload: OffloadConfig, kernels: bool) -> None:
         self.buffer = buffer
         double = buffer.key.dtype == torch.float64
         self.dtype = torch.float64 if double else torch.float32
@@ -82,9 +83,9 @@ class FlatState:
         self.stores = [masters, *(new(state_dtype) for _ in MOMENTS if config.name == "adamw")]
         brought = self.stores[1:] if self.paired else self.stores
         alike = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
-        self.fused = config.name == "adamw" and kernels_take(*masters.shares, *own, buffer.grads) and (
-            all(store.on_device for store in brought)
-        )  # fmt: skip
+        taken = kernels and not double if own[0].is_meta else kernels_take(*masters.shares, *own, buffer.grads)
+        stays = offload.params == "none" and all(store.on_device for store in brought)
+        self.fused = config.name == "adamw" and taken and stays
         self.ready = self.fused or (alike and buffer.grads.dtype == self.dtype)
         self._ranges = list(self._find_ranges())
         if not self.ready:
@@ -201,7 +202,7 @@ def _joined(parts: list[UpdatePart]) -> Iterator[list[UpdatePart]]:
     for decay, master, grad, moments, weights, _ in (part for part in parts if part.master.dtype == torch.int16):
         assert weights is not None
         if master.is_meta:
-            continue  # a dry run's update is the kernel's, which joins nothing in memory
+            continue  # a dry run's update joins nothing in memory
         for low in range(0, master.numel(), JOINED):
             at = slice(low, low + JOINED)
             paired = PairedTensor(weights[at], master[at])
@@ -219,11 +220,12 @@ class FlatOptimizer:
         config: OptimizerConfig,
         updated: Callable[[Bucket], None] = lambda bucket: None,
         offload: OffloadConfig | None = None,
+        kernels: bool = False,
     ) -> None:
         self.config, self.updated = config, updated
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
-        self.states = [FlatState(buffer, config, offload or OffloadConfig()) for buffer in trained]
+        self.states = [FlatState(buffer, config, offload or OffloadConfig(), kernels) for buffer in trained]
         self._updates: int | Tensor = 0
 
     @property
@@ -256,7 +258,7 @@ class FlatOptimizer:
     @property
     def on_device(self) -> bool:
         """Whether `step_on_device` can run: a fused pass with numbers from the device."""
-        return bool(self.states) and all(state.fused for state in self.states)
+        return bool(self.states) and all(state.fused and state.buffer.grads.is_cuda for state in self.states)
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:
@@ -306,7 +308,7 @@ class FlatOptimizer:
                 self.updated(bucket)
 
     def _update(self, parts: Sequence[UpdatePart], decay: bool, lr: float, divisor: float) -> None:
-        if not parts:
+        if not parts or parts[0].master.is_meta:
             return
         c = self.config
         weight_decay = c.weight_decay if decay else 0.0

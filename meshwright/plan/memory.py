@@ -103,9 +103,11 @@ def is_offloaded(job: Job, place: str) -> bool:
 
 def ring_bytes(job: Job, shares: list[int]) -> int:
     """Returns the device bytes of the pieces of one buffer's states that are being updated, where the states are
-    offloaded or stored in another precision than they are updated in."""
+    offloaded or stored in another precision than they are updated in; an accelerator's kernel takes any."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
+    if s.moments and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
+        return 0
     kinds = [s.master] * (s.master > 0 and not s.paired) + [s.moment] * s.moments
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file

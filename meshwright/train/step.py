@@ -33,7 +33,7 @@ from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
-from meshwright.train.context import Context, compiles
+from meshwright.train.context import Context, compiles, is_host
 from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counts_bytes
 from meshwright.train.gate import Gate
 from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
@@ -86,7 +86,8 @@ class Trainer:
             outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
-        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, parallel.weights.updated, offload)
+        kernels, updated = not is_host(config, ctx.device), parallel.weights.updated
+        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels)
         self.outer: OuterOptimizer | None = None
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)
