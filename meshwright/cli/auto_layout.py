@@ -10,16 +10,15 @@ from typing import Any
 from meshwright.config.load import to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
-from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.measured import cluster_of
+from meshwright.plan.measured import cluster_for
 from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import own_stack
 from meshwright.plan.words import plain_words
 from meshwright.show.units import seconds
 
 MARGIN = 0.94  # of a device's memory may be planned with
-HOST = "laptop"  # the cluster that stands for a machine without accelerators
 
 
 def best_layout(
@@ -76,9 +75,7 @@ def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
     device = Device.find(config.run.device)
     _, room = room_of(config, ranks)
     limit = MARGIN * room / 2**30
-    if device.module is None:
-        return load_cluster(HOST), limit
-    cluster = cluster_of(device.name, room / 2**30)
+    cluster = cluster_for("cpu" if device.module is None else device.name, room / 2**30)
     if cluster is None:
         raise UserError(
             f"layout=auto knows no cluster of {device.name}: give the layout yourself, or plan with a profile of this "

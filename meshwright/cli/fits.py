@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.config.load import config_from, merged, nested, to_mapping
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, either
-from meshwright.plan.job import checked_job
+from meshwright.plan.job import Job, checked_job
 from meshwright.plan.memory import Memory, largest
 from meshwright.show.units import size
 
@@ -20,11 +20,23 @@ OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # what torch's and th
 WAYS = 3  # that are named, and keys that one may change
 
 
+def on_cpu(config: Config) -> bool:
+    """Whether ranks of this machine compute on its CPUs."""
+    from meshwright.device import accelerator_count
+
+    return config.run.device == "cpu" or not accelerator_count()
+
+
+def here(config: Config, ranks: int) -> Job:
+    """The job of a config on this machine's devices, with the kernels that they have."""
+    return checked_job(config, ranks, host=on_cpu(config))
+
+
 def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
     """What a rank has its memory from, and how many bytes of it."""
     from meshwright.device import Device, accelerator_count, host_memory_bytes
 
-    if config.run.device == "cpu" or not accelerator_count():
+    if on_cpu(config):
         return "this machine's free memory, for each of its ranks", host_memory_bytes() / local_ranks
     sharing = -(-local_ranks // accelerator_count())
     return "the device", Device.find(config.run.device).memory_bytes() / sharing
@@ -33,7 +45,7 @@ def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
 def check_memory(config: Config, ranks: int, local_ranks: int | None = None) -> None:
     """Refuses a run on this machine whose weights, gradients and states alone, which are known to the byte, do not fit;
     warns of one whose peak, which is nearly known, does not."""
-    need = largest(checked_job(config, ranks))
+    need = largest(here(config, ranks))
     what, room = room_of(config, local_ranks or ranks)
     ways = f"{size(room)} ({what}): {ways_to_fit(config, ranks, room)}" if need.peak > room else ""
     if need.states > room:
@@ -78,7 +90,7 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
 
 def _changed(config: Config, ranks: int, keys: Mapping[str, Any]) -> Memory | None:
     try:
-        return largest(checked_job(config_from(merged(to_mapping(config), nested(keys))), ranks))
+        return largest(here(config_from(merged(to_mapping(config), nested(keys))), ranks))
     except UserError:
         return None  # the rules don't allow it
 
@@ -94,7 +106,7 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
 
     device = Device.choose(config.run.device, 0)
     what, room = room_of(config, local_ranks)
-    held, planned = device.peak_bytes(), largest(checked_job(config, ranks)).peak
+    held, planned = device.peak_bytes(), largest(here(config, ranks)).peak
     most = f"{size(held)} were held, " if held else ""
     return UserError(
         f"rank {rank} ran out of memory ({most}planned were {size(planned)}, and it has {size(room)} of {what}): "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.auto_layout import HOST, MARGIN, best_layout
+from meshwright.cli.auto_layout import MARGIN, best_layout
 from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
@@ -19,9 +19,11 @@ from meshwright.disk import refused
 from meshwright.errors import UserError, nearest, notice
 from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.measured import HOST
+from meshwright.plan.memory import largest
 from meshwright.plan.search import Candidate
 from meshwright.plan.words import SHARDED, plain_words
-from meshwright.show.units import count, seconds
+from meshwright.show.units import count, seconds, size
 
 EXAMPLES = """example:
   meshwright init                                             (asks for what it needs)
@@ -41,7 +43,8 @@ USUAL_TOKENS = 1_048_576  # of a step, for larger models
 USUAL_VOCAB, VOCAB_MULTIPLE = 32_000, 128
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
-# {time} a step and {memory:.1f} GiB a rank, predicted by `meshwright plan`; every key is explained in docs/config.md.
+# {time} a step and {memory} in tensors on a rank at the peak, predicted (`meshwright memory {out}`, `meshwright plan`).
+# Every key is explained in docs/config.md.
 # Train with: meshwright train {out}{nproc}      Any key can be changed there: train.steps=50
 model:
 {model}
@@ -189,7 +192,7 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
     }  # fmt: skip
     return TEMPLATE.format(
         parameters=count(parameters), devices=job.world, device=best.cost.cluster.device.name,
-        layout=plain_words(c, job.world), time=seconds(best.cost.step_s), memory=best.memory_gib,
+        layout=plain_words(c, job.world), time=seconds(best.cost.step_s), memory=size(largest(job).peak),
         out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
         model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
         steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,

@@ -6,11 +6,12 @@ import argparse
 import json
 
 from meshwright.cli.common_args import world_arguments, world_from_args
+from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.account import experts_json, experts_words
-from meshwright.plan.job import checked_job
-from meshwright.plan.memory import largest
-from meshwright.plan.rank import MEMORY_KINDS, rank_json
+from meshwright.plan.job import Job, checked_job
+from meshwright.plan.memory import largest, rank_memory
+from meshwright.plan.rank import MEMORY_KINDS, bytes_at_peak, rank_json
 from meshwright.show.terminal import table
 from meshwright.show.units import size
 
@@ -18,7 +19,8 @@ EXAMPLES = """example:
   meshwright memory config.yaml --devices 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --devices 1024 --rank 0 --json
 
-`buffers` holds what is gathered or in flight; `peak` is the most at once in a step, not a sum;
+The first figures are the most of each kind in a step. The last column is the moment at which all together are most:
+it adds up to `peak`. `buffers` holds what is gathered or in flight, `temporary` what kernels and the loss work with;
 `offloaded` are activations in host memory. --json has bytes."""
 
 
@@ -34,14 +36,23 @@ def run(args: argparse.Namespace) -> None:
     job = checked_job(target.config, world)
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank
-    found = rank_json(job, pp_rank)
-    bytes_by_kind = found["memory"]
+    found, memory = rank_json(job, pp_rank), rank_memory(job, pp_rank)
+    bytes_by_kind, at_peak = found["memory"], bytes_at_peak(memory)
     if args.json:
-        whole = {"rank": rank, "rank_parameters": found["parameters"], **experts_json(job)}
+        whole = {"rank": rank, "rank_parameters": found["parameters"], "at_peak": at_peak, **experts_json(job)}
         print(json.dumps({**found, **bytes_by_kind, **whole}))
         return
-    how = {"compiled": "compiled blocks", "eager": "uncompiled blocks"}.get(job.stack.name, "blocks on a CPU")
-    rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank}, {how})", "bytes", "")]
-    rows += [(kind, f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) for kind in MEMORY_KINDS]
+    rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank})", "bytes", "", "at the peak")]
+    for kind in (*MEMORY_KINDS[:-2], "temporary", *MEMORY_KINDS[-2:]):
+        most = (f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) if kind in bytes_by_kind else ("", "")
+        rows.append((kind, *most, size(at_peak[kind]) if kind in at_peak else ""))
     words = experts_words(job)
-    print((f"{words}\n\n" if words else "") + table(rows))
+    print((f"{words}\n\n" if words else "") + f"{table(rows)}\n\n{_device_words(target.config, job)}")
+
+
+def _device_words(config: Config, job: Job) -> str:
+    """Says for which devices and blocks the figures are."""
+    how = "compiled" if job.stack.compiled else "not compiled"
+    if job.host:
+        return f"on CPUs, blocks {how} (run.device={config.run.device}, train.compile={config.train.compile})"
+    return f"on accelerators, blocks {how} (train.compile={config.train.compile}); with run.device=cpu for CPUs"

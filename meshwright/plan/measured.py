@@ -10,6 +10,8 @@ from meshwright.plan.cluster import Cluster, known_clusters, load_cluster
 from meshwright.plan.flops import model_flops
 from meshwright.train.speed import Speed
 
+HOST = "laptop"  # the cluster that stands for a machine without accelerators
+
 
 def cluster_of(device: str, memory_gib: float | None = None) -> Cluster | None:
     """The known cluster whose devices have this name, as torch gives it: `NVIDIA H100 80GB HBM3`. Of several, the one
@@ -21,6 +23,11 @@ def cluster_of(device: str, memory_gib: float | None = None) -> Cluster | None:
     near = memory_gib or (float(said[1]) if said else 0.0)
     known = [c for c in map(load_cluster, known_clusters()) if c.device.name.split("-")[0].lower() in words]
     return min(known, key=lambda cluster: abs(cluster.device.memory_gib - near), default=None)
+
+
+def cluster_for(device: str, memory_gib: float | None = None) -> Cluster | None:
+    """The cluster that a plan for such devices takes: a machine without accelerators has one that stands for it."""
+    return load_cluster(HOST) if device == "cpu" else cluster_of(device, memory_gib)
 
 
 def speed_of(config: Config, device: str, memory_gib: float | None = None) -> Speed:

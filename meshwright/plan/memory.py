@@ -24,9 +24,23 @@ COMMUNICATOR_GIB = 0.8  # NCCL's buffers for all channels, per axis that communi
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 
 
+class Moment(NamedTuple):
+    """The bytes at one moment of a step, those that are always there left out of all but an `at_peak`'s gradients."""
+
+    total: float
+    activations: float = 0.0
+    buffers: float = 0.0
+    gradients: float = 0.0  # those of them that are not there all the time
+    temporary: float = 0.0  # what kernels and the loss work with, and reduced gradients on their way to a sum
+
+    @classmethod
+    def of(cls, *parts: float) -> Moment:
+        return cls(sum(parts), *parts)
+
+
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of one rank, by kind."""
+    """The bytes of one rank, by kind: the most of each."""
 
     pp_rank: int
     parameters: float
@@ -36,7 +50,8 @@ class Memory:
     activations: float  # all micro-batches in flight
     buffers: float  # gathered weights, whole gradients, and pieces of states in flight
     peak: float  # the most that is allocated at once in a step
-    offloaded: float = 0.0  # activations in host memory
+    offloaded: float  # activations in host memory
+    at_peak: Moment  # the moment of the peak; parameters, masters and moments are always there
 
     @property
     def states(self) -> float:
@@ -165,25 +180,35 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     # Gradients that come while activations go are counted where they are there; an update needs all of them.
     later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
     later *= job.stack.own and job.micro_batches == 1
-    most, buffers = max(total + chunk.loss for total, chunk in zip(forwards, chunks, strict=True)), 0.0
+    most = max(Moment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
+    buffers = 0.0
     for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
         flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
-        flying = [now + each.lasting + each.shares for now, each in zip(flying, whole, strict=True)]
+        head = whole[-1]
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. A shared
         # table's are kept until backward begins, and are then added to the table's place.
-        with_loss = forwards[number] + chunk.loss + flying[-1] - following[-1] - whole[-1].tied
-        most = max(most, with_loss, forwards[number] + flying[-1])
+        with_loss = flying[-1] - following[-1] - head.tied
+        most = max(most, Moment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
+        most = max(most, Moment.of(forwards[number], flying[-1], head.lasting, head.shares))
         for moment in chunk.backward:
             kept = max(kept, total + moment.kept)
             rows = _rows_gradient(job) if held[number].first and moment.unit == 0 else 0.0
-            most = max(most, total + moment.kept + moment.working + flying[moment.unit] + rows)
-    if not job.stack.own:
-        gathered = gathered_bytes(job, pp_rank)
-        return Memory(pp_rank, *states, kept, gathered + most - kept, sum(states) + most + gathered, away)
-    rings = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
-    return Memory(pp_rank, *states, kept, buffers + rings, sum(states) + max(0.0, most - later) + rings, away)
+            one, working = whole[moment.unit], moment.working + rows
+            most = max(most, Moment.of(total + moment.kept, flying[moment.unit], one.lasting, working + one.shares))
+    more: float  # in all moments
+    if job.stack.own:
+        more = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
+        buffers += more
+    else:
+        more = gathered_bytes(job, pp_rank)
+        buffers = more + most.total - kept
+    most = max(most, Moment.of(0.0, 0.0, later))  # at the update all gradients are there
+    peak = sum(states) + most.total - later + more
+    gradients = most.gradients + states[1] - later
+    at_peak = most._replace(total=peak, buffers=most.buffers + more, gradients=gradients)
+    return Memory(pp_rank, *states, kept, buffers, peak, away, at_peak)
 
 
 def _rows_gradient(job: Job) -> float:

@@ -44,6 +44,15 @@ def memory_bytes(memory: Memory) -> Counts:
     return {kind: int(getattr(memory, kind)) for kind in MEMORY_KINDS}
 
 
+def bytes_at_peak(memory: Memory) -> Counts:
+    """What is there at the moment of the peak, by kind; its sum, to the byte, is the peak."""
+    found = {kind: int(getattr(memory, kind)) for kind in ("parameters", "master", "optimizer")}
+    parts = ("gradients", "activations", "buffers")
+    found |= {kind: int(getattr(memory.at_peak, kind)) for kind in parts}
+    peak = int(memory.peak)
+    return found | {"temporary": peak - sum(found.values()), "peak": peak}
+
+
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     """Describes a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
     traffic = mean_traffic(job, pp_rank)

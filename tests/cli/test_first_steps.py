@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from meshwright.cli.main import COMMANDS, GROUPS, main, usage
 from meshwright.cli.train import write_event_of
 from meshwright.config.load import config_keys, load_config
 from meshwright.plan.cluster import load_cluster
+from meshwright.show.units import size
 from meshwright.train.run_notes import read_events, write_event
 from tests.support.token_files import write_documents
 
@@ -26,7 +28,9 @@ CASES = (("tiny", 2, "laptop"), *(pytest.param(*case, marks=pytest.mark.wide) fo
 
 
 @pytest.mark.parametrize("model, devices, cluster", CASES)
-def test_init_writes_what_was_planned(model: str, devices: int, cluster: str, tmp_path: Path) -> None:
+def test_init_writes_what_was_planned(
+    model: str, devices: int, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "config.yaml"
     words = f"--model {model} --data data/text --devices {devices} --cluster {cluster} --out {out}".split()
     assert main(["init", *words, *(["--global-batch", "64"] if devices > 2 else [])]) == 0
@@ -35,6 +39,10 @@ def test_init_writes_what_was_planned(model: str, devices: int, cluster: str, tm
     assert words_of(config, best) == []  # the planner would change nothing in the file
     assert f"--nproc {devices}" in out.read_text() and "copies of the model (dp)" in out.read_text().splitlines()[0]
     assert main(["init", *words]) == 2  # it is there already
+    capsys.readouterr()
+    assert main(["memory", str(out), "--devices", str(devices), "--json"]) == 0
+    peak = size(json.loads(capsys.readouterr().out)["peak"])
+    assert f"and {peak} in tensors on a rank at the peak" in out.read_text().splitlines()[1]
 
 
 def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from meshwright.plan import activations, memory
 from meshwright.plan.cost import NORM_BYTES, optimizer_bytes
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import Memory
+from meshwright.plan.rank import bytes_at_peak
 from meshwright.plan.stack import STACKS, states_of
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
@@ -164,6 +165,34 @@ def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monk
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
     monkeypatch.setattr(MLPPart, "kept", once)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_there_at_the_peak_adds_up_to_it(name: str) -> None:
+    """Each kind is at most its own most, kernels work with something, and nothing is left over."""
+    for rank in range(CASES[name][0]):
+        found = said_of(name, rank)
+        at = found.at_peak
+        always = found.parameters + found.master + found.optimizer
+        parts = (at.gradients, at.activations, at.buffers, at.temporary)
+        assert always + sum(parts) == pytest.approx(found.peak, abs=1.0) and min(parts) >= 0
+        assert at.gradients <= found.gradients and at.activations <= found.activations and at.buffers <= found.buffers
+        assert at.temporary > 0 or at.activations == 0
+        shown = bytes_at_peak(found)
+        assert shown["temporary"] == pytest.approx(at.temporary, abs=8.0) and shown["peak"] == int(found.peak)
+
+
+def test_the_table_says_for_which_devices_it_is(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CPU compiles only if told to."""
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config_from({"model": {"preset": "gpt2-124m"}, "data": {"prefixes": ["none"]}})))
+    for word, says in (
+        ("run.device=auto", "on accelerators, blocks compiled (train.compile=auto); with run.device=cpu for CPUs"),
+        ("run.device=cpu", "on CPUs, blocks not compiled (run.device=cpu, train.compile=auto)"),
+    ):
+        assert main(["memory", str(path), word]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == says and lines[0].endswith("at the peak") and any("temporary" in line for line in lines)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 119.5), (1, 31.3), (2, 16.6), (3, 1.87)])
