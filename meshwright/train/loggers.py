@@ -134,6 +134,7 @@ class Trackio:
         os.environ.setdefault("TRACKIO_DIR", str(start.folder.resolve() / "trackio"))
         import trackio
 
+        _silence("trackio")
         options: dict[str, Any] = {"auto_log_gpu": False, "auto_log_cpu": False, "embed": False}
         self.run: Any = trackio.init(
             project=PROJECT, name=start.name, config=flat(start.config), resume="allow", **options
@@ -144,6 +145,13 @@ class Trackio:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _silence(package: str) -> None:
+    """Takes `print` from a package that has no option for it: stdout is the run's own, and may be a JSON document."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == package:
+            vars(module)["print"] = lambda *words, **options: None
 
 
 class Csv:
