@@ -53,6 +53,9 @@ def page(found: dict[str, Any]) -> list[str]:
     done = found["step"] / found["steps"] if found["steps"] else 0.0
     left = f", about {clock(found['seconds_left'])} left" if found["seconds_left"] else ""
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
+    if lost := found["not_saved"]:
+        these = "none of which was" if lost == found["step"] else f"the last {lost:,} of which were not"
+        rows.append(("", f"{these} saved: the run goes on from step {found['step'] - lost:,}"))
     if found["loss"] is not None:
         norm = f", gradient norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
         rows.append(("loss", decimals(found["loss"], 4) + norm))
@@ -89,12 +92,13 @@ def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["tokens_per_s"] is None:
         return []
     planned = found["planned"]
-    text = f"{seconds(found['step_time_s'])} a step, {count(found['tokens_per_s'])} tokens/s"
+    steps = f" in the mean of the last {found['recent_steps']} steps" if found["recent_steps"] > 1 else ""
+    learned = f" ({found['counted']})" if found["counted"] else ""
+    text = f"{seconds(found['step_time_s'])} a step, {count(found['tokens_per_s'])} tokens/s{learned}{steps}"
     if planned:
         share = f"{percent(planned['share'])} of the plan's {count(planned['tokens_per_s'])} on {planned['cluster']}"
-        return [("speed", f"{text}, {share}")]
-    why = found["why_not_planned"]
-    return [("speed", text), *([("", why)] if why else [])]
+        text = f"{text}, {share}"
+    return [("speed", text), *([("", found["hint"])] if found["hint"] else [])]
 
 
 def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:

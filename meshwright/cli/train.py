@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from functools import partial
 from pathlib import Path
@@ -22,13 +21,13 @@ from meshwright.config.sections import Config
 from meshwright.config.twin import tiny_config
 from meshwright.errors import UserError, notice
 from meshwright.plan.effects import say_what_has_no_effect
-from meshwright.train.changes import layout_since
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import check_folders, refuse_finished, what_is_lost
 from meshwright.train.run_notes import read_events, write_event
 from meshwright.train.run_owner import refuse_owned
+from meshwright.train.speed import pace_of_lines
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -193,9 +192,9 @@ def figures_of(folder: str) -> dict[str, Any]:
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "validation.jsonl")
     )
-    since = min(layout_since(read_events(folder)), steps[-1]["step"] - 1)
+    pace = pace_of_lines(steps, read_events(folder))
     return {
         "run_dir": folder, "steps": len(steps), "first": steps[0], "last": steps[-1], "validation": validations,
         "tokens": sum(step["tokens"] for step in steps),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps if step["step"] > since),
+        "tokens_per_s": pace and pace.tokens_per_s,
     }  # fmt: skip

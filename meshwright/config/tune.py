@@ -9,7 +9,7 @@ from meshwright.config.blocks import not_negative, positive
 from meshwright.errors import UserError
 
 ALL = "all"
-BETTER = "chosen is likelier"  # the share of pairs whose chosen answer became likelier than the rejected one
+BETTER = "chosen answers likelier (share of pairs)"  # than the rejected ones, compared with the reference
 NEED_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare with the model as it was
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,14 @@ class Term:
     sum: Tensor
     count: Tensor | int | float
     weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A value to monitor that is a share of some number, which may be another in every micro-batch."""
+
+    sum: Number
+    count: Number
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,15 @@ class Totals:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     terms: dict[str, TermTotal] = field(default_factory=lambda: defaultdict(TermTotal))
     monitored: dict[str, Number] = field(default_factory=lambda: defaultdict(float))
-    times: Counter[str] = field(default_factory=Counter)  # that each of them was given
+    times: dict[str, Number] = field(default_factory=lambda: defaultdict(float))  # that each of them was given
 
     def add(self, output: StageOutput) -> None:
         for term in output.terms:
             self.terms[term.name].add(term)
         for name, value in output.monitored.items():
-            self.monitored[name] = self.monitored[name] + _wide(value)
-            self.times[name] += 1
+            share = value if isinstance(value, Share) else Share(value, 1.0)
+            self.monitored[name] = self.monitored[name] + _wide(share.sum)
+            self.times[name] = self.times[name] + _wide(share.count)
 
 
 def _wide(value: Any) -> Number:

@@ -23,6 +23,7 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.show.run_parts import BAD, head, lined, phase_bar, rank_words, rate_words, sparkline
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds
+from meshwright.train.speed import RECENT, Pace, pace_of
 
 if TYPE_CHECKING:
     from meshwright.train.context import Context
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 REDRAWS_PER_SECOND = 4
 SPARKS = 40
-WINDOW = 20  # steps over which speed is smoothed
 LABEL_WIDTH = 9  # columns before the values of the live block
 LEAST_BAR = 8  # columns that a bar or the curve of losses needs beside the words of its line
 HEAD_WIDTH = 200  # columns of a run's header in a file
@@ -50,8 +50,9 @@ class Display:
         self.samples = consumed_after(config, self.steps)
         self.last: StepResult | None = None
         self.losses: deque[float] = deque(maxlen=SPARKS)
-        self.speeds: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens, seconds
-        self.ends: deque[float] = deque(maxlen=2 * WINDOW)  # when steps ended
+        # Of the last steps of this process: number among them, tokens, seconds, and when it ended.
+        self.steps_seen: deque[tuple[float, float, float, float]] = deque(maxlen=RECENT + 1)
+        self.done = 0  # steps of this process
         self.consumed = self.skipped = 0
         self.valid: Mapping[str, Any] | None = None
         self.validating = False
@@ -98,12 +99,10 @@ class Display:
         with self._lock:
             if self.last is None and result.step > 1:
                 self.consumed = consumed_after(self.config, result.step - 1)
-            elif len(self.speeds) == 1 and len(self.ends) == 1:
-                self.speeds.clear()  # the first step includes the warm-up, so its speed says nothing about later steps
             self.last = result
             self.losses.append(math.nan if result.skipped else result.loss)
-            self.speeds.append((result.tokens, result.step_time_s))
-            self.ends.append(time.monotonic())
+            self.done += 1
+            self.steps_seen.append((self.done, result.tokens, result.step_time_s, time.monotonic()))
             self.consumed += result.global_batch
             self.skipped += result.skipped
             every = self.config.run.eval_every
@@ -127,15 +126,18 @@ class Display:
 
     def finished(self) -> None:
         self.close()
-        done = self.last.step if self.last else 0
+        reached = self.last.step if self.last else 0
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         took = clock(time.monotonic() - self.begin)
         where = printable(self.config.run.dir)
-        if done < self.steps:
+        earlier = reached > self.done  # an earlier process trained the others
+        if reached < self.steps:
+            now = f", {plural(self.done, 'step')} in {took}" if earlier else f" after {took}"
             again = f"saved in {where}; run the same command to continue"
-            self._print(("stopped ", "good"), f"at step {done} of {self.steps}{skipped} after {took}, {again}")
+            self._print(("stopped ", "good"), f"at step {reached} of {self.steps}{skipped}{now}, {again}")
         else:
-            self._print(("finished ", "good"), f"{plural(done, 'step')}{skipped} in {took}: {where}")
+            total = f" ({reached:,} in all)" if earlier else ""
+            self._print(("finished ", "good"), f"{plural(self.done, 'step')}{skipped} in {took}{total}: {where}")
 
     def close(self) -> None:
         """Stops redrawing and restores the cursor; a second call does nothing."""
@@ -148,33 +150,30 @@ class Display:
             atexit.unregister(self.close)
 
     @property
-    def tokens_per_s(self) -> float:
-        tokens, took = (sum(column) for column in zip(*self.speeds, strict=True)) if self.speeds else (0, 0.0)
-        return tokens / took if took > 0 else 0.0
+    def pace(self) -> Pace:
+        found = pace_of(*zip(*self.steps_seen, strict=True))
+        assert found is not None
+        return found
 
-    @property
-    def seconds_left(self) -> float:
-        """Estimates the remaining seconds from the time between ends of recent steps, so that validation counts too."""
-        if self.last is None:
-            return math.nan
-        each = self.last.step_time_s
-        if len(self.ends) > 1:
-            each = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        return max(0.0, each * (self.steps - self.last.step) - (time.monotonic() - self.ends[-1]))
+    def seconds_left(self, pace: Pace) -> float:
+        assert self.last is not None
+        since = time.monotonic() - self.steps_seen[-1][3]
+        return max(0.0, pace.wall_s * (self.steps - self.last.step) - since)
 
     def _print(self, *pieces: str | tuple[str, str]) -> None:
         """Prints one line, above the live block if there is one."""
         show(self.console, Text.assemble(*pieces))
 
     def _plain_line(self, r: StepResult) -> str:
+        pace = self.pace
         parts = [
             f"step {r.step:>{len(str(self.steps))}}/{self.steps}", f"loss {decimals(r.loss, 4)}",
-            f"norm {decimals(r.grad_norm, 2)}", f"lr {r.lr:.1e}", f"{count(self.tokens_per_s)} tok/s",
-            *rate_words(r), f"eta {clock(self.seconds_left)}",
+            f"norm {decimals(r.grad_norm, 2)}", f"lr {r.lr:.1e}", f"{count(pace.tokens_per_s)} tok/s",
+            *r.counted_words, *rate_words(r, pace), f"eta {clock(self.seconds_left(pace))}",
         ]  # fmt: skip
         if r.loss_scale is not None:
             parts.append(f"scale {count(r.loss_scale)}")
-        parts += [f"{printable(name)} {value:.4g}" for name, value in r.shown.items()]
+        parts += [printable(words) for words in r.shown]
         if r.skipped:
             parts.append(f"SKIPPED: {r.why_skipped}")
         elif not math.isfinite(r.loss):
@@ -193,11 +192,12 @@ class Display:
                 words = f"0/{self.steps}  {self._first_step()} for {clock(elapsed)}".split(" ")
                 grid.add_row("step", lined(words, room, " "))
                 return grid
+            pace = self.pace
             speed = (
-                f"{count(self.tokens_per_s)} tok/s", f"{seconds(r.step_time_s)} per step", *rate_words(r),
-                f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
+                f"{count(pace.tokens_per_s)} tok/s", f"{seconds(pace.step_s)} per step", *r.counted_words,
+                *rate_words(r, pace), f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
             )  # fmt: skip
-            grid.add_row("step", self._step_bar(r, elapsed, room))
+            grid.add_row("step", self._step_bar(r, pace, elapsed, room))
             grid.add_row("loss", self._loss_line(r, room))
             grid.add_row("speed", lined(speed, room))
             grid.add_row("update", lined(self._update(r), room))
@@ -208,12 +208,12 @@ class Display:
                 grid.add_row("ranks", lined(words, room))
         return grid
 
-    def _step_bar(self, r: StepResult, elapsed: float, room: int) -> Table | Text:
+    def _step_bar(self, r: StepResult, pace: Pace, elapsed: float, room: int) -> Table | Text:
         bar = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, overflow="ellipsis")
-        times = f"{percent(r.step / self.steps, 0)}  {clock(elapsed)} gone, {clock(self.seconds_left)} left"
+        times = f"{percent(r.step / self.steps, 0)}  {clock(elapsed)} gone, {clock(self.seconds_left(pace))} left"
         number = Text(f"{r.step:>{len(str(self.steps))}}/{self.steps}", "bold")
         if room < len(number) + len(times) + LEAST_BAR:
             return lined([number, *times.split("  ")], room, "  ")
@@ -240,5 +240,5 @@ class Display:
             parts.append(Text(f"scale {count(r.loss_scale)}"))
         if self.skipped:
             parts.append(Text(f"{BAD} {self.skipped} skipped", "bad"))
-        parts += [Text(f"{printable(name)} {value:.4g}") for name, value in r.shown.items()]
+        parts += [Text(printable(words)) for words in r.shown]
         return parts

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +28,11 @@ from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, lined, phase_bar
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
-from meshwright.train.counts import PHASES
+from meshwright.train.counts import COUNTED, LEARNED, PHASES
 from meshwright.train.fault_notes import KINDS
 from meshwright.train.run_folder import RunRecord, read_run, traffic_per_step
 from meshwright.train.run_notes import read_events
+from meshwright.train.speed import pace_of_lines
 
 PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120
@@ -132,19 +132,25 @@ def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
     if not run.recent:
         yield "speed", Text(f"no step was finished since the layout changed at step {run.since:,}")
         return
-    speeds = [float(s["tokens_per_s"]) for s in run.recent if s.get("tokens_per_s")]
-    middle = statistics.median(speeds) if speeds else math.nan
-    per_rank = f"   {count(middle / run.world)} per rank" if run.world and run.world > 1 else ""
-    step = f"   {seconds(statistics.median(float(s.get('step_time_s') or 0.0) for s in run.recent))} per step"
-    yield "speed", Text.assemble((f"{count(middle)} tokens/s", "bold"), f" (median{_since(run)}){per_rank}{step}")
+    pace = pace_of_lines(run.steps, read_events(run.path))
+    assert pace is not None
+    rate = pace.tokens_per_s
+    per_rank = f"   {count(rate / run.world)} per rank" if run.world and run.world > 1 else ""
+    steps = f"in the mean of the last {plural(pace.count, 'step')}" if pace.count > 1 else "in the last step"
+    yield "speed", Text.assemble((f"{count(rate)} tokens/s", "bold"), f"{per_rank}   {seconds(pace.step_s)} per step",
+                                 (f"   {steps}", "dim"))  # fmt: skip
 
 
 def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
     times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
     tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
+    words = ""
+    for unit in (each for each in COUNTED if any(each in s for s in run.steps)):
+        counted = sum(int(s.get(unit, s.get("tokens")) or 0) for s in run.steps)
+        words = f"   {count(counted)} learned" if unit == LEARNED else f"   {counted:,} {unit}"
     seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
     took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
-    yield "seen", Text.assemble((seen, "bold"), f"   {samples:,} samples   {took}")
+    yield "seen", Text.assemble((seen, "bold"), f"{words}   {samples:,} samples   {took}")
 
 
 def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]]:

@@ -18,6 +18,7 @@ from meshwright.show.terminal import printable
 from meshwright.show.units import count, flops, percent, plural, seconds, size
 
 if TYPE_CHECKING:
+    from meshwright.train.speed import Pace
     from meshwright.train.step import StepResult
 
 DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
@@ -93,10 +94,12 @@ def schedule_line(config: Config, layout: Layout) -> str:
     return f"{config.pipeline.schedule}{f' x {chunks} chunks' if chunks > 1 else ''}, {batches}"
 
 
-def rate_words(r: StepResult) -> list[str]:
-    """The model's FLOP/s, MFU where the device's peak is known, and the most memory that a rank held so far."""
-    words = [] if r.tflops is None else [flops(r.tflops)]
-    words += [] if r.mfu is None else [f"MFU {percent(r.mfu)}"]
+def rate_words(r: StepResult, pace: Pace) -> list[str]:
+    """The model's FLOP/s and, where the device's peak is known, MFU, at the run's pace; and the most memory that a rank
+    held so far."""
+    share = pace.tokens_per_s * r.step_time_s / r.tokens if r.tokens else 1.0
+    words = [] if r.tflops is None else [flops(share * r.tflops)]
+    words += [] if r.mfu is None else [f"MFU {percent(share * r.mfu)}"]
     peak = max(r.ranks.peak_bytes, default=0) if r.ranks else 0
     return words + ([f"peak {size(peak)}"] if peak else [])
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from meshwright.config.sections import Config
+
+# What a loss is a mean over, by its name in metrics.jsonl: learned tokens, pairs of answers, or single answers.
+LEARNED, PAIRS, ANSWERS = COUNTED = ("learned", "pairs", "answers")
+
 # Where a step's time goes, and the phases that its ledger knows.
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
@@ -15,6 +20,12 @@ NEW_NAME = 1 << 32
 SAVE = 1 << 56
 
 WIDE = 8  # bytes of a float64 or an int64
+
+
+def counted_as(config: Config) -> str:
+    if config.objective != "preference":
+        return LEARNED
+    return ANSWERS if config.tune.loss == "kto" else PAIRS
 
 
 def sums_length(terms: int) -> int:

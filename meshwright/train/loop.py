@@ -152,7 +152,7 @@ class GivingUp(Hook):
         self.skipped = self.skipped + 1 if result.skipped else 0
         if self.skipped == self.max_skips:
             fix = "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
-            if not result.tokens:
+            if not result.counted:
                 fix = "check data.mask_eod, data.eod and the data's loss masks"
             raise UserError(f"{result.why_skipped} in {self.skipped} steps in a row, up to step {result.step}: {fix}")
 

@@ -61,7 +61,7 @@ class Monitored:
         vector = torch.zeros(2, len(names), dtype=torch.float64, device=self.ctx.device.torch)
         if self.ctx.mesh.tp.index <= 0:
             for i, name in enumerate(names):
-                vector[0, i], vector[1, i] = totals.monitored.get(name, 0.0), float(totals.times.get(name, 0))
+                vector[0, i], vector[1, i] = totals.monitored.get(name, 0.0), totals.times.get(name, 0.0)
         self.ctx.mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 

@@ -16,7 +16,7 @@ from meshwright.models.description import REFERENCE
 from meshwright.models.gpt import GPTStage
 from meshwright.nn.answers import AnswerLogps
 from meshwright.nn.linear import without_adapters
-from meshwright.pipeline.output import LOSS, StageOutput, Term
+from meshwright.pipeline.output import LOSS, Share, StageOutput, Term
 
 
 class Answer(NamedTuple):
@@ -92,7 +92,7 @@ def preference_output(
     return StageOutput({}, [Term(LOSS, total, count)], monitored)
 
 
-Judged = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, which of them are there, values to monitor
+Judged = tuple[Tensor, Tensor, dict[str, Share]]  # losses, which of them are there, values to monitor
 
 
 def _judged(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
@@ -106,5 +106,5 @@ def _paired(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
     # Where there is no pair, one token of probability 1/2 stands for it, so that no gradient becomes infinite.
     logps = torch.where(there[..., None], pairs[0], -0.7)
     chosen, rejected = (Answer(logps[..., n], pairs[1][..., n], pairs[2][..., n].clamp(min=1.0)) for n in (0, 1))
-    better = ((chosen.ratio > rejected.ratio) & there).sum() / there.sum().clamp(min=1)
+    better = Share(((chosen.ratio > rejected.ratio) & there).sum(), there.sum())
     return PAIRED[tune.loss](chosen, rejected, tune), there, {BETTER: better}

@@ -34,7 +34,7 @@ from meshwright.sharding.reducers import Reducer
 from meshwright.train.balance import ExpertBalance
 from meshwright.train.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.train.context import Context, compiles, is_host
-from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counts_bytes
+from meshwright.train.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counted_as, counts_bytes
 from meshwright.train.gate import Gate
 from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.train.marks import Marks
@@ -208,7 +208,9 @@ class Trainer:
         totals.seconds["backward"] += waited
         totals.seconds["optimizer"] = time.perf_counter() - update - waited
         self.step_number += 1
-        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, 0, samples, consumed=self.consumed)
+        tokens = samples * config.model.seq
+        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, tokens, samples, consumed=self.consumed)
+        result.counted_as = counted_as(config)
         result.bounds = self.gate.loss_bound, self.gate.norm_bound
         self.consumed += samples
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
@@ -257,7 +259,7 @@ class Trainer:
         if how.counts is not None:
             Sums.read(launched.own.read(), self.terms).check_counts(how.counts)
         scaling = gradient_scaling(how.count(found.tokens), found.squares, how.weight, clip=0.0)
-        result.loss, result.tokens = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
+        result.loss, result.counted = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
         result.losses = found.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
         result.held = launched.held is not None and launched.held.read()[0] > 0

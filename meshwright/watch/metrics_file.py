@@ -98,9 +98,9 @@ class MetricsFile:
     def columns(self) -> dict[str, NDArray[np.float64]]:
         return dict(zip(COLUMNS, self._all()[0].T, strict=True))
 
-    def lines(self, most: int) -> list[dict[str, Any]]:
-        """At most so many whole lines, evenly spaced, the last one among them."""
-        starts = self._all()[1]
+    def lines(self, most: int, since: int = 0) -> list[dict[str, Any]]:
+        """At most so many whole lines of those from number `since` on, evenly spaced, the last one among them."""
+        starts = self._all()[1][since:]
         count = len(starts)
         chosen = sorted({round(i) for i in np.linspace(0, count - 1, min(most, count))}) if count else []
         found: list[dict[str, Any]] = []

@@ -61,10 +61,11 @@ def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]
     return {axis: count for axis, count in found.items() if axis not in unplanned_axes(config)}
 
 
-def why_no_times(device: str, world: int) -> str:
-    """Why no seconds are predicted for a run on such devices, and what to do for it."""
+def hint_of(device: str, world: int, cluster: Cluster | None) -> str:
+    """Why no seconds are predicted for a run on such devices, or only usual ones, and what to do for it."""
     measure = f"meshwright comm bench --nproc {world} --out here.yaml"
-    return f"no prediction for {device}: measure this machine with `{measure}`, then give --cluster here.yaml"
+    why = f"{cluster.name} stands for any CPU" if cluster else f"no prediction for {device}"
+    return f"{why}: measure this machine with `{measure}`, then give --cluster here.yaml"
 
 
 def planned_memory(job: Job) -> dict[str, float]:

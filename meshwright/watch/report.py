@@ -20,18 +20,19 @@ from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
-from meshwright.plan.measured import cluster_of
+from meshwright.plan.measured import cluster_for
 from meshwright.show.run_parts import kind_words, layout_line, schedule_line
 from meshwright.train.changes import layout_since
+from meshwright.train.counts import COUNTED, LEARNED
 from meshwright.train.run_folder import no_run, own_config
 from meshwright.train.run_notes import read_events
+from meshwright.train.speed import Pace, begins_of, pace_of
 from meshwright.watch import planned
 from meshwright.watch.metrics_file import MetricsFile
 from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
 from meshwright.watch.state import alerts_of, state_of
 from meshwright.watch.thin import plain, thinned
 
-RECENT = 50  # steps over which speed is measured
 DETAILED = 240  # lines that are read whole, evenly spaced over the run
 COMPARED = 24  # of the detailed lines, those whose bytes are compared with the plan
 MOST_LAYER_POINTS = 160
@@ -91,14 +92,20 @@ class RunReport:
             "name": self.path.resolve().name, "folder": str(self.path), "now": time.time(), "notes": notes,
             "config": self.config_text, "layout": self._layout(notes), "events": events[-MOST_EVENTS:],
             "progress": self._progress(lines, notes), "series": self._series(lines),
-            "details": _details(lines), "validations": self._validations(), "layers": self._layers(),
-            "ranks": self._ranks(notes), "sources": self._sources(notes), "trace": self._trace(),
+            "details": _details(lines, self._recent_lines()), "validations": self._validations(),
+            "layers": self._layers(), "ranks": self._ranks(notes), "sources": self._sources(notes),
+            "trace": self._trace(),
         }  # fmt: skip
         hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
         self._seen = (events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
         run["state"] = state_of(self.path, *self._seen)
         run["alerts"] = alerts_of(run, run["state"])
         return run
+
+    def _recent_lines(self) -> list[dict[str, Any]]:
+        """The lines of the steps from which the speed is taken."""
+        pace = self.pace()
+        return self.metrics.lines(pace.count, since=pace.first) if pace else []
 
     # The parts of the document.
 
@@ -126,26 +133,30 @@ class RunReport:
         return found
 
     def _progress(self, lines: list[dict[str, Any]], notes: Mapping[str, Any]) -> dict[str, Any]:
-        c, config = self.metrics.columns, self.config
-        count, steps = len(self.metrics), config.train.steps
-        recent = slice(max(0, count - RECENT), count)
-        times, tokens = c["step_time_s"][recent], c["tokens"][recent]
-        step_s = float(np.median(times)) if count else None
-        last = lines[-1] if lines else {}
-        step = int(c["step"][-1]) if count else 0
-        wall = _wall_seconds(c["time"][recent]) or step_s
-        left = (steps - step) * wall if wall else None
-        good = np.isfinite(c["loss"])
+        c, config, pace = self.metrics.columns, self.config, self.pace()
+        count, steps, last = len(self.metrics), config.train.steps, lines[-1] if lines else {}
+        step, good = int(c["step"][-1]) if count else 0, np.isfinite(c["loss"])
+        flops, mfu_of = _flops(last), (last.get("mfu") or 0.0) / (last.get("tflops") or 1.0)
+        samples_s = float(np.nansum(c["global_batch"][pace.steps])) / (pace.step_s * pace.count) if pace else 0.0
+        tflops = flops * samples_s / 1e12 if flops else None
         return {
             "step": step, "steps": steps, "steps_done": count, "tokens": int(np.nansum(c["tokens"])),
             "samples": consumed_after(config, step), "all_samples": consumed_after(config, steps),
             "loss": _last(c["loss"]), "grad_norm": _last(c["grad_norm"]), "lr": _last(c["lr"]),
-            "step_time_s": step_s, "tokens_per_s": float(np.sum(tokens) / np.sum(times)) if count else None,
-            "tflops": last.get("tflops"), "mfu": last.get("mfu"), "seconds_left": left,
+            "step_time_s": pace and pace.step_s, "tokens_per_s": pace and pace.tokens_per_s,
+            "recent_steps": pace.count if pace else 0, "wall_s": pace and pace.wall_s,
+            "tflops": tflops, "mfu": tflops * mfu_of if tflops and mfu_of else None,
+            "seconds_left": (steps - step) * pace.wall_s if pace else None,
+            "counted": _counted(last),
             "trained_s": float(np.nansum(c["step_time_s"])), "last_time": _last(c["time"]),
             "skipped": int(np.nansum(c["skipped"])), "not_finite": int((~good & (c["skipped"] == 0)).sum()),
             "flops_per_sample": _flops(last), "price_hour": self._price(notes),
         }  # fmt: skip
+
+    def pace(self) -> Pace | None:
+        c = self.metrics.columns
+        begins = begins_of(read_events(self.path))
+        return pace_of(c["step"], c["tokens"], c["step_time_s"], c["time"], begins)  # type: ignore[arg-type]
 
     def _price(self, notes: Mapping[str, Any]) -> float | None:
         """Dollars an hour of all devices, where the cluster is known."""
@@ -261,14 +272,14 @@ class RunReport:
         found: dict[str, Any] = {}
         traced, step = self._trace(), None
         try:
-            host = not cluster or cluster.device.units == 1
+            host = cluster.device.units == 1 if cluster else config.run.device == "cpu"
             found["memory"] = planned.planned_memory(job_of(config, world, host=host))
             if cluster:
                 node = min(cluster.node.devices, world)
                 found["step"], step = planned.planned_step(config, world, cluster, node)
                 found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
-            else:
-                found["no_times"] = planned.why_no_times(str(notes.get("device") or "this device"), world)
+            if not cluster or (host and not self.cluster):
+                found["hint"] = planned.hint_of(str(notes.get("device") or "this device"), world, cluster)
             drawn = traced and "earlier" not in traced
             found["simulated"] = planned.simulated_spans(config, traced["spans"], step) if traced and drawn else None
         except Exception as error:  # the page shows what it can
@@ -310,11 +321,12 @@ class RunReport:
 
 @lru_cache(maxsize=16)
 def _known_cluster(device: str) -> Cluster | None:
-    return cluster_of(device)
+    return cluster_for(device)
 
 
-def _details(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Columns over the lines that were read whole: phases, exposed seconds, the spread over ranks, monitored values."""
+def _details(lines: list[dict[str, Any]], recent: list[dict[str, Any]]) -> dict[str, Any]:
+    """Columns over the lines that were read whole: phases, exposed seconds, the spread over ranks, monitored values;
+    and the mean of the phases over the recent ones."""
     found: dict[str, Any] = {"step": [line.get("step") for line in lines]}
     groups = {"phases": "phases", "exposed": "exposed_s", "monitored": "monitored", "losses": "losses"}
     for name, key in groups.items():
@@ -325,9 +337,8 @@ def _details(lines: list[dict[str, Any]]) -> dict[str, Any]:
         rows = [numbers(line["ranks"].get(key)) if isinstance(line.get("ranks"), dict) else {} for line in lines]
         if any(rows):
             found[key] = {part: [row.get(part) for row in rows] for part in ("min", "median", "max", "rank")}
-    recent = lines[-20:]
     found["recent_phases"] = {
-        name: statistics.median(values)
+        name: statistics.fmean(values)
         for name in found["phases"]
         if (values := [n for line in recent if (n := numbers(line.get("phases")).get(name)) is not None])
     }
@@ -342,15 +353,16 @@ def _busiest(line: Mapping[str, Any], key: str) -> float | None:
     return max((v for v in values if is_number(v)), default=None) if isinstance(values, list) else None
 
 
+def _counted(line: Mapping[str, Any]) -> str | None:
+    """What of a step its loss is a mean over, where that is not all tokens."""
+    unit = next((unit for unit in COUNTED if is_number(line.get(unit))), None)
+    if unit is None or not line.get("tokens"):
+        return None
+    return f"{100 * line[unit] / line['tokens']:.3g} % learned" if unit == LEARNED else f"{line[unit]} {unit} a step"
+
+
 def _last(column: Any) -> float | None:
     return float(column[-1]) if len(column) and np.isfinite(column[-1]) else None
-
-
-def _wall_seconds(times: Any) -> float | None:
-    """Seconds from step to step as they passed, validations and saves included; a pause between two runs is not."""
-    gaps = np.diff(times[np.isfinite(times)])
-    gaps = gaps[(gaps >= 0) & (gaps <= 20 * np.median(gaps))] if len(gaps) else gaps
-    return float(np.mean(gaps)) if len(gaps) > 3 else None
 
 
 def _flops(line: Mapping[str, Any]) -> float | None:

@@ -1,8 +1,9 @@
 """How a run stands, in one screen: from its folder alone, by the figures of its page. No torch.
 
 *Goodput* is the time that counted over the time the run was under way. What counted are the steps that the run keeps:
-not those that a resume trained again, nor skipped ones. Under way is all time from a start to the last sign of life
-before the next one, and the time in which a launcher started ranks again; time between two jobs is told beside it.
+not those that a resume trained again or will have to, nor skipped ones. Under way is all time from a start to the last
+sign of life before the next one, and the time in which a launcher started ranks again; time between two jobs is told
+beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.config.sections import Config
 from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.train.run_folder import complete_step
+from meshwright.train.speed import BEGINS
 from meshwright.watch.read import is_number, read_lines, read_small
 from meshwright.watch.report import RunReport
 from meshwright.watch.state import slow_rank
 
-BEGINS = ("start", "resume")
 FAULTS = ("restart", "failure", FAULT)
 UNNAMED = "unnamed"  # where nothing says which rank it was
 _RANKS = r"\branks? \[?(\d+(?:, \d+)*)(?: and \d+ more)?\]?"
@@ -46,13 +48,17 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     events = [e for e in read_lines(report.path / "events.jsonl") if is_number(e.get("time"))]
     progress, planned, config = run["progress"], plan.get("step"), config_at(report)
     alive = run["state"]["kind"] in ("running", "silent")
-    keys = ("step", "steps", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu", "seconds_left", "skipped",
-            "not_finite")  # fmt: skip
+    keys = ("step", "steps", "loss", "grad_norm", "step_time_s", "tokens_per_s", "recent_steps", "counted", "mfu",
+            "seconds_left", "skipped", "not_finite")  # fmt: skip
     found: dict[str, Any] = {"run": run["name"], "folder": str(report.path), "state": run["state"]}
     found |= {"complete": complete_step(config) is not None, **{key: progress[key] for key in keys}}
+    found["checkpoint"] = newest_checkpoint(config, verify)
+    found["not_saved"] = 0 if alive else max(0, found["step"] - saved_step(config))
+    if found["not_saved"]:
+        found["seconds_left"] += found["not_saved"] * progress["wall_s"]
     found["planned"] = _planned(planned, progress["tokens_per_s"])
-    found["why_not_planned"] = None if planned else plan.get("no_times") or plan.get("why_not")
-    found["goodput"] = goodput(report, events, time.time() if alive else None)
+    found["hint"] = plan.get("hint") or plan.get("why_not")
+    found["goodput"] = goodput(report, events, time.time() if alive else None, found["not_saved"])
     found["restarts"] = sum(event.get("kind") == "restart" for event in events)
     found["resumes"] = sum(event.get("kind") == "resume" for event in events)
     found["trained_again"] = sum(int(e["lost"]) for e in events if is_number(e.get("lost")))
@@ -65,7 +71,6 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
     last = {str(event.get("rank")): str(event.get("text", "")) for event in events if event.get("kind") == SLOW}
     found["slow"] = [text for text in last.values() if not text.endswith("again")]
-    found["checkpoint"] = newest_checkpoint(config, verify)
     return found
 
 
@@ -76,11 +81,13 @@ def _planned(step: Mapping[str, Any] | None, tokens_per_s: float | None) -> dict
     return {"cluster": step["cluster"], "step_s": step["step_s"], "tokens_per_s": step["tokens_per_s"], "share": share}
 
 
-def goodput(report: RunReport, events: Sequence[Event], now: float | None) -> dict[str, float | None]:
+def goodput(
+    report: RunReport, events: Sequence[Event], now: float | None, not_saved: int = 0
+) -> dict[str, float | None]:
     """Seconds that counted and seconds under way, their quotient, and the seconds between jobs. `now` is the time if
-    the run is alive; otherwise it ends with its last sign of life."""
+    the run is alive; otherwise it ends with its last sign of life, and its last `not_saved` steps are lost."""
     columns = report.metrics.columns
-    kept = columns["skipped"] != 1
+    kept = (columns["skipped"] != 1) & (np.arange(len(columns["step"])) < len(columns["step"]) - not_saved)
     counted = float(np.nansum(columns["step_time_s"][kept]))
     lost = [line["time"] for line in read_lines(report.path / "lost.jsonl") if is_number(line.get("time"))]
     steps = columns["time"][np.isfinite(columns["time"])].tolist()
@@ -135,6 +142,15 @@ def newest_checkpoint(config: Config, verify: bool) -> dict[str, Any] | None:
     except DamagedCheckpoint as error:
         said["why"] = str(error)
     return said
+
+
+def saved_step(config: Config) -> int:
+    """The step from which the run would go on: that of its newest checkpoint whose index is right, or 0."""
+    for step, path in reversed(list_checkpoints(checkpoint_folder(config))):
+        with suppress(DamagedCheckpoint):
+            read_index(path)
+            return step
+    return 0
 
 
 def is_complete(folder: str | Path, steps: int | None = None) -> bool:

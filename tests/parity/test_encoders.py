@@ -95,7 +95,7 @@ def test_one_process_counts_samples_and_tokens_apart() -> None:
         step = trainer.step()
         counts = [sum(float(trainer.train_batches.loss_counts(trainer.train_batches.dataset.sample(n))[name])
                       for n in range(4)) for name in ("loss", "order")]  # fmt: skip
-        assert step.tokens == counts[0] == 6.0 and counts[1] == 4.0
+        assert step.counted == counts[0] == 6.0 and counts[1] == 4.0
         found.append(torch.tensor([step.loss, step.grad_norm, *step.losses.values()], dtype=torch.float64))
     assert torch.allclose(*found, rtol=1e-12, atol=0.0)
 

@@ -97,7 +97,7 @@ def result(step: int, **changes: Any) -> StepResult:
     phases = {"data": 0.01, "forward": 0.3, "backward": 0.5, "reduce": 0.1, "optimizer": 0.05}
     values: dict[str, Any] = {
         "step": step, "loss": 10.0 - 0.1 * step, "grad_norm": 1.02, "lr": 3e-4, "loss_scale": None, "skipped": False,
-        "tokens": 256, "global_batch": 8, "phases": phases, "comm": COMM, "step_time_s": 1.0,
+        "tokens": 256, "counted": 256, "global_batch": 8, "phases": phases, "comm": COMM, "step_time_s": 1.0,
     }  # fmt: skip
     return StepResult(**values | changes)
 
@@ -323,7 +323,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     assert "ffff" not in text and re.search(r"^time +data 1 %  forward 30 %", text, re.MULTILINE)
     assert re.search(r"training +9\.9000 +8\.0000 +8\.0000  at step 20", text)
     assert re.search(r"validation +9\.1000 +8\.2000 +8\.2000  at step 20", text)
-    assert "256 tokens/s (median)   32 per rank   1.00 s per step" in text
+    assert "256 tokens/s   32 per rank   1.00 s per step   in the mean of the last 19 steps" in text
     assert "5.12k tokens" in text and "160 samples   20 steps in 0:20" in text
     assert "1 step of 20: 4" in text and text.count("◆") == 3
     for words in ("[0 1] [2 3] [4 5] [6 7]", "[0 2] [1 3] [4 6] [5 7]", "4 pipelines of 2: 0⇄4 1⇄5 2⇄6 3⇄7",
@@ -337,7 +337,7 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
 def test_a_summary_is_of_the_newest_layout(tmp_path: Path) -> None:
     config = relaid(tmp_path / "run") / "config.yaml"
     text = summarised(tmp_path / "run")
-    assert "5.12k tokens/s (median since step 40)   640 per rank   200 ms per step" in text
+    assert "5.12k tokens/s   640 per rank   200 ms per step   in the mean of the last 19 steps" in text
     assert "960 samples   60 steps in 0:20" in text
     assert "(a mean step since step 40 of 8 ranks together)" in text and not re.search(r"^tp ", text, re.MULTILINE)
     assert summarised(healthy(tmp_path / "other")).count("since") == 0

@@ -145,7 +145,7 @@ def gradients(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) ->
         for loss, more in cases:
             trainer = trainer_of(config_of(loss, **more), rank, world)
             pairs, result = true_gradients(trainer), trainer.step()
-            found.append((pairs, result.loss, result.tokens))
+            found.append((pairs, result.loss, result.counted))
     return found
 
 
@@ -193,6 +193,6 @@ def test_every_call_of_a_step_is_planned(loss: str) -> None:
 def test_dpo_begins_at_log_2_and_what_it_can_not_do_is_refused() -> None:
     """Adapters begin at zero, so a run begins as its reference."""
     result = trainer_of(config_of("dpo")).step()
-    assert result.loss == math.log(2) and result.tokens == 14  # pairs of eight samples
+    assert result.loss == math.log(2) and result.counted == 14  # pairs of eight samples
     said = first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1)
     assert said is not None and "use orpo or simpo" in said

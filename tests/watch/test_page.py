@@ -79,7 +79,8 @@ def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None
         page = visit.open(served.address)
         page.wait_for_selector("#bytes td.bad")  # the plan comes after the first picture
         assert "differs by −4.00 KiB, first seen at step" in page.locator("#bytes").inner_text()
-        assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # why there is no prediction
+        assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # of this machine itself
+        assert "against the plan for laptop" in page.locator("#time").inner_text()
         said = page.evaluate("[1000, 1023, 1023 * 1024, 5e9].map(bytes).concat([1e-3, 0.9996e-3].map(seconds))")
         assert said == ["0.977 KiB", "0.999 KiB", "0.999 MiB", "4.66 GiB", "1 ms", "1000 µs"]
         assert page.evaluate("logTicks(0.9, 1.6).length") >= 2

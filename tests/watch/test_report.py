@@ -111,7 +111,10 @@ def test_states_are_told_apart(tmp_path: Path) -> None:
     assert any("rank 3 computes 1.9" in alert["text"] for alert in document["alerts"])
     assert [axis for axis, each in plan["comm"].items() if each["differs_at"]] == ["tp"]
     assert bad.flight(3)["calls"][0]["done"] is True and bad.flight(99)["calls"] == []
-    assert plan["memory"]["peak"] > 0 and plan["simulated"]["bubble"] == pytest.approx(0.2, abs=0.05)
+    assert plan["memory"]["peak"] > 0 and plan["simulated"]["how"] == "the planner's times"
+    (bad.path / "run.json").write_text(json.dumps({"world": WORLD, "device": "an unknown thing"}))
+    simulated = RunReport(bad.path).plan()["simulated"]
+    assert simulated["how"].startswith("the traced step's") and simulated["bubble"] == pytest.approx(0.2, abs=0.05)
 
 
 def test_any_folder_of_a_run_has_a_page(tmp_path: Path) -> None:

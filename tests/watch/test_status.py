@@ -61,6 +61,36 @@ def test_time_between_jobs_is_told_beside_the_goodput(tmp_path: Path) -> None:
     assert later["under_way_s"] == pytest.approx(36)
 
 
+def test_what_was_not_saved_when_a_run_ended_counts_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is trained again: it is neither goodput nor done when the time that is left is told."""
+    run = healthy(tmp_path / "run", done=50)
+    add_event(run, kind="end", step=50, text="stopped at once", time=BEGAN + 20)
+    found = status(run, capsys)
+    assert (found["not_saved"], found["seconds_left"]) == (50, pytest.approx(24.0))  # 60 steps of 0.4 s
+    assert found["goodput"]["share"] == 0
+    assert main(["status", str(run)]) == 0
+    assert "none of which was saved: the run goes on from step 0" in capsys.readouterr().out
+    add_checkpoint(run, 20)
+    found = status(run, capsys)
+    assert (found["not_saved"], found["goodput"]["share"]) == (30, pytest.approx(0.4))
+    assert found["seconds_left"] == pytest.approx(16.0)
+    assert main(["status", str(run)]) == 0
+    assert "the last 30 of which were not saved: the run goes on from step 20" in capsys.readouterr().out
+
+
+def test_a_cpu_run_is_compared_with_the_plan_that_init_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = status(healthy(tmp_path / "run"), capsys)
+    assert found["planned"]["cluster"] == "laptop" and "comm bench --nproc 8" in found["hint"]
+    notes = tmp_path / "run" / "run.json"
+    notes.write_text(notes.read_text().replace('"device": "cpu"', '"device": "strange"'))
+    found = status(tmp_path / "run", capsys)
+    assert found["planned"] is None and found["hint"].startswith("no prediction for strange: measure this machine")
+
+
 def test_faults_are_laid_to_the_ranks_that_caused_them(tmp_path: Path) -> None:
     assert ranks_in("all_reduce did not end within 9 s on ranks [0, 1]; rank 3 did not arrive: it sleeps") == ["3"]
     assert ranks_in("x on rank 0; ranks [2, 5 and 7 more] did not arrive: each sleeps") == ["2", "5"]

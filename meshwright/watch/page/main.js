@@ -63,7 +63,7 @@ function drawTiles(run, plan) {
   tiles.replaceChildren(...[
     tile("loss", fixed(p.loss, 4), null, finite(change) ? `${change > 0 ? "▲" : "▼"} ${Math.abs(change).toPrecision(2)} lately` : "", change > 0 ? "up" : "down"),
     tile("validation", v ? fixed(v.loss, 4) : dash, null, v ? `at step ${whole(v.step)}` : "none yet"),
-    tile("speed", count(p.tokens_per_s), "tokens/s", run.layout.world > 1 ? `${count(p.tokens_per_s / run.layout.world)} per rank` : `${count(p.tokens)} tokens so far`),
+    tile("speed", count(p.tokens_per_s), "tokens/s", `${p.counted ? `${p.counted} · ` : ""}${run.layout.world > 1 ? `${count(p.tokens_per_s / run.layout.world)} per rank` : `${count(p.tokens)} tokens so far`}`),
     finite(p.mfu) ? tile("MFU", percent(p.mfu), null, `${flops(p.tflops).join(" ")} of the model`) : tile("model", ...flops(p.tflops), finite(p.tflops) ? "MFU: the peak is unknown" : "not recorded"),
     tile("step time", seconds(p.step_time_s), null, plan && plan.step ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
     tile("time to finish", p.step >= p.steps ? "done" : run.state.kind === "running" ? clock(p.seconds_left) : dash, null, `${count(p.tokens)} of ${count((p.tokens / Math.max(1, p.samples)) * p.all_samples)} tokens`),

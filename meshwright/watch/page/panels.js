@@ -116,10 +116,11 @@ panel("time", "Step time", "", "Where the seconds of a step go, as the ranks mea
       sub.textContent = finite(off) ? `${off >= 0 ? "+" : ""}${percent(off, 0)} against the plan for ${plan.cluster}` : "";
       keys.replaceChildren(legend([...Object.entries(paints), ...Object.entries(parts).map(([n, c]) => [`planned: ${n}`, c])]));
     } else {
-      rows.push(el("span", { class: "k" }, "planned"), el("span", { class: "soft" }, view.plan ? view.plan.no_times || view.plan.why_not || "nothing is known of this run's ranks yet" : "the planner is still counting"), el("span", {}));
-      sub.textContent = "median of the last steps";
+      rows.push(el("span", { class: "k" }, "planned"), el("span", { class: "soft" }, view.plan ? view.plan.hint || view.plan.why_not || "nothing is known of this run's ranks yet" : "the planner is still counting"), el("span", {}));
+      sub.textContent = `mean of the last ${progress.recent_steps} steps`;
       keys.replaceChildren(legend(Object.entries(paints)));
     }
+    if (plan && view.plan.hint) rows.push(el("span", {}), el("span", { class: "soft" }, view.plan.hint), el("span", {}));
     bars.replaceChildren(...rows);
     chart.draw(Object.entries(details.phases).map(([name, y]) => ({ name, colour: phaseColour(name), x: details.step, y })));
   };
