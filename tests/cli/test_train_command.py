@@ -102,9 +102,11 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
             "-m", "meshwright", "train", "config.yaml", "run.dir=two", "train.steps=3",
         ]  # fmt: skip
         nodes.append(subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True))
-    for node in nodes:
+    for number, node in enumerate(nodes):
         _, said = node.communicate(timeout=180)
         assert node.returncode == 0, said
+        told = [words in said for words in ("starts two with 4 ranks", "step 1/3", "finished 3 steps")]
+        assert told == [number == 0] * 3, said  # the first node speaks
     one = train(folder, "run.dir=one", "train.steps=3", "layout.tp=1", "layout.pp=1", "--nproc", "1")
     assert one.returncode == 0, one.stderr
     straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3", "--json")
