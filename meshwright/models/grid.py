@@ -21,8 +21,8 @@ from meshwright.nn.answers import Answers
 from meshwright.nn.attention import KVCache
 from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
-from meshwright.nn.grid import group_of, own_rows
 from meshwright.nn.grid_loss import grid_output_loss
+from meshwright.nn.grid_sides import group_of, own_rows
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.parts.part import Coordinate, Stage

@@ -16,7 +16,9 @@ from meshwright.nn.context import ContextRows
 from meshwright.nn.documents import Documents
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
 from meshwright.nn.experts import Experts, RoutedInputs
-from meshwright.nn.grid import GridAttention, GridLinear, GridMLP, GridNorm, GridPositions, GridTokens
+from meshwright.nn.grid import GridAttention, GridMLP, GridPositions, GridTokens
+from meshwright.nn.grid_norm import GridNorm
+from meshwright.nn.grid_products import GridLinear
 from meshwright.nn.latent import LatentAttention
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshwright.comm.ops import all_reduce_
 from meshwright.nn.fused import wide
-from meshwright.nn.grid import GridLinear, Side, Sides, bring, gather, group_of, own_rows, scatter, send_back, side_of
+from meshwright.nn.grid_products import GridLinear
+from meshwright.nn.grid_sides import Side, Sides, bring, gather, group_of, own_rows, scatter, send_back, side_of
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import sink_of, write_product

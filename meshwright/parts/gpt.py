@@ -70,17 +70,17 @@ class NormPart(Part):
             yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
             yield Kept("normed input", rows * self.width * wide)
             yield Kept("statistics", rows * wide)
-        if self.keeps_output and not self._fuses(kernels):
+        if self.keeps_output and not self.fused_by(kernels):
             yield Kept("output", stream)
 
-    def _fuses(self, kernels: Kernels) -> bool:
+    def fused_by(self, kernels: Kernels) -> bool:
         """Whether the product after it computes it."""
         apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
         return kernels.fused and self.kind == "rmsnorm" and not apart
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
-        fused = self._fuses(kernels) and self.keeps_output
+        fused = self.fused_by(kernels) and self.keeps_output
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
 
 

@@ -79,12 +79,12 @@ class GridNormPart(Part):
             yield Collective("backward", axis, "all_reduce", rows)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input, each row's statistics and the output, which the product after it keeps."""
+        """Yields the input, each row's statistics and the output, where the product after it keeps that."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
         yield Kept("input", stream)
         yield Kept("statistics", (2 if self.part.kind == "layernorm" else 1) * rows * batch.wide)
-        if self.part.keeps_output and not self.grid.keeps:
+        if self.part.keeps_output and not self.grid.keeps and not self.part.fused_by(kernels):
             yield Kept("output", stream)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
@@ -145,13 +145,16 @@ class GridAttentionPart(Part):
             yield replace(call, axis=self.grid.sharing)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield from self.part.kept(*inside_attention(at, batch, self.grid), replace(kernels, fused=False))
+        yield from self.part.kept(*inside_attention(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered(at, batch)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         core = self.part.working(*inside_attention(at, batch, self.grid), kernels)
         return core + max(product.working(at, batch) for product in self.products)
+
+    def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return self.part.core_backward(*inside_attention(at, batch, self.grid), kernels)
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,11 @@ class GridMLPPart(Part):
         p, keeps = self.part, self.grid.keeps
         up = GridProduct("up", (2 if p.gated else 1) * p.ffn, p.hidden, self.grid.first, keeps)
         return up, GridProduct("down", p.hidden, p.ffn, self.grid.second, keeps)
+
+    @property
+    def _own(self) -> MLPPart:
+        """What it keeps: a product on a grid takes SwiGLU in whoever adds the bias."""
+        return replace(self.part, bias=False, keeps_result=not self.grid.keeps)
 
     def _width(self, at: Coordinate) -> Coordinate:
         return along(at, self.grid.inner.features)
@@ -190,15 +198,12 @@ class GridMLPPart(Part):
             yield from product.collectives(at, batch)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        part = replace(self.part, keeps_result=not self.grid.keeps)
-        own = rows_of_inner(at, batch, self.grid)
-        yield from part.kept(self._width(at), own, replace(kernels, fused=False))
+        yield from self._own.kept(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered(at, batch)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        own = replace(kernels, fused=False)
-        core = self.part.working(self._width(at), rows_of_inner(at, batch, self.grid), own)
+        core = self._own.working(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         return core + max(product.working(at, batch) for product in self.products)
 
 
@@ -317,11 +322,8 @@ class GridBlock(BlockUnit):
 
     __hash__ = BlockUnit.__hash__
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        stream = batch.rows(at) * self.hidden * batch.element
-        norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
-        bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
-        return norms + bodies + 3 * stream
+    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
+        return batch.rows(at) * self.hidden * batch.element
 
 
 _PARTS: dict[type[Part], type] = {

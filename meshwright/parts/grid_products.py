@@ -110,9 +110,15 @@ class GridProduct:
                 yield Kept(f"gathered {self.name} weight", n * k * batch.element)
 
     def working(self, at: Coordinate, batch: MicroBatch) -> float:
-        """Returns the bytes of both gathered factors, their gradients and the output's gradient, in backward."""
+        """Returns the bytes of both gathered factors and the gathered gradient of the output; with them, in forward, of
+        the blocks of x before they are joined or, in backward, of a rank's own blocks of the gradients. In place of a
+        factor its gradient of the same size may be there. The output's own gradient is counted where it is made."""
         m, n, k = self.sizes(at, batch)
-        return float((2 * m * k + 2 * n * k + m * n) * batch.element)
+        r = self.roles
+        joined = m * k if r.joins and at.size(r.gathered) > 1 else 0
+        own = m * k // at.size(r.gathered) + n * k // at.size(r.weight)
+        gathered = m * n if at.size(r.summed) > 1 else 0
+        return float((m * k + n * k + gathered + max(joined, own)) * batch.element)
 
 
 def rows_of_inner(at: Coordinate, batch: MicroBatch, grid: Grid) -> MicroBatch:

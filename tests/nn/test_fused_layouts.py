@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,11 +35,19 @@ MODELS = {
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sequence_parallel": True}), (4, {"tp": 4, "sequence_parallel": True}),
 ]  # fmt: skip
+GRIDS: dict[str, dict[str, Any]] = {
+    "2d": {"tp": 4, "tp_grid": [2, 2]},
+    "2d, one column": {"tp": 4, "tp_grid": [4, 1]},
+    "2d, gathered kept": {"tp": 4, "tp_grid": [2, 2], "tp_keep_gathered": True},
+    "2.5d": {"tp": 4, "tp_grid": [1, 2, 2], "tp_kind": "2.5d"},
+    "3d": {"tp": 4, "tp_grid": [2, 2, 1], "tp_kind": "3d"},
+    "3d, gathered kept": {"tp": 4, "tp_grid": [1, 2, 2], "tp_kind": "3d", "tp_keep_gathered": True},
+}
 
 
 def fused_gradients(rank: int, world: int, model: str, layout: dict[str, Any]) -> Any:
     """Eager: the compiler only puts the same calls together."""
-    config = small_config(model=MODELS[model], layout=layout)
+    config = small_config(model=MODELS[model], layout=layout, train={"micro_batch": 4 if "tp_grid" in layout else 1})
     ctx = build_context(config, rank, world, Device("cpu"))
     ctx = replace(ctx, parallel=replace(ctx.parallel, fused=True))
     data = Made(config.model.vocab, config.model.seq)
@@ -56,6 +65,19 @@ def test_gradients_are_those_of_the_separate_parts(model: str, index: int) -> No
     world, layout = LAYOUTS[index]
     ranks = [fused_gradients(0, 1, model, {})] if world == 1 else run_ranks(world, fused_gradients, model, layout)
     for pairs in ranks:
+        error, name = worst(pairs, expected(model))
+        assert error <= EXACT, name
+
+
+QUICK = ("biases, part of a head", "2d")
+
+
+@pytest.mark.parametrize(
+    ("model", "grid"),
+    [QUICK, *(pytest.param(*each, marks=pytest.mark.wide) for each in product(MODELS, GRIDS) if each != QUICK)],
+)
+def test_gradients_on_a_grid_are_those_of_the_separate_parts(model: str, grid: str) -> None:
+    for pairs in run_ranks(4, fused_gradients, model, GRIDS[grid]):
         error, name = worst(pairs, expected(model))
         assert error <= EXACT, name
 

@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.nn.grid as grid
 import meshwright.nn.grid_loss as grid_loss
+import meshwright.nn.grid_products as grid
 from meshwright.comm.group import DONE
-from meshwright.layout.grid import DEPTH, ROW, STREAM
+from meshwright.layout.grid import DEPTH, ROW
+from meshwright.nn.grid_sides import side_of
 from meshwright.train.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
@@ -60,7 +61,7 @@ def _bias_added_by_all(trainer: Trainer) -> Iterator[None]:
 def _norm_over_the_wrong_ranks(trainer: Trainer) -> Iterator[None]:
     """One norm takes its sums over the ranks that hold other rows, not other features."""
     norms = [layer for module in trainer.modules for layer in module.modules() if isinstance(layer, grid.GridNorm)]
-    norms[1].side = grid.side_of(trainer.ctx.parallel, ROW if norms[1].side[1] == 2 else STREAM.features)
+    norms[1].features = norms[1].features._replace(side=side_of(trainer.ctx.parallel, ROW))
     yield
 
 

@@ -25,6 +25,8 @@ LLAMA = {
     "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 4, "tied_embeddings": False,
 }  # fmt: skip
 
+COMPILED = {"compile": "auto"}  # of a CUDA device: norms, SwiGLU and rotations are a part of the products
+
 
 def config_of(
     kind: str, grid: tuple[int, ...], sections: dict[str, dict[str, Any]] | None = None, **layout: Any
@@ -46,6 +48,13 @@ DRY: dict[str, tuple[int, Config]] = {
     "3d-uneven-zero1": (16, config_of("3d", (4, 2, 1), {"zero": {"stage": 1}})),
     "2d-shared": (4, config_of("2d", (4, 1), {"train": {"micro_batch": 2}, "model": LLAMA})),
     "3d-shared-full": (8, config_of("3d", (2, 2, 2), {"train": {"micro_batch": 2}, "recompute": {"mode": "full"}})),
+    "2d-compiled": (4, config_of("2d", (2, 2), {"model": LLAMA, "train": COMPILED})),
+    "2d-compiled-biases": (4, config_of("2d", (4, 1), {"model": LLAMA | {"bias": True}, "train": COMPILED})),
+    "2.5d-compiled-kept": (8, config_of("2.5d", (2, 2, 2), {"model": LLAMA, "train": COMPILED}, tp_keep_gathered=True)),
+    "3d-compiled-full": (
+        8,
+        config_of("3d", (2, 2, 2), {"model": LLAMA, "train": COMPILED, "recompute": {"mode": "full"}}),
+    ),
     "3d-long-kept": (8, config_of("3d", (1, 2, 4), {"train": {"micro_batch": 8}}, tp_keep_gathered=True)),
 }
 
@@ -64,11 +73,15 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
         assert kept["planned"] == pytest.approx(kept["ran"] + batch, rel=0.01)
 
 
-def _kept_by_a_block(kind: str, grid: tuple[int, ...], keeps: bool = False) -> tuple[float, float]:
+def _kept_by_a_block(
+    kind: str, grid: tuple[int, ...], keeps: bool = False, compiled: bool = False
+) -> tuple[float, float]:
     """The bytes of weights and of what is kept for backward that one more block adds to a dry rank's storages."""
     found = []
+    own: dict[str, Any] = {"train": COMPILED} if compiled else {}
     for layers in (2, 3):
-        shape = {"model": LLAMA | {"layers": layers, "heads": 8, "kv_heads": 8, "seq": 128, "norm": "layernorm"}}
+        model = LLAMA | {"layers": layers, "heads": 8, "kv_heads": 8, "seq": 128}
+        shape = own | {"model": model | ({} if compiled else {"norm": "layernorm"})}
         config = config_of(kind, grid, shape, tp_keep_gathered=keeps) if grid else _alone(shape)
         ran = run_rank(config, int(np.prod(grid or (1,))), 0, Device("meta"))
         found.append((ran.states["parameters"], ran.most["activations"]))
@@ -82,15 +95,31 @@ def _alone(shape: dict[str, dict[str, Any]]) -> Config:
 
 
 @pytest.mark.wide
-def test_storages_of_a_block_are_divided_as_the_formulas_say() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_storages_of_a_block_are_divided_as_the_formulas_say(compiled: bool) -> None:
     """Activations by all ranks, weights by q^2 or q^3; gathered factors are kept where one asks for it alone."""
-    weights, kept = _kept_by_a_block("", ())
+    weights, kept = _kept_by_a_block("", (), compiled=compiled)
     for kind, grid, parts in (("2d", (2, 2), 4), ("2.5d", (2, 2, 2), 4), ("3d", (2, 2, 2), 8)):
         ranks = int(np.prod(grid))
-        own_weights, own_kept = _kept_by_a_block(kind, grid)
+        own_weights, own_kept = _kept_by_a_block(kind, grid, compiled=compiled)
         assert own_weights == pytest.approx(weights / parts, rel=0.02), kind
         assert own_kept == pytest.approx(kept / ranks, rel=0.02), kind
-        assert _kept_by_a_block(kind, grid, keeps=True)[1] > 1.3 * own_kept, kind
+        assert _kept_by_a_block(kind, grid, True, compiled)[1] > 1.3 * own_kept, kind
+
+
+def test_a_compiled_grid_keeps_no_more_than_one_axis() -> None:
+    flat = config_of("2d", (2, 2), {"model": LLAMA | {"hidden": 128, "seq": 1024}, "train": COMPILED})
+    axis = replace(flat, layout=replace(flat.layout, tp_grid=(), tp_kind="", sequence_parallel=True))
+    kept = [run_rank(config, 4, 0, Device("meta")).most["activations"] for config in (flat, axis)]
+    assert kept[0] <= 1.01 * kept[1]
+
+
+def test_the_peak_has_what_the_kernel_of_attention_needs() -> None:
+    """A model whose heads are wider than all else: their backward is the peak."""
+    model = LLAMA | {"heads": 16, "kv_heads": 2, "head_dim": 64, "ffn": 64, "seq": 1024}
+    config = config_of("2d", (2, 2), {"model": model, "train": COMPILED})
+    ran = run_rank(config, 4, 0, Device("meta")).most["peak"]
+    assert expected(checked_job(config, 4), 0).most["peak"] == pytest.approx(ran, rel=0.01)
 
 
 @pytest.mark.parametrize("name", list(DRY))
@@ -122,9 +151,13 @@ WRONG: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "heads": ({"layout": {"tp": 6, "tp_grid": [2, 3]}}, "cuts model.heads=4 into 3 equal parts"),
     "kv heads": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"kv_heads": 2}}, "model.kv_heads=2 into 4 equal"),
     "hidden": ({"layout": {"tp": 4, "tp_grid": [1, 4]}, "model": {"hidden": 36, "head_dim": 8, "ffn": 64}}, ""),
-    "micro-batch": ({
-        "layout": {"tp": 8, "tp_grid": [2, 2, 2], "tp_kind": "3d"}, "train": {"micro_batch": 1},
-    }, "too few sequences for the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2"),
+    "micro-batch": (
+        {
+            "layout": {"tp": 8, "tp_grid": [2, 2, 2], "tp_kind": "3d"},
+            "train": {"micro_batch": 1},
+        },
+        "too few sequences for the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2",
+    ),
     "shared": ({"train": {"micro_batch": 1}, "model": {"seq": 18}}, "model.seq=18 is not a multiple of 4: change it"),
     "sequence parallel": ({"layout": {"sequence_parallel": True}}, "set layout.sequence_parallel=false"),
     "cp": ({"layout": {"cp": 2}}, "can't be combined with layout.cp yet"),
