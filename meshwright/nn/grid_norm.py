@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.ops import all_reduce_
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.layout.grid import STREAM
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.fused import wide
@@ -42,6 +43,18 @@ def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor
     return torch.rsqrt(total / features.width + features.eps), mean
 
 
+@pure_operator("meshwright::in_backward")
+def in_backward(x: Tensor, grad: Tensor) -> Tensor:
+    """Returns x, once `grad` is there. A compiler that sees the same computation in forward and backward may keep its
+    result; what is computed from this x belongs to backward alone."""
+    return x.clone()
+
+
+@shapes_of(in_backward)
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def normed(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
     """Returns the rows without their means and of size 1, in the precision of sums."""
     values = wide(x)
@@ -74,6 +87,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, mean = ctx.saved_tensors
+        scale, mean = in_backward(scale, grad), None if mean is None else in_backward(mean, grad)
         both = norm_grads(grad, normed(x, scale, mean), weight, scale, ctx.features, mean is not None)
         return *both, wide(grad).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
 

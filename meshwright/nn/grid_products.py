@@ -18,7 +18,7 @@ from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.layout.grid import Roles
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.fused import swiglu, swiglu_backward, wide
-from meshwright.nn.grid_norm import Features, GridNorm, norm_grads, normed, row_statistics
+from meshwright.nn.grid_norm import Features, GridNorm, in_backward, norm_grads, normed, row_statistics
 from meshwright.nn.grid_sides import Sides, bring, gather, scatter
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -151,6 +151,7 @@ class _NormProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, each, scales, full, weight = ctx.saved_tensors
+        each = in_backward(each, grad)
         grad_y, grad_weight = gather(grad, ctx.sides.summed), None
         if ctx.needs_input_grad[3]:
             value = (normed(x, each, None) * wide(scales)).to(x.dtype)

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.cli.dryrun import compare
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.dryrun.run_rank import run_rank
+from meshwright.dryrun.run_rank import make_rank, run_rank
+from meshwright.dryrun.stand_ins import fake_world, release
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of, model_of
 from meshwright.parts.part import ALONE, coordinate_of
@@ -112,6 +115,32 @@ def test_a_compiled_grid_keeps_no_more_than_one_axis() -> None:
     axis = replace(flat, layout=replace(flat.layout, tp_grid=(), tp_kind="", sequence_parallel=True))
     kept = [run_rank(config, 4, 0, Device("meta")).most["activations"] for config in (flat, axis)]
     assert kept[0] <= 1.01 * kept[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_compiler_keeps_what_the_plan_says(family: str) -> None:
+    """A compiler chooses itself what it keeps of what it sees. Nothing as wide as a row is kept in float32, and no more
+    in bf16 than is stated."""
+    model = (LLAMA if family == "llama" else {}) | {"seq": 128}
+    config = config_of("2d", (2, 2), {"model": model, "train": {"compile": "true"}, "run": {"device": "cpu"}})
+    seen: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def saw(x: torch.Tensor) -> torch.Tensor:
+        seen.append((tuple(x.shape), x.dtype))
+        return x
+
+    with fake_world(0, 4):
+        trainer = make_rank(config, 4, 0, Device("cpu"))
+        trainer.step()
+        with saved_tensors_hooks(saw, lambda x: x):
+            trainer.step()
+        release(trainer)
+    rows, width = config.train.micro_batch * config.model.seq // 2, config.model.hidden // 2
+    assert seen.count(((rows, width), torch.float32)) == 0
+    # Of each of two blocks both norms' inputs and, of layer norms, results; the last norm's input, the loss's gradient.
+    each = 2 * (2 if family == "llama" else 4) + 2
+    assert seen.count(((rows, width), torch.bfloat16)) == each * config.train.global_batch // config.train.micro_batch
 
 
 def test_the_peak_has_what_the_kernel_of_attention_needs() -> None:
