@@ -22,6 +22,7 @@ from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.search import Candidate
 from meshwright.plan.words import SHARDED, plain_words
 from meshwright.show.units import count, seconds
+from meshwright.train.datasets import VOCAB_MULTIPLE
 
 EXAMPLES = """example:
   meshwright init                                             (asks for what it needs)
@@ -38,7 +39,7 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
 USUAL_TOKENS = 1_048_576  # of a step, for larger models
-USUAL_VOCAB, VOCAB_MULTIPLE = 32_000, 128
+USUAL_VOCAB = 32_000
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory:.1f} GiB a rank, predicted by `meshwright plan`; every key is explained in docs/config.md.

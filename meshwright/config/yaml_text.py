@@ -79,6 +79,22 @@ _Dumper.yaml_implicit_resolvers = {
 }
 
 
+# What usually led to what the parser says.
+HINTS = {
+    "'\\t'": "indent with spaces, not with tabs",
+    "mapping values are not allowed": (
+        "indent this line like those beside it, and write a colon and a blank after each key, also in the line above"
+    ),
+    "<block": "indent this line like the others of its section",
+    "could not find expected ':'": "write a colon and a blank after each key",
+    "expected ','": "close the bracket, or put a comma before this",
+}
+
+
+def _hint(problem: str) -> str:
+    return next((f" ({hint})" for words, hint in HINTS.items() if words in problem), "")
+
+
 def parse_yaml(text: str, where: str, words: bool = False) -> Any:
     """Parses YAML from `where`, which errors name. With `words`, every value is a word, even if it looks like a
     number."""
@@ -88,7 +104,7 @@ def parse_yaml(text: str, where: str, words: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise UserError(f"{where}{line} is not valid YAML: {problem}") from None
+        raise UserError(f"{where}{line} is not valid YAML: {problem}{_hint(str(problem))}") from None
     except RecursionError:
         raise UserError(f"{where} can't be read: it is nested too deeply") from None
     except ValueError as error:
