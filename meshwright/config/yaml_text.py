@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.disk import refused
 from meshwright.errors import UserError
 
 LARGEST_FILE = 2**20  # bytes
@@ -118,7 +119,9 @@ def read_yaml(path: Path) -> Any:
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes, which no config has: name a YAML file")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise refused(f"{path} can't be read", error, path, "another file") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
     return parse_yaml(text, str(path))
 
