@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,8 @@ FIXES = {
     errno.ELOOP: "its links lead in a circle: choose {instead}",
 }
 NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # such errors of a write don't say of which file
+
+OWN_FOLDERS = ("runs", "models", "data", "checkpoints", "exported")  # as people name what lies on their disk
 
 
 def refused(
@@ -56,6 +59,16 @@ def mistake_of(error: OSError) -> UserError | None:
     if not named or (error.errno == errno.ENOENT and os.path.lexists(path.parent)):
         return None
     return refused(f"{path} can't be used", error, path)
+
+
+def hub_hint(name: str | os.PathLike[str]) -> str:
+    """How to get a model whose name on Hugging Face's hub was given for a folder; empty for other names."""
+    owner, _, model = str(name).partition("/")
+    shaped = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(name))
+    if not shaped or owner in OWN_FOLDERS or os.path.exists(owner):
+        return ""
+    to = f"models/{model}"
+    return f" (if it is a model of Hugging Face's hub, `hf download {name} --local-dir {to}` gets it: then name {to})"
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:

@@ -76,6 +76,12 @@ def either(values: Iterable[Any]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
+def plural(number: int, noun: str) -> str:
+    """Formats a number with its noun: `1 rank`, `1,024 ranks`, `2 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def divisors(number: int) -> list[int]:
     """Returns what divides a number, in order. Beyond 2^40, where looking takes long, 1 and the number itself stand for
     all."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.show.units import plural, seconds, size
+from meshwright.errors import plural
+from meshwright.show.units import seconds, size
 
 LARGEST_OFFSET_S = 1.0  # between two machines' clocks, by which events and traces of several are ordered
 LEAST_FREE = 0.9  # of a device's memory, before anything of ours is on it

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from meshwright.config.sections import Config
+from meshwright.disk import hub_hint
 from meshwright.errors import UserError, closest
 from meshwright.outside import LARGEST, of_kind, parse_json
 
@@ -309,7 +310,8 @@ def find_checkpoint(source: str) -> Path:
             f"{path} is a Hugging Face folder: turn it into a checkpoint with `meshwright import {path} --to FOLDER`"
         )
     if not path.exists():
-        raise UserError(f"there is no folder '{path}'{_folder_near(path)}: name a run's folder or a checkpoint's")
+        near = _folder_near(path) or hub_hint(path)
+        raise UserError(f"there is no folder '{path}'{near}: name a run's folder or a checkpoint's")
     if not found and (path / "run.json").is_file():
         raise UserError(f"{path} has no checkpoint yet: wait for one (checkpoint.every), or stop the run, which saves")
     if not found:

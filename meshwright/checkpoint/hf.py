@@ -30,8 +30,8 @@ from meshwright.checkpoint.merged import MergedWeights, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.checkpoint.upcycle import Upcycled
 from meshwright.config.sections import ModelConfig
-from meshwright.disk import refused
-from meshwright.errors import UserError
+from meshwright.disk import hub_hint, refused
+from meshwright.errors import UserError, plural
 from meshwright.layout.params import Box, Init, ParamRecord
 from meshwright.models.hf import FAMILIES, family_for
 from meshwright.models.hf.family import Family, model_section
@@ -107,8 +107,8 @@ def _origin(folder: HFFolder) -> dict[str, Any]:
     config = folder.config
     if folder.left_out:
         print(
-            f"meshwright: {len(folder.left_out)} tensors of layers after the last ({folder.left_out[0]}, ...), which "
-            "predict further tokens, are left out",
+            f"meshwright: left out {plural(len(folder.left_out), 'tensor')} of layers after the last "
+            f"({folder.left_out[0]}, ...), which predict further tokens",
             file=sys.stderr,
         )
         config = config | {folder.family.extra_layers: 0}
@@ -189,7 +189,8 @@ def export_folder(
         return export_planned(reader, Path(like or model.hf), to, dtype)
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
-        raise UserError(f"{like} has no config.json: --like takes a Hugging Face folder or an imported checkpoint")
+        lacks = f"{like} has no config.json{hub_hint(like)}"
+        raise UserError(f"{lacks}: --like takes a Hugging Face folder or an imported checkpoint")
     base = origin.config if origin is not None else {}
     known = str(base.get("model_type")) in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.format import blocks_of
 from meshwright.config.sections import ModelConfig
+from meshwright.disk import hub_hint
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, slices_of
 from meshwright.models.hf import family_named
@@ -148,7 +149,8 @@ def _json(path: Path, folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any
     try:
         return cast(dict[str, Any], of_kind(read_json(path), kind, "it"))
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {path.name}: name a folder that transformers saved a model in") from None
+        lacks = f"{folder} has no {path.name}{hub_hint(folder)}"
+        raise UserError(f"{lacks}: name a folder that transformers saved a model in") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, products_in_pieces, ranks_of
 from meshwright.config.grid import grid_numbers
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
 
 ROUNDS = 3  # of each of two configs that are compared
@@ -130,5 +130,6 @@ def report(f: dict[str, Any]) -> str:
     share = "products in pieces, " if f["overlap"] else ""
     share += f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
     share += f"grid {f['grid']}, " if f["grid"] else ""
-    title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}{f['micro_batches']} micro-batches, {f['device']}"
+    share += plural(f["micro_batches"], "micro-batch")
+    title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}, {f['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.files import tell_files
 from meshwright.data.chat_prepare import packing, prepare_chat
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.show.terminal import console_for, has_colour, printable, show
 from meshwright.show.units import percent
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         show(console, sample_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
     if not has_colour(sys.stdout):
         print(f"(what is learned stands in {MARKS[1][0]}{MARKS[1][1]}, a bad answer in {MARKS[2][0]}{MARKS[2][1]})")
-    count = f"{summary.conversations // 2:,} pairs" if pairs else f"{summary.conversations:,} ({summary.kind})"
+    count = plural(summary.conversations // 2, "pair") if pairs else f"{summary.conversations:,} ({summary.kind})"
     print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
     _tell_packing(args.seq, packed)
@@ -100,4 +100,5 @@ def spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
 def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:
     if packed:
         samples, cut, filled = packed
-        print(f"packed         {samples:,} samples of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")
+        made = plural(samples, "sample")
+        print(f"packed         {made} of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")

@@ -15,11 +15,11 @@ from meshwright.cli import savings
 from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout.layout import Layout
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
-from meshwright.show.units import percent, plural, seconds, size
+from meshwright.show.units import percent, seconds, size
 from meshwright.train.launch import launch, warm_up
 
 EXAMPLES = """example:

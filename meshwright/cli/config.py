@@ -8,8 +8,8 @@ import json
 from meshwright.config.load import load_config, to_mapping, to_yaml
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import RULES, TRAINING_RULES, check
+from meshwright.errors import plural
 from meshwright.plan.effects import say_what_has_no_effect
-from meshwright.show.units import plural
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10

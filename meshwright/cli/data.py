@@ -18,10 +18,9 @@ from meshwright.config.rules import READING_RULES, check
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.show.progress import progress
 from meshwright.show.terminal import console_for, show
-from meshwright.show.units import plural
 
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192

@@ -15,7 +15,7 @@ from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, 
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, notice, plural
 from meshwright.layout.layout import Layout
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.copies import copied_bytes
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     prepare(args, ranks, ranks)
     if ranks > 1:
         warm_up()
-    notice(f"examines {ranks} rank{'s' * (ranks > 1)} of this machine, for about {seconds(args.seconds)}")
+    notice(f"examines {plural(ranks, 'rank')} of this machine, for about {seconds(args.seconds)}")
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as scratch:
         args.scratch = scratch
         if code := start(ranks, as_local_rank, args):

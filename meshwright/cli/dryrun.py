@@ -13,13 +13,13 @@ from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.replica_rules import batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
-from meshwright.show.units import plural, seconds, size
+from meshwright.show.units import seconds, size
 from meshwright.train.counts import COUNTS
 
 if TYPE_CHECKING:

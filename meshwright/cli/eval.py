@@ -16,7 +16,7 @@ from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.train.datasets import Checked, datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import find_place
@@ -97,7 +97,8 @@ def evaluate_rank(args: argparse.Namespace) -> None:
             return
         if args.samples > count:
             print(f"(the data hold {count:,} samples, and each was looked at once)", file=sys.stderr)
-        words = f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.2f}  over {found['tokens']:,} tokens"
+        over = plural(found["tokens"], "token")
+        words = f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.2f}  over {over}"
         print(json.dumps(found) if args.json else words, flush=True)
 
     with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import plural
 from meshwright.models.hf import FAMILIES
 
 EXAMPLES = """example:
@@ -50,6 +51,6 @@ def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
         return
     beside = f" and {', '.join(written['beside'])}" if written["beside"] else "; no tokenizer is known"
     print(
-        f"{args.to}: {written['family']} of step {written['step']}, {written['tensors']} tensors, "
-        f"{written['bytes'] / 1e6:,.1f} MB in {len(written['files'])} file(s){beside}"
+        f"{args.to}: {written['family']} of step {written['step']}, {plural(written['tensors'], 'tensor')}, "
+        f"{written['bytes'] / 1e6:,.1f} MB in {plural(len(written['files']), 'file')}{beside}"
     )

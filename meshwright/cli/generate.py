@@ -17,7 +17,7 @@ from meshwright.cli.reading import resolve, sections_of
 from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
-from meshwright.errors import UserError, either, one_line
+from meshwright.errors import UserError, either, one_line, plural
 from meshwright.outside import parse_json, read_json
 from meshwright.train.launch import warm_up
 
@@ -208,4 +208,4 @@ def show(args: argparse.Namespace, found: list[list[int]], tokenizer: Any, ends:
         plain = ",".join(map(str, line["tokens"]))
         print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
     if tokenizer is not None:
-        print(f"({sum(map(len, found))} tokens)", file=sys.stderr)
+        print(f"({plural(sum(map(len, found)), 'token')})", file=sys.stderr)

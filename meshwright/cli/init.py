@@ -24,6 +24,7 @@ from meshwright.plan.memory import largest
 from meshwright.plan.search import Candidate
 from meshwright.plan.words import SHARDED, plain_words
 from meshwright.show.units import count, seconds, size
+from meshwright.train.datasets import VOCAB_MULTIPLE
 
 EXAMPLES = """example:
   meshwright init                                             (asks for what it needs)
@@ -40,7 +41,7 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
 USUAL_TOKENS = 1_048_576  # of a step, for larger models
-USUAL_VOCAB, VOCAB_MULTIPLE = 32_000, 128
+USUAL_VOCAB = 32_000
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory} in tensors on a rank at the peak, predicted (`meshwright memory {out}`, `meshwright plan`).

@@ -11,9 +11,10 @@ from typing import Any
 
 from meshwright.checkpoint.format import ELEMENT_BYTES, Index, find_checkpoint, read_index
 from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.errors import plural
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
-from meshwright.show.units import plural, size
+from meshwright.show.units import size
 
 EXAMPLES = """example:
   meshwright inspect runs/demo
@@ -68,10 +69,12 @@ def page(found: dict[str, Any]) -> list[str]:
     sizes = {"dp": world // max(cut, 1)} | {axis: layout[axis] for axis in axes_there}
     axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
-    counters = ", ".join(f"{key} {value:g}" for key, value in found["counters"].items() if value is not None)
+    scaled = found["counters"].get("loss_scale") is not None  # else nobody counts the steps since it changed
+    kept = {key: n for key, n in found["counters"].items() if n is not None and (scaled or key != "good_steps")}
+    counters = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in kept.items())
     lines = [
         found["path"],
-        f"  step        {found['step']:,}, after {found['consumed']:,} samples",
+        f"  step        {found['step']:,}, after {plural(found['consumed'], 'sample')}",
         f"  model       {' '.join(shape) or 'unknown'}",
         f"  written by  {plural(world, 'rank')}, layout {axes}, precision {found['precision'] or 'unknown'}",
         f"  counters    {counters or 'none'}",

@@ -16,7 +16,7 @@ from meshwright.cli.ranks import place_in_launcher, start
 from meshwright.config.load import set_key, to_mapping
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, notice, plural
 from meshwright.outside import read_json
 from meshwright.train.datasets import datasets_of
 from meshwright.train.launch import warm_up
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         datasets_of(config)
         args.checkpoint, args.source, step = begin_of(record.config, record.path, notes, args.step)
         where = f"the checkpoint of step {step}" if args.checkpoint else "the beginning"
-        notice(f"replays step {args.step} of {args.run} from {where} on {ranks} rank{'s' * (ranks > 1)}")
+        notice(f"replays step {args.step} of {args.run} from {where} on {plural(ranks, 'rank')}")
         if code := start(ranks, replay_rank, args):
             return code
         found = read_json(Path(scratch) / "replayed.json")

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.cli.files import write
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.savings import Figures, Technique, differences, expected, saving, techniques, with_links
@@ -19,7 +19,7 @@ from meshwright.plan.target import on_cluster, target_of, with_supported_precisi
 from meshwright.show.bars import Bars, bars_svg, bars_text
 from meshwright.show.chart import check_svg
 from meshwright.show.terminal import table
-from meshwright.show.units import percent, plural, seconds, size
+from meshwright.show.units import percent, seconds, size
 from meshwright.train.launch import launch, warm_up
 
 CPU = "laptop"  # the cluster whose device stands for this machine's processors until they are measured

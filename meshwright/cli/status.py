@@ -8,8 +8,9 @@ import sys
 import textwrap
 from typing import Any
 
+from meshwright.errors import plural
 from meshwright.show.terminal import UNLIMITED, is_terminal, printable, terminal_width
-from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
+from meshwright.show.units import clock, count, decimals, percent, seconds, size
 from meshwright.watch.report import RunReport
 from meshwright.watch.status import UNNAMED, is_complete, status_of
 

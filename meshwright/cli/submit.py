@@ -16,11 +16,10 @@ from meshwright.config.blocks import seconds_of
 from meshwright.config.load import AUTO_LAYOUT, load_config, to_yaml
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, notice, plural
 from meshwright.models.description import layout_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.show.run_parts import layout_line
-from meshwright.show.units import plural
 from meshwright.train.job_files import JobFile, Pods, kubernetes, slurm
 
 EXAMPLES = """example:

@@ -19,9 +19,9 @@ from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import tiny_config
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, notice, plural
 from meshwright.plan.effects import say_what_has_no_effect
-from meshwright.train.datasets import datasets_of
+from meshwright.train.datasets import datasets_of, unused_tokens
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import Place, find_place
 from meshwright.train.run_folder import check_folders, refuse_finished, what_is_lost
@@ -84,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
-    datasets_of(config)
-    begins = config.tune.base or args.source
-    if begins and not list_checkpoints(checkpoint_folder(config)):
+    unused = unused_tokens(config, datasets_of(config)[0])
+    begins, new = config.tune.base or args.source, not list_checkpoints(checkpoint_folder(config))
+    if begins and new:
         check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(begins), config.data)
     say_start(config, nodes * known)  # before torch is loaded, which takes seconds
+    if unused and new and not begins and not config.model.hf:
+        notice(unused)
     from meshwright.cli.fits import check_memory
     from meshwright.device import check_machine
 
@@ -141,13 +143,13 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 def say_start(config: Config, ranks: int) -> None:
     """Says what comes. From which step a run goes on is told once its checkpoint is verified."""
-    many = f"{ranks} ranks" if ranks > 1 else ""
+    many = plural(ranks, "rank") if ranks > 1 else ""
     emulate = config.comm.emulate
     slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
     if list_checkpoints(checkpoint_folder(config)):
         notice(f"goes on with {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
     else:
-        notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {config.train.steps} steps{slow}")
+        notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {plural(config.train.steps, 'step')}{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:

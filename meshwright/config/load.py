@@ -112,9 +112,11 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
     known = fields | set(own)
     for name, value in raw.items():
         if name not in known:
-            raise UserError(f"unknown section '{name}'{nearest(str(name), known)}: the sections are {_list(known)}")
+            close = nearest(str(name), known) or _full_key(str(name)).replace("?)", "? indent it below its section)")
+            raise UserError(f"unknown section '{name}'{close}: the sections are {_list(known)}")
         if value is not None and not isinstance(value, Mapping):
-            raise UserError(f"section '{name}' must hold keys and values, not '{value}'")
+            blank = ": put a blank after each colon" if isinstance(value, str) and ":" in value else ""
+            raise UserError(f"section '{name}' must hold keys and values, not '{value}'{blank}")
     given = {name: dict(raw.get(name) or {}) for name in known}
     given["model"] = with_preset(with_folder(given["model"]))
     built = {name: _section(hints[name], name, given[name]) for name in sorted(fields)}
@@ -149,7 +151,9 @@ def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
-            raise UserError(f"unknown key '{name}.{key}'{nearest(str(key), fields)}: {name} has {_list(fields)}")
+            close = closest(str(key), fields)
+            hint = f" (did you mean '{name}.{close}'?)" if close else ""
+            raise UserError(f"unknown key '{name}.{key}'{hint}: {name} has {_list(fields)}")
     missing = [
         key for key, f in fields.items()
         if key not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from meshwright.config.sections import Config
-from meshwright.errors import divisors, either
+from meshwright.errors import divisors, either, plural
 
 
 def batch_unit(c: Config, world: int) -> tuple[int, str]:
@@ -27,7 +27,7 @@ def batch_problem(c: Config, world: int, samples: int) -> str:
         single = ", with train.micro_batch=1" if micro > 1 else ""
         most = world // shares * samples
         return (
-            f"can't be divided over {shares} data-parallel ranks: use at most {most} rank{'s' * (most > 1)}, or "
+            f"can't be divided over {shares} data-parallel ranks: use at most {plural(most, 'rank')}, or "
             f"train.global_batch={shares}{single}"
         )
     up = -(-samples // unit) * unit

@@ -15,7 +15,7 @@ from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
 from meshwright.config.tune_rules import packed_weights_fit, preferences_fit
-from meshwright.errors import UserError, divisors, either
+from meshwright.errors import UserError, divisors, either, plural
 from meshwright.layout import Layout, node_parts
 from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
@@ -136,14 +136,14 @@ def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
 def world_divides(c: Config, world: int) -> Iterator[str]:
     o, model = c.layout, c.layout.least_world
     if world < 1:
-        yield f"a world of {world} ranks can't train: start at least {model}"
+        yield f"a world of {plural(world, 'rank')} can't train: start at least {model}"
     if world % model:
         lower, upper = world // model * model, -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)
         more = (" x replicas", f" x {o.replicas}") if o.replicas > 1 else ("", "")
         yield (
-            f"a world of {world} ranks is not divisible by tp x cp x pp{more[0]} = {o.tp} x {o.cp} x {o.pp}{more[1]} = "
-            f"{model}: start {sizes} ranks or change the layout"
+            f"a world of {plural(world, 'rank')} is not divisible by tp x cp x pp{more[0]} = "
+            f"{o.tp} x {o.cp} x {o.pp}{more[1]} = {model}: start {sizes} ranks or change the layout"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from meshwright.disk import refused
 from meshwright.errors import UserError
 
 LARGEST_FILE = 2**20  # bytes
@@ -79,6 +80,22 @@ _Dumper.yaml_implicit_resolvers = {
 }
 
 
+# What usually led to what the parser says.
+HINTS = {
+    "'\\t'": "indent with spaces, not with tabs",
+    "mapping values are not allowed": (
+        "indent this line like those beside it, and write a colon and a blank after each key, also in the line above"
+    ),
+    "<block": "indent this line like the others of its section",
+    "could not find expected ':'": "write a colon and a blank after each key",
+    "expected ','": "close the bracket, or put a comma before this",
+}
+
+
+def _hint(problem: str) -> str:
+    return next((f" ({hint})" for words, hint in HINTS.items() if words in problem), "")
+
+
 def parse_yaml(text: str, where: str, words: bool = False) -> Any:
     """Parses YAML from `where`, which errors name. With `words`, every value is a word, even if it looks like a
     number."""
@@ -88,7 +105,7 @@ def parse_yaml(text: str, where: str, words: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise UserError(f"{where}{line} is not valid YAML: {problem}") from None
+        raise UserError(f"{where}{line} is not valid YAML: {problem}{_hint(str(problem))}") from None
     except RecursionError:
         raise UserError(f"{where} can't be read: it is nested too deeply") from None
     except ValueError as error:
@@ -102,7 +119,9 @@ def read_yaml(path: Path) -> Any:
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes, which no config has: name a YAML file")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise refused(f"{path} can't be read", error, path, "another file") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
     return parse_yaml(text, str(path))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from meshwright.data.conversations import Conversation, Message
 from meshwright.data.tokenizers import Tokenizer
+from meshwright.disk import hub_hint
 from meshwright.errors import UserError, shortened
 from meshwright.outside import read_json
 
@@ -143,7 +144,7 @@ def load_template(folder: Path) -> ChatTemplate:
         named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
         text = named.get("default")
     if not isinstance(text, str) or not text:
-        raise UserError(f"{folder} has no chat template: name one with --template FILE.jinja")
+        raise UserError(f"{folder} has no chat template{hub_hint(folder)}: name one with --template FILE.jinja")
     return ChatTemplate(text, special_tokens(folder))
 
 

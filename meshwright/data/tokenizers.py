@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.token_file import token_dtype
-from meshwright.disk import refused
+from meshwright.disk import hub_hint, refused
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, parse_json
 
@@ -198,7 +198,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
     kind = os.path.splitext(path)[1].removeprefix(".")
     if kind not in ("json", "model"):
-        raise UserError(f"unknown tokenizer '{spec}': give {SPEC_FORMS}")
+        raise UserError(f"unknown tokenizer '{spec}'{hub_hint(spec)}: give {SPEC_FORMS}")
     try:
         with open(path, "rb") as file:
             content = file.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from meshwright.errors import plural
 from meshwright.layout.rows import balance, causal_pairs
 from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.communication import Traffic, mean_of_all_ranks
@@ -174,7 +175,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     lines = [
         f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         *([words] if words else []),
-        f"global batch {job.global_batch} x {c.model.seq} tokens, {job.micro_batches} micro-batches, "
+        f"global batch {job.global_batch} x {c.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
         f"{c.train.precision}, stack {job.stack.name}",
         "",
         f"  step time        {seconds(cost.step_s)}",

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.config.load import config_from, to_mapping
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.yaml_text import dump_yaml
+from meshwright.errors import plural
 from meshwright.layout.params import DATA_AXES
 from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
@@ -64,8 +65,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
         lines.append(f"cp={c.layout.cp} shares sequences by {balance_words(job)}.")
     if pp > 1:
         lines.append(
-            f"pp={pp} with {job.micro_batches} micro-batches has a bubble of {percent(cost.bubble)}, the idle share of "
-            f"all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
+            f"pp={pp} with {plural(job.micro_batches, 'micro-batch')} has a bubble of {percent(cost.bubble)}, the idle "
+            f"share of all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
         )
     lines += [*_about_experts(best), *_about_states(job)]
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}

@@ -14,6 +14,7 @@ from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import read_yaml
+from meshwright.disk import hub_hint
 from meshwright.errors import UserError, nearest
 from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -112,7 +113,7 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
     if (path / "config.json").is_file():
         return _of_hugging_face(path / "config.json")
     raise UserError(
-        f"there is no config file and no preset '{target}'{nearest(target, PRESETS)}: "
+        f"there is no config file and no preset '{target}'{nearest(target, PRESETS) or hub_hint(target)}: "
         f"the presets are {', '.join(sorted(PRESETS))}"
     )
 

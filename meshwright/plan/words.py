@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config.sections import Config
-from meshwright.show.units import plural
+from meshwright.errors import plural
 
 SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from meshwright.errors import plural
 from meshwright.layout.layout import Layout
-from meshwright.show.units import plural
 
 CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
 GAP = "   "

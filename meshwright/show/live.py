@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.config.sections import Config
+from meshwright.errors import plural
 from meshwright.optim.schedules import consumed_after
 from meshwright.show.run_parts import BAD, head, lined, phase_bar, rank_words, rate_words, sparkline
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
-from meshwright.show.units import clock, count, decimals, percent, plural, seconds
+from meshwright.show.units import clock, count, decimals, percent, seconds
 from meshwright.train.speed import RECENT, Pace, pace_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Display:
     def started(self, ctx: Context | None = None) -> None:
         self.begin = time.monotonic()
         device = getattr(getattr(ctx, "device", None), "kind", "")
-        show(self.console, head(self.config, self.world, device))
+        show(self.console, head(self.config, self.world, self.console.width, device))
         if self.terminal:
             ours = self.stream is sys.stderr  # rich then prints other output above the block
             self.live = Live(
@@ -92,7 +93,7 @@ class Display:
             self._print(f"{self._first_step()} for {clock(time.monotonic() - self.begin)}")
 
     def _first_step(self) -> str:
-        return f"computing the first step, of up to {self.config.train.global_batch:,} samples,"
+        return f"computing the first step, of up to {plural(self.config.train.global_batch, 'sample')},"
 
     def stepped(self, result: StepResult) -> None:
         self._heard.set()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout.layout import Layout
 from meshwright.show.schedule_drawing import SVG_STYLE
-from meshwright.show.units import plural
 
 MOST = 256  # ranks
 CELL, GAP, LEFT, TOP, BETWEEN = 30, 4, 20, 104, 44

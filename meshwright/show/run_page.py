@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout import Layout
 from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.models.description import describe
@@ -27,7 +27,7 @@ from meshwright.show.layout_drawing import written
 from meshwright.show.loss_curve import Point, curve, finite
 from meshwright.show.run_parts import head, lined, phase_bar
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
-from meshwright.show.units import clock, count, decimals, percent, plural, seconds, size
+from meshwright.show.units import clock, count, decimals, percent, seconds, size
 from meshwright.train.counts import COUNTED, LEARNED, PHASES
 from meshwright.train.fault_notes import KINDS
 from meshwright.train.run_folder import RunRecord, read_run, traffic_per_step
@@ -74,7 +74,7 @@ def summary(run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None
 
 def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> Iterator[RenderableType]:
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
-    yield head(config, run.world)
+    yield head(config, run.world, width)
     yield ""
     if not run.steps:
         yield Text("no step was finished", "bad")
@@ -150,7 +150,7 @@ def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
         words = f"   {count(counted)} learned" if unit == LEARNED else f"   {counted:,} {unit}"
     seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
     took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
-    yield "seen", Text.assemble((seen, "bold"), f"{words}   {samples:,} samples   {took}")
+    yield "seen", Text.assemble((seen, "bold"), f"{words}   {plural(samples, 'sample')}   {took}")
 
 
 def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]]:

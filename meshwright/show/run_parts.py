@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.config.sections import Config
+from meshwright.errors import plural
 from meshwright.layout import Layout
 from meshwright.layout.rows import balance, causal_pairs
 from meshwright.models.description import describe, layout_of, model_of
 from meshwright.parts.part import ALONE, parameter_count
 from meshwright.show.terminal import printable
-from meshwright.show.units import count, flops, percent, plural, seconds, size
+from meshwright.show.units import count, flops, percent, seconds, size
 
 if TYPE_CHECKING:
     from meshwright.train.speed import Pace
@@ -24,27 +25,33 @@ if TYPE_CHECKING:
 DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
 BARS = "▁▂▃▄▅▆▇█"
 BAD = "×"
+DOT = " · "
 
 
-def head(config: Config, world: int | None, device: str = "") -> Table:
-    """Returns the header: what runs, where and how."""
-    m, t = config.model, config.train
+def head(config: Config, world: int | None, width: int, device: str = "") -> Table:
+    """Returns the header: what runs, where and how. No line is wider than `width`."""
+    m, t, name = config.model, config.train, Text("meshwright", "title")
+    room = width - len(name) - 2
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     number = f"{count(parameter_count(describe(m)))} parameters  "
     sizes = [plural(m.layers, "layer"), f"hidden {m.hidden}", plural(m.heads, "head")]
-    shape = " · ".join([*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"])
-    grid.add_row(Text("meshwright", "title"), Text.assemble((number, "bold"), (shape, "dim")))
+    shape = [*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"]
+    grid.add_row(name, lined([Text.assemble((number, "bold"), (shape[0], "dim")), *_dim(shape[1:])], room, DOT))
     precision = t.precision + (f" on {device}" if device else "")
     how = [precision, f"{t.global_batch * m.seq:,} tokens per step", plural(t.steps, "step"), printable(config.run.dir)]
     if world is not None:
         layout = layout_of(config, world)
-        drawing = f"   {small_drawing(layout)}" if 1 < world <= DRAWN_RANKS else ""
-        grid.add_row("", Text.assemble((layout_line(config, layout), "bold"), (drawing, "dim")))
+        drawing = _dim([small_drawing(layout)] if 1 < world <= DRAWN_RANKS else [])
+        grid.add_row("", lined([Text(layout_line(config, layout), "bold"), *drawing], room))
         if layout.cp > 1:
-            grid.add_row("", Text(context_line(config), "dim"))
+            grid.add_row("", lined(_dim(context_words(config)), room, DOT))
         how.insert(0, schedule_line(config, layout))
-    grid.add_row("", Text(" · ".join(how), "dim"))
+    grid.add_row("", lined(_dim(how), room, DOT))
     return grid
+
+
+def _dim(words: Sequence[str]) -> list[Text]:
+    return [Text(word, "dim") for word in words]
 
 
 def kind_words(config: Config) -> list[str]:
@@ -60,11 +67,11 @@ def kind_words(config: Config) -> list[str]:
     return found
 
 
-def context_line(config: Config) -> str:
+def context_words(config: Config) -> list[str]:
     """Says how ranks share a sequence, and how evenly."""
     pairs = causal_pairs(config.context.order, config.model.seq, config.layout.cp)
     even = f"the busiest of {config.layout.cp} ranks has {balance(pairs):.3f} times the mean pairs of a text"
-    return f"sequences shared by {config.context_kind} in {config.context.order} order · {even}"
+    return [f"sequences shared by {config.context_kind} in {config.context.order} order", even]
 
 
 def layout_line(config: Config, layout: Layout) -> str:
@@ -137,7 +144,7 @@ def lined(pieces: Sequence[str | Text], room: int, gap: str = "   ") -> Text:
             found.append("\n")
             column = 0
         elif column:
-            found.append(gap)
+            found.append(gap, "dim" if gap.strip() else "")
             column += len(gap)
         found.append(piece)
         column += len(piece)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from meshwright.errors import plural
 from meshwright.show.terminal import printable
-from meshwright.show.units import plural
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -115,7 +115,7 @@ def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str
     if "places" not in sample:
         documents = int(sample["segments"][-1]) + 1 if "segments" in sample else 0
         known = f", {plural(documents, 'document')} apart" if documents else ""
-        return f"{len(tokens)} tokens, of which {int(sample['loss_mask'].sum())} have a loss{known}"
+        return f"{plural(len(tokens), 'token')}, of which {int(sample['loss_mask'].sum())} have a loss{known}"
     learned = _labels(sample)
     kinds = [_how(int(tokens[at]), label, special) for at, label in learned.items()]
     words = {LEARNED: "masked", CHANGED: "changed", KEPT: "kept"}

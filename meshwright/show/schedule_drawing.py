@@ -8,9 +8,10 @@ from string import ascii_lowercase
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from meshwright.errors import plural
 from meshwright.schedule.simulate import Simulation, Timed
 from meshwright.schedule.table import MEANING, Op, Table
-from meshwright.show.units import plural, ticks
+from meshwright.show.units import ticks
 
 SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
 

@@ -61,12 +61,6 @@ def decimals(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
-def plural(number: int, noun: str) -> str:
-    """Formats a number with its noun: `1 rank`, `1,024 ranks`, `2 micro-batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
 def ticks(low: float, high: float, most: float) -> list[float]:
     """Returns round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
     if low == high:

@@ -22,6 +22,8 @@ from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.word_parts import special_ids, word_parts
 from meshwright.errors import UserError
 
+VOCAB_MULTIPLE = 128  # to which vocabularies are rounded up, times the ranks that share them
+
 
 class Checked:
     """A dataset whose ids are checked: one outside of the vocabulary would be looked up as nothing, silently."""
@@ -159,6 +161,16 @@ def packed_of(config: Config) -> list[PackedStream | None]:
     kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.loss == "kto" else {"pairs"}
     placed = m.position in ("rope", "learned")
     return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
+
+
+def unused_tokens(config: Config, data: Any) -> str:
+    """Says how much larger the model's vocabulary is than that of its data, where that is more than a usual rounding
+    up; else an empty string. Objectives that add tokens of their own to the data's are left out."""
+    needed, vocab = data.dataset.vocab_needed, config.model.vocab
+    unit = VOCAB_MULTIPLE * config.layout.tp
+    if needed is None or vocab <= -(-needed // unit) * unit or config.objective not in ("causal", *PACKED):
+        return ""
+    return f"the data use {needed:,} of the model's {vocab:,} tokens: the others are never trained (model.vocab)"
 
 
 def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from meshwright.checkpoint.keeper import KEEPERS, KEY
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, notice, plural
 from meshwright.train.launch import STOP, Outcome, Team, in_short, is_final, signal_ranks
 from meshwright.train.nodes import Board, Generation, Node, Share, knock, new_node
 from meshwright.train.processes import LOOPBACK, LOST
@@ -217,7 +217,7 @@ class Elastic:
 
     def _say(self, made: Generation) -> None:
         if made.attempt:
-            machines = f" of {len(made.shares)} node{'s' * (len(made.shares) > 1)}" if self.wishes.most > 1 else ""
+            machines = f" of {plural(len(made.shares), 'node')}" if self.wishes.most > 1 else ""
             layout = f" ({' '.join(made.words)})" if made.words else ""
             again = f"goes on with {made.world} of {self.wishes.target} ranks{machines}{layout}"
             notice(f"meshwright: {again}")

@@ -27,7 +27,7 @@ from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.disk import refused
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
 from meshwright.models.gpt import GPTStage
@@ -271,7 +271,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     trainer.data_parallel.weights.wait_for_gathers()
     if folder:
         done, steps = trainer.step_number, config.train.steps
-        words = f"finished all {steps} steps" if done == steps else f"stopped on request at step {done} of {steps}"
+        stopped = f"stopped on request at step {done} of {steps}"
+        words = f"finished {plural(steps, 'step')}" if done == steps else stopped
         write_event(folder.path, "end", words, done)
         folder.close()
     if watcher:

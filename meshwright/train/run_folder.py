@@ -21,7 +21,7 @@ from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.disk import check_writable, refused
-from meshwright.errors import UserError, notice
+from meshwright.errors import UserError, either, notice, plural
 from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.outside import of_kind, parse_json, read_json
@@ -131,8 +131,8 @@ class RunFolder:
             (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
             lost = [_set_lost_aside(self.path / name, step) for name in FILES]
             self._open_files()
-        again = f"; {lost[0]} later steps are trained again" if lost[0] else ""
-        ranks = f"{world} rank{'s' * (world > 1)}"
+        again = f"; trains {plural(lost[0], 'later step')} again" if lost[0] else ""
+        ranks = plural(world, "rank")
         words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
         write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0],
                     changed=changed)  # fmt: skip
@@ -280,10 +280,13 @@ def own_config(raw: Mapping[str, Any]) -> Config:
 
 
 def no_run(path: Path) -> UserError:
-    """Says that a folder holds no run, and which runs lie in it."""
-    inside = sorted(str(found.parent) for found in path.glob("*/config.yaml")) if path.is_dir() else []
-    named = f"name one of those in it, such as {inside[-1]}" if inside else "name the folder that run.dir named"
-    return UserError(f"{path} holds no run: {named}")
+    """Says that a folder holds no run, and which runs lie in it, beside it, or where runs lie unless run.dir says."""
+    what = "holds no run" if path.exists() else "is not there"
+    for place in (path, path.parent, Path("runs")):
+        files = sorted(place.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)
+        if runs := [str(file.parent) for file in files]:
+            return UserError(f"{path} {what}: name one of the runs in {place}, such as {either(runs[:3])}")
+    return UserError(f"{path} {what}: name the folder that run.dir named")
 
 
 def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:

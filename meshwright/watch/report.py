@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout import Layout
 from meshwright.models.description import describe, layout_of
 from meshwright.optim.schedules import consumed_after
@@ -122,9 +122,10 @@ class RunReport:
 
     def _layout(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         layout, m = self.layout(notes), self.config.model
+        words = (plural(m.layers, "layer"), f"hidden {m.hidden}", f"seq {m.seq}")
         found: dict[str, Any] = {
             "parameters": parameter_count(describe(m)),
-            "model": " · ".join([*kind_words(self.config), f"{m.layers} layers", f"hidden {m.hidden}", f"seq {m.seq}"]),
+            "model": " · ".join([*kind_words(self.config), *words]),
             "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
         }  # fmt: skip
         if layout is not None:

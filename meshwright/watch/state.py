@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.show.units import clock, percent, plural
+from meshwright.errors import plural
+from meshwright.show.units import clock, percent
 from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK
 from meshwright.train.run_owner import who_trains
 

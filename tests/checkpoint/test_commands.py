@@ -201,6 +201,7 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{run}@2"]) == 0
     page = capsys.readouterr().out
     assert "step        2, after 16 samples" in page and "every checksum is right" in page and "tp=2" in page
+    assert "  counters    updates 2\n" in page  # without a loss scale there are no steps since it changed
     assert main(["inspect", str(run / "checkpoints" / "step-00000002"), "--no-verify"]) == 0
     assert "not verified" in capsys.readouterr().out
     assert main(["inspect", f"{run}@1"]) == 2

@@ -26,7 +26,7 @@ run: {device: cpu, tensorboard: false}
 TRAIN = {
     "unknown section": (["optimiser.lr=1"], "did you mean 'optimizer'"),
     "another model": (["model.preset=codegeex-13b"], "model.preset=codegeex-13b can't be trained yet (CodeGeeX has 39"),
-    "unknown key": (["model.hiden=64"], "did you mean 'hidden'"),
+    "unknown key": (["model.hiden=64"], "did you mean 'model.hidden'?"),
     "negative size": (["model.layers=-1"], "model.layers=-1 must be greater than zero"),
     "zero size": (["train.micro_batch=0"], "must be greater than zero"),
     "not a number": (["train.steps=many"], "must be a whole number"),
@@ -163,7 +163,7 @@ TRAIN |= {
             ["layout.order=dp-tp-cp-ep-pp", "layout.ep=2", "layout.tp=2", "--nproc", "4"], "begin it with tp"
         ),
         "unknown router": (["model.experts.router=tanh"], "softmax, sigmoid"),
-        "unknown key of experts": (["model.experts.topk=2"], "did you mean 'top_k'"),
+        "unknown key of experts": (["model.experts.topk=2"], "did you mean 'model.experts.top_k'?"),
     }.items()
 }  # fmt: skip
 
@@ -207,6 +207,36 @@ def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sizes.yaml").write_text("model: {layers: 2}\ndata: {prefixes: [tokens]}\n")
     assert "model.hidden and model.heads" in sentence(capsys, ["train", "sizes.yaml"])
     assert "did you mean 'train'" in sentence(capsys, ["trian", "config.yaml"])
+
+
+INDENT = "(indent this line like the others of its section)"
+YAML = {
+    "model:\n  layers: 2\n   hidden: 4\n": "line 3 is not valid YAML: mapping values are not allowed here (indent this",
+    "model:\n  layers: 2\n hidden: 4\n": f"but found '<block mapping start>' {INDENT}",
+    "model:\n\tlayers: 2\n": "found character '\\t' that cannot start any token (indent with spaces, not with tabs)",
+    "model: {layers: 2\nhidden: 3\n": "line 2 is not valid YAML: expected ',' or '}', but got ':' (close the bracket",
+    "model:\nlayers: 2\n": "unknown section 'layers' (did you mean model.layers? indent it below its section)",
+    "model:\n  layers:2\n": "not 'layers:2': put a blank after each colon",
+}
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_what_is_wrong_with_a_config_file(text: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "bad.yaml").write_text(text)
+    assert YAML[text] in sentence(capsys, ["config", "show", "bad.yaml"])
+
+
+def test_a_model_of_the_hub_has_to_be_downloaded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "meta-llama/Llama-3.1-8B"
+    words = (
+        f"generate {name} --prompt a", f"import {name} --to x", f"train config.yaml --from {name}",
+        f"plan {name} --cluster h100-80g-dgx", f"data prepare text --out x --tokenizer {name}",
+        f"data chat x.jsonl --model {name} --out x",
+    )  # fmt: skip
+    for each in words:
+        said = sentence(capsys, each.split())
+        assert f"`hf download {name} --local-dir models/Llama-3.1-8B` gets it" in said, said
+    assert "hf download" not in sentence(capsys, ["generate", "runs/first", "--prompt", "a"])
 
 
 def test_a_folder_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

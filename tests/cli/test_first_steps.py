@@ -63,6 +63,22 @@ def test_init_looks_at_the_model_before_the_file(tmp_path: Path, capsys: pytest.
     assert "there is no model 'tinny' (did you mean 'tiny'?)" in capsys.readouterr().err
 
 
+def test_a_vocabulary_that_the_data_leave_unused_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("many words " * 100)
+    (tmp_path / "c.yaml").write_text("model: {layers: 1, hidden: 8, heads: 2, seq: 16}\ndata: {prefixes: [tokens]}\n")
+    assert main(["data", "prepare", "text.txt", "--out", "tokens", "--workers", "1"]) == 0
+    monkeypatch.setattr("meshwright.device.check_machine", lambda *words: 1 / 0)  # nothing starts
+    for vocab, told in ((384, False), (400, True)):
+        with pytest.raises(ZeroDivisionError):
+            main(["train", "c.yaml", "run.device=cpu", "train.steps=1", f"model.vocab={vocab}", "data.split=[1,0,0]"])
+        said = capsys.readouterr().err
+        assert said.startswith("starts runs/default, 1 step\n")
+        assert ("the data use 257 of the model's 400 tokens: the others are never trained" in said) == told
+
+
 def test_init_makes_the_folder_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["init", "--model", "tiny", "--data", "data/text", "--devices", "1", "--out"]
     assert main([*words, str(tmp_path / "new" / "c.yaml")]) == 0

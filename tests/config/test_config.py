@@ -205,7 +205,7 @@ def test_sections_of_ones_own() -> None:
     Inner.__annotations__ = {"deep": int}
     config = config_from(SMALL | {"router": {"experts": 4, "inner": {"deep": 3}}}, {"router": Router})
     assert config.extra["router"].experts == 4 and config.extra["router"].inner.deep == 3
-    with pytest.raises(UserError, match="router.expert'.*did you mean 'experts'"):
+    with pytest.raises(UserError, match="router.expert'.*did you mean 'router.experts'"):
         config_from(SMALL | {"router": {"expert": 4}}, {"router": Router})
     with pytest.raises(UserError, match="unknown section 'router'"):
         config_from(SMALL | {"router": {"experts": 4}})

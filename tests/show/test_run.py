@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.sections import Config
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.layout import Layout
 from meshwright.models.description import describe, split_layers
 from meshwright.optim.schedules import consumed_after
@@ -25,8 +25,9 @@ from meshwright.parts.part import ALONE, parameter_count
 from meshwright.show import live as module
 from meshwright.show.live import Display
 from meshwright.show.run_page import links, summary
-from meshwright.show.run_parts import sparkline
-from meshwright.show.units import clock, count, plural, seconds, size, ticks
+from meshwright.show.run_parts import head, sparkline
+from meshwright.show.terminal import console_for, show
+from meshwright.show.units import clock, count, seconds, size, ticks
 from meshwright.train.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.train.step import StepResult
 from meshwright.watch.planned import planned_means
@@ -144,6 +145,18 @@ def test_the_head_names_what_is_not_usual() -> None:
     assert f"lora of rank 2 trains {count(trained)}" in play(io.StringIO(), tuned, [result(1)])
     grid = config(layout={"tp": 4, "pp": 1, "tp_grid": [2, 2]})
     assert "tp 4 × pp 1 (2d 2x2 grid)" in play(io.StringIO(), grid, [result(1)])
+
+
+@pytest.mark.parametrize("columns", [76, 80])
+def test_a_line_of_the_head_ends_between_two_facts(columns: int) -> None:
+    """Never within one, or after its dot."""
+    run = config(model={"experts": {"count": 4}}, layout={"cp": 2, "ep": 2}, run={"dir": "runs/a-rather-long-name"})
+    facts: dict[int, list[str]] = {}
+    for width in (columns, 300):
+        show(console_for(out := io.StringIO(), width), head(run, 16, width, "cpu"))
+        assert max(map(len, out.getvalue().splitlines())) <= width
+        facts[width] = re.split(r" · |  +|\n *", out.getvalue().strip())
+    assert facts[columns] == facts[300]
 
 
 def test_parameters_equal_the_sum_over_stages() -> None:

@@ -67,7 +67,7 @@ def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
         {"time": BEGAN + 8, "kind": "checkpoint", "step": 20, "text": "saved in 0.1 s"},
     ]
     if done == steps:
-        text = f"finished all {steps} steps"
+        text = f"finished {steps} steps"
         events.append({"time": BEGAN + 0.4 * steps, "kind": "end", "step": steps, "text": text})
     for name, rows in (("validation", validations), ("layers", layers[:200]), ("events", events)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,7 +92,7 @@ def add_event(folder: Path, **event: Any) -> None:
 def resumed(folder: Path) -> Path:
     healthy(folder, done=50)
     add_event(folder, kind="restart", text="rank 1 was killed by SIGKILL; restart 1 of 3")
-    add_event(folder, kind="resume", step=20, text="continues from step 20; 11 later steps are trained again", lost=11)
+    add_event(folder, kind="resume", step=20, text="continues from step 20; trains 11 later steps again", lost=11)
     add_event(folder, kind="end", step=50, text="stopped on request at step 50 of 60", time=BEGAN + 30)
     return folder
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshwright.disk import hub_hint
 from meshwright.errors import UserError
 from meshwright.models.hf import FAMILIES
 from meshwright.outside import of_kind, read_json
@@ -28,7 +29,8 @@ def read_folder(folder: str) -> dict[str, Any]:
     try:
         return dict(of_kind(read_json(path), dict[str, Any], "it"))
     except FileNotFoundError:
-        raise UserError(f"model.hf={folder} has no config.json: name a folder that transformers wrote") from None
+        hint = hub_hint(folder)
+        raise UserError(f"model.hf={folder} has no config.json{hint}: name a folder that transformers wrote") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 
