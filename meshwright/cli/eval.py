@@ -17,6 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError, plural
+from meshwright.train.counts import LEARNED, counted_as
 from meshwright.train.datasets import Checked, datasets_of
 from meshwright.train.launch import warm_up
 from meshwright.train.processes import find_place
@@ -54,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
     world = find_place().world if args.nproc == 1 else args.nproc
     config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
+    if config.compares and not args.tasks:
+        raise UserError(
+            f"{args.source} was trained with tune.loss={config.tune.loss}, which compares with the frozen weights, and "
+            "eval reads adapters and weights as one model: name conversations with --data PREFIX data.objective=chat"
+        )
     check(config, world, READING_RULES)
     if args.tasks:
         eval_tasks.check(args, config)
@@ -97,8 +103,10 @@ def evaluate_rank(args: argparse.Namespace) -> None:
             return
         if args.samples > count:
             print(f"(the data hold {count:,} samples, and each was looked at once)", file=sys.stderr)
-        over = plural(found["tokens"], "token")
-        words = f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.2f}  over {over}"
+        unit = counted_as(ctx.config)
+        likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
+        over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
+        words = f"loss {found['loss']:.4f}{likely}  over {over}"
         print(json.dumps(found) if args.json else words, flush=True)
 
     with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)

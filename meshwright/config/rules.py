@@ -422,8 +422,9 @@ TRAINING_RULES = [preset_is_its_model, *RULES]
 # The planner also takes published runs, of which some share sequences in ways that ours can't.
 PLANNING_RULES = [rule for rule in RULES if rule is not context_is_shared]
 
-# Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16.
-READING_RULES = [rule for rule in RULES if rule is not fp8_fits_tokens]
+# Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16, and read adapters
+# and the weights that they change as one model, which is not trained on preferences any more.
+READING_RULES = [rule for rule in RULES if rule not in (fp8_fits_tokens, preferences_fit)]
 
 
 def first_broken_rule(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:

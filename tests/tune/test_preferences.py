@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import meshwright.parts.tuning as tuning
 from meshwright.cli.dryrun import compare
-from meshwright.config.rules import first_broken_rule
+from meshwright.config.rules import READING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
@@ -196,3 +196,5 @@ def test_dpo_begins_at_log_2_and_what_it_can_not_do_is_refused() -> None:
     assert result.loss == math.log(2) and result.counted == 14  # pairs of eight samples
     said = first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1)
     assert said is not None and "use orpo or simpo" in said
+    # Who reads the run has adapters and weights as one model, and trains nothing.
+    assert first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1, READING_RULES) is None
