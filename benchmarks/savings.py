@@ -1,6 +1,6 @@
 """The table of docs/less-communication.md: what each technique saves on emulated links of two rates, on 4 and 8 ranks.
 
-    python benchmarks/savings.py [--ranks 4 8] [--steps 5]
+    python benchmarks/savings.py [--ranks 4 8] [--steps 9]
 
 Each of the four settings is one `meshwright comm savings` of examples/slow-links.yaml: all techniques train on local
 ranks, in turns, and the planner predicts them. Printed are a table in Markdown, how many predictions are within 25 % of
@@ -53,7 +53,7 @@ def bytes_saved(found: dict[str, Any], name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=9)
     args = parser.parse_args()
     settings, found = [(ranks, rates) for ranks in args.ranks for rates in RATES], []
     for ranks, rates in settings:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshwright.bench.savings import Turns, making_work
 from meshwright.cli.main import main
 from meshwright.comm.pick import fastest, links_of
 from meshwright.config.comm import EmulateConfig, LinkConfig
@@ -19,6 +21,9 @@ from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
 from meshwright.plan.savings import expected, techniques, with_links
+from meshwright.sharding.compression.sparse import Sparse
+from tests.support.oracle import make_trainer, small_config
+from tests.support.ranks import run_ranks
 
 CONFIG = """
 model: {layers: 2, hidden: 64, heads: 4, vocab: 128, seq: 32}
@@ -129,3 +134,23 @@ def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: 
         plain, own = (expected(found[name], job, cluster) for name in ("as configured", "experts by node"))
         assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
         assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s
+
+
+def without_a_processor(rank: int, world: int) -> tuple[float, float]:
+    """The work of making messages while others have the processor for 0.2 s of each, and what it is priced at."""
+    trainer = make_trainer(small_config(comm={"reduce": {"kind": "topk"}}), rank, world)
+    encode = Sparse.encode
+
+    def waits(self: Sparse, *given: object) -> object:
+        time.sleep(0.2)
+        return encode(self, *given)  # type: ignore[arg-type]
+
+    Sparse.encode = waits  # type: ignore[assignment,method-assign]
+    own, turn = Turns(trainer), Turns(trainer)
+    own.times, own.work, turn.making = [0.6], [0.2], [0.01]
+    return making_work(trainer), turn.making_seconds(own)
+
+
+def test_messages_are_priced_by_work_and_by_how_long_work_takes() -> None:
+    for work, priced in run_ranks(2, without_a_processor):
+        assert 0 < work < 0.2 and priced == pytest.approx(0.03)
