@@ -132,8 +132,8 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
         if not args.stands_by:
             os.environ["WORLD_SIZE"] = str(world)
     check(config, world, TRAINING_RULES)
-    check_folders(config)
     if place.rank == 0:
+        check_folders(config)
         say_start(config, world)
         say_what_has_no_effect(config, world, place.local_world)
         attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))

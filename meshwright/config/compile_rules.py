@@ -13,10 +13,12 @@ def compiles_without_dropout(c: Config, world: int) -> Iterator[str]:
 
 
 def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
-    """Between blocks of one graph, nothing can be gathered, counted or noted."""
+    """Between blocks of one graph, nothing can be communicated, counted or noted."""
     together = f"train.compile_together={c.train.compile_together}"
     if c.train.compile_together == 1:
         return
+    if not c.compiles:
+        yield f"{together} needs compiled blocks, which train.compile=false and dropout leave out: set it to 1"
     refused = {
         "layout.tp=1": c.layout.tp > 1, "layout.cp=1": c.layout.cp > 1, "zero.stage=2": c.zero.stage == 3,
         "model.experts.count=0": c.model.experts.count > 0, "recompute.pieces=1": c.recompute.pieces > 1,

@@ -30,7 +30,7 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Rotary, Tables
-from meshwright.nn.unit import Kept, call_unit, recompute
+from meshwright.nn.unit import Kept, call_unit, open_units, recompute
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
@@ -263,7 +263,9 @@ class GPTStage(nn.Module):
         assert self.several is not None
         run, count = self.several
         for at in range(0, len(blocks), count):
-            hidden = run(tuple(blocks[at : at + count]), hidden, given)
+            group = tuple(blocks[at : at + count])
+            open_units(group)
+            hidden = run(group, hidden, given)
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:

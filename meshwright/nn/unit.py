@@ -7,7 +7,7 @@ called through `recompute` keep only their input for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,15 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any
     y = _call_gated(unit, x, rest, hold)
     show_mark(unit, y, unit.training)
     return y
+
+
+def open_units(units: Iterable[nn.Module]) -> None:
+    """Returns when the weights of units that are called together are in memory, where they stay."""
+    for unit in units:
+        gate: Gate | None = getattr(unit, GATE, None)
+        if gate is not None:
+            assert not gate.closes
+            gate.open()
 
 
 def show_mark(unit: nn.Module, y: Any, training: bool) -> None:

@@ -55,8 +55,8 @@ TOGETHER = 16  # gradients of vectors that are added by one call
 
 class VectorGradients:
     """Adds finished gradients to sinks: those of matrices at once; those of vectors, as norms and biases have, wait
-    until there are several, since launching a copy of each takes longer than making it. Whoever reads the buffer calls
-    `add_all` first."""
+    until there are several, since launching a copy of each takes longer than making it. At the end of a step the rest
+    is added by `add_all`, before anybody reads the buffer."""
 
     def __init__(self) -> None:
         self._waiting: dict[Sink, Tensor] = {}

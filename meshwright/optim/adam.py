@@ -226,6 +226,7 @@ class FlatOptimizer:
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
         self.states = [FlatState(buffer, config, offload or OffloadConfig(), kernels) for buffer in trained]
+        assert len({state.fused for state in self.states}) < 2
         self._updates: int | Tensor = 0
 
     @property

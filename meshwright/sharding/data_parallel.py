@@ -113,7 +113,7 @@ class DataParallel:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
-                # A share of a bucket that is scattered in every micro-batch must not wait for another bucket's.
+                # A bucket that is scattered in every micro-batch must be complete at its end: its gradients don't wait.
                 add = self._vectors.add if bucket.stage < 2 else Sink.add
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
         for sinks, slot in own_weights:

@@ -1,8 +1,8 @@
 """Where optimizer states and owned weights are stored between updates: on the device, in host memory, or in files.
 
-States that are stored elsewhere, or in another precision than updates are computed in, are brought to the device in
-pieces: while one piece is updated, the next is copied in and the one before is copied back. Only these few pieces need
-memory on the device.
+States that are stored elsewhere are brought to the device in pieces, and so are those in another precision than updates
+are computed in, where no kernel takes them as they are: while one piece is updated, the next is copied in and the one
+before is copied back. Only these few pieces need memory on the device.
 
 Files are scratch space: a checkpoint holds what was in them, and never refers to them.
 """

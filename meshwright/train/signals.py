@@ -21,8 +21,8 @@ OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # who starts a process may have i
 # A scheduler may signal a launcher and its ranks, and the launcher passes it on: within so many seconds all are one.
 SAME_REQUEST_S = 5.0
 # A terminal sends Ctrl-C once to each process, so a second one is the user's. A wrapper that passes on what all got
-# already does so at once; fingers take longer, at least a tenth of a second.
-SAME_CTRL_C_S = 0.05
+# already does so soon, also on a busy machine; a user who is quicker than that has to press once more.
+SAME_CTRL_C_S = 0.2
 BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
 
 

@@ -9,6 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.config.rules import first_broken_rule
+from meshwright.models.stage import stage_of
+from meshwright.nn.build import run_blocks
+from meshwright.nn.unit import GATE
 from tests.support.oracle import EXACT, gather_global, make_trainer, small_config, true_gradients, worst
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,9 +46,37 @@ def test_gradients_are_those_of_one_eager_process(kind: str, mode: str) -> None:
 
 
 def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
-    given = {"train": {"compile_together": 4}, "faults": {"locate": False}}
-    assert first_broken_rule(small_config(**given), 2) is None
-    broken = first_broken_rule(small_config(**given, layout={"tp": 2}), 2)
+    own, quiet = {"compile": "auto", "compile_together": 4}, {"locate": False}
+    assert first_broken_rule(small_config(train=own, faults=quiet), 2) is None
+    broken = first_broken_rule(small_config(train=own, faults=quiet, layout={"tp": 2}), 2)
     assert broken == "train.compile_together=4 needs layout.tp=1: set that, or train.compile_together=1"
-    noted = first_broken_rule(small_config(train={"compile_together": 4}), 2)
+    noted = first_broken_rule(small_config(train=own), 2)
     assert noted == "train.compile_together=4 needs faults.locate=false: set that, or train.compile_together=1"
+    for without in ({"train": {**own, "compile": "false"}}, {"train": own, "model": {"dropout": 0.1}}):
+        broken = first_broken_rule(small_config(**without, faults=quiet), 2)
+        assert broken is not None and broken.startswith("train.compile_together=4 needs compiled blocks")
+
+
+class CountingGate:
+    """A gate of weights that stay in memory."""
+
+    closes = False
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def open(self) -> None:
+        self.opened += 1
+
+
+@pytest.mark.parametrize("kind", ["gpt", "t5"])
+def test_blocks_wait_for_their_weights(kind: str) -> None:
+    """In ZeRO stages 1 and 2, those of the last update arrive while the next step begins."""
+    trainer = make_trainer(small_config(model=MODELS[kind], faults={"locate": False}, run={"device": "cpu"}))
+    module, gates = trainer.modules[0], []
+    module.several = (run_blocks, 2)  # type: ignore[assignment]
+    for unit in stage_of(module).units():
+        gates.append(CountingGate())
+        setattr(unit, GATE, gates[-1])
+    trainer.gradients()
+    assert {gate.opened for gate in gates} == {trainer.micro_batches}

@@ -94,7 +94,7 @@ with signals.StopRequests(launched=False, speaks=True) as requests:
 BUSY = """
 import hashlib, time
 from meshwright.train import signals
-signals.BLOCKED_S = 3.0
+signals.BLOCKED_S, signals.SAME_CTRL_C_S = 30.0, 0.05
 with signals.StopRequests(launched=False):
     try:
         print("ready", flush=True)
@@ -201,9 +201,9 @@ def test_two_ctrl_c_of_quick_fingers_are_two(rounds: int) -> None:
     child = started(BUSY.replace("ROUNDS", str(rounds)))
     time.sleep(0.1)
     child.send_signal(signal.SIGINT)
-    time.sleep(0.1)
+    time.sleep(0.4)
     child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=10.0)
+    out, _ = child.communicate(timeout=30.0)
     assert out == "interrupted\n" and child.returncode == 0
 
 
