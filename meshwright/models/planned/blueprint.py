@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -206,8 +207,7 @@ def calls_of(module: nn.Module, prefix: str, wanted: list[str], plan: Plan, conf
         style = style_of(name, plan, parameter=False)
         if not style or (prefix and not f"{name}.".startswith(prefix)):
             continue
-        each = module.get_submodule(name)
-        found += _calls(each, style, config)
+        found += _calls(module.get_submodule(name), style, config_at(config, name))
     return found
 
 
@@ -216,17 +216,29 @@ def _owners(name: str) -> list[str]:
     return [".".join(words[: n + 1]) for n in range(len(words))]
 
 
-def _calls(module: nn.Module, style: str, config: Any) -> list[PlannedCall]:
+def config_at(config: Any, name: str) -> Any:
+    """The config of a module: where blocks differ in their sizes, that of its block."""
+    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
+    differ = bool(getattr(text, "is_heterogeneous", False)) and number is not None
+    return text.per_layer_config[int(number.group(1))] if differ and number is not None else text
+
+
+def rotary_elements(config: Any, name: str) -> int:
+    """How many last elements a module of the style `mla_kv_a_proj` means."""
+    return int(getattr(config_at(config, name), "qk_rope_head_dim", 0))
+
+
+def _calls(module: nn.Module, style: str, text: Any) -> list[PlannedCall]:
     _, before, after, _, _ = STYLES[style]
-    text = config.get_text_config()
     wide, out = (getattr(module, key, text.hidden_size) for key in ("in_features", "out_features"))
     out = getattr(module, "embedding_dim", out)
     calls = {
         "copy": [PlannedCall("backward", "all_reduce", wide)], "slice": [PlannedCall("backward", "all_gather", wide)],
         "experts": [PlannedCall("backward", "all_reduce", text.hidden_size)],
         "sum": [PlannedCall("forward", "all_reduce", out)], "gather": [PlannedCall("forward", "all_gather", out)],
-        "rotary": [PlannedCall("backward", "all_reduce", getattr(text, "qk_rope_head_dim", 0))],
     }  # fmt: skip
+    if after == "rotary":
+        calls["rotary"] = [PlannedCall("backward", "all_reduce", text.qk_rope_head_dim)]
     if before == "experts":
         calls["experts"].append(PlannedCall("backward", "all_reduce", getattr(text, "num_experts_per_tok", 1)))
     return calls.get(after, []) + calls.get(before, [])

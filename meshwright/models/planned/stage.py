@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, stream_seed
-from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton
+from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, rotary_elements, skeleton
 from meshwright.models.planned.calls import outer_modules, recomputed, with_first
 from meshwright.models.planned.folder import has_weights
 from meshwright.models.planned.foreign import Absent, ForeignStage, local_part, place_all
@@ -62,7 +63,7 @@ class PlannedStage(ForeignStage):
         ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
         materialise(net, parallel, records, ties, None if has_weights(Path(folder)) else config.train.seed)
         cut_ends(net, plan, stage, self._table)
-        place_all(net, plan.plan, parallel.tp, getattr(hf.get_text_config(), "qk_rope_head_dim", 0))
+        place_all(net, plan.plan, parallel.tp, partial(rotary_elements, hf))
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.mode == "full":
             for block in blocks:
