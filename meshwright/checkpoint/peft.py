@@ -275,9 +275,11 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     if strange := sorted(set(theirs) - taken):
         raise UserError(f"{source} adapts {strange[0]}, which no {family.model_type} here has as a linear layer")
     kept = sorted({_part_of(name) for name in _kept(family, model, records, folder.tensors)})
+    of_experts = {name for _, name, _, _, weight in _pieces(model) if len(records[weight].shape) > 2}
+    dropout = 0.0 if of_experts.intersection(pieces) else float(folder.config.get("lora_dropout", 0.0))
     tune = TuneConfig(
-        "dora" if folder.config.get("use_dora") else "lora", base, rank, scale * rank, False,
-        float(folder.config.get("lora_dropout", 0.0)), tuple(sorted(pieces)), tuple(kept),
+        "dora" if folder.config.get("use_dora") else "lora", base, rank, scale * rank, False, dropout,
+        tuple(sorted(pieces)), tuple(kept),
     )  # fmt: skip
     _check_complete(source, model, tune, {f"{each}.lora_a" for names in pieces.values() for each in names})
     values = dict(_expert_values(source, family, model, records, theirs, tune))

@@ -285,6 +285,8 @@ def test_adapters_of_single_experts_are_imported(name: str, parts: tuple[str, ..
     save_file(tensors, peft / "adapter_model.safetensors")
     theirs, ours = theirs_and_ours(model, peft, base, tmp_path)
     assert torch.allclose(theirs, ours, rtol=3e-4, atol=3e-4)
+    (peft / "adapter_config.json").write_text(json.dumps({**told, "lora_dropout": 0.1}), encoding="utf-8")
+    assert import_adapters(peft, tmp_path / "without", str(base)).dropout == 0.0  # which experts can't have
     del tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"]
     save_file(tensors, peft / "adapter_model.safetensors")
     with pytest.raises(UserError, match="only LoRA of one rank on all experts of a layer can be imported"):
