@@ -70,6 +70,26 @@ def read_config(folder: str) -> Any:
     return _read(folder, text)
 
 
+def of_blocks(text: Any, key: str) -> list[Any]:
+    """The values that a key of a config has: one or, where blocks differ in it, several."""
+    differ = getattr(text, "is_heterogeneous", False)
+    configs = [text.per_layer_config[n] for n in range(text.num_hidden_layers)] if differ else [text]
+    return list(dict.fromkeys(getattr(each, key, None) for each in configs))
+
+
+def config_at(config: Any, name: str) -> Any:
+    """The config of a module of this name: that of its block, where blocks differ."""
+    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
+    if number is None or not getattr(text, "is_heterogeneous", False):
+        return text
+    return text.per_layer_config[int(number.group(1))]
+
+
+def rotary_elements(config: Any, name: str) -> int:
+    """How many last elements a module means whose style is `mla_kv_a_proj`."""
+    return int(getattr(config_at(config, name), "qk_rope_head_dim", 0))
+
+
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     """Builds the unmodified module without memory for its parameters, whose values others will set; its buffers are as
     its own program makes them. Experts are computed plainly in float64, for which torch has no grouped product."""
@@ -159,7 +179,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
             )
             for name in wanted
         )
-        used = getattr(text, "num_experts_per_tok", None) or 1
+        used = max(each or 1 for each in of_blocks(text, "num_experts_per_tok"))
         return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)), used=used)
 
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -214,18 +234,6 @@ def calls_of(module: nn.Module, prefix: str, wanted: list[str], plan: Plan, conf
 def _owners(name: str) -> list[str]:
     words = name.split(".")[:-1]
     return [".".join(words[: n + 1]) for n in range(len(words))]
-
-
-def config_at(config: Any, name: str) -> Any:
-    """The config of a module: where blocks differ in their sizes, that of its block."""
-    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
-    differ = bool(getattr(text, "is_heterogeneous", False)) and number is not None
-    return text.per_layer_config[int(number.group(1))] if differ and number is not None else text
-
-
-def rotary_elements(config: Any, name: str) -> int:
-    """How many last elements a module of the style `mla_kv_a_proj` means."""
-    return int(getattr(config_at(config, name), "qk_rope_head_dim", 0))
 
 
 def _calls(module: nn.Module, style: str, text: Any) -> list[PlannedCall]:

@@ -131,8 +131,9 @@ def place_all(
 ) -> None:
     """Puts the calls of a plan around every module that it names. `rotary` says for a name what `place` takes."""
     for name, module in net.named_modules():
-        if not isinstance(module, Absent) and (style := style_of(name, plan, parameter=False)):
-            place(module, style, tp, rotary(name))
+        style = style_of(name, plan, parameter=False)
+        if not isinstance(module, Absent) and style:
+            place(module, style, tp, rotary(name) if style == "mla_kv_a_proj" else 0)
 
 
 def local_part(whole: Tensor, record: ParamRecord, parallel: Parallel, trained: bool | None = None) -> nn.Parameter:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, stream_seed
-from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, rotary_elements, skeleton
+from meshwright.models.planned.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
 from meshwright.models.planned.calls import outer_modules, recomputed, with_first
 from meshwright.models.planned.folder import has_weights
 from meshwright.models.planned.foreign import Absent, ForeignStage, local_part, place_all
@@ -113,7 +113,7 @@ def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
 def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
     """Refuses dropout where ranks would have to draw some numbers alike and others not."""
     drops = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
-    drops += [key for key in ("attention_dropout",) if getattr(config.get_text_config(), key, 0)]
+    drops += [key for key in ("attention_dropout",) if any(of_blocks(config.get_text_config(), key))]
     if tp > 1 and drops:
         raise UserError(f"{drops[0]} of this model drops elements, which layout.tp={tp} can't draw alike: set it to 0 "
                         "in its config.json, or layout.tp=1")  # fmt: skip
