@@ -68,11 +68,12 @@ class Change(NamedTuple):
     up: Tensor
     norms: Tensor | None
 
-    def add_to(self, weight: Tensor, rows: slice, columns: slice) -> None:
-        """Adds the change of some rows and columns to that part of the weight, which has whole rows where they are
-        scaled to a norm."""
-        old = torch.linalg.vector_norm(weight, dim=1)
-        weight += self.record.scale * (self.up[rows] @ self.down[:, columns])
+    def add_to(self, weight: Tensor, *where: slice) -> None:
+        """Adds the change of some rows and columns (of experts: of some experts' rows and columns) to that part of the
+        weight, which has whole rows where they are scaled to a norm."""
+        *experts, rows, columns = where
+        old = torch.linalg.vector_norm(weight, dim=-1)
+        weight += self.record.scale * (self.up[(*experts, rows)] @ self.down[(*experts, slice(None), columns)])
         if self.norms is not None:
             weight *= ((old + self.norms[rows]) / torch.linalg.vector_norm(weight, dim=1))[:, None]
 
@@ -116,11 +117,11 @@ class MergedWeights:
     def _changed(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Returns a rectangle of the weight with its changes, which were trained beside the values that its bytes stand
         for, where it is packed. Where rows are scaled to a norm, or packed, whole rows are read."""
-        (first, left), (count, width) = corner, shape
+        (*before, first, left), (*experts, count, width) = corner, shape
         changes, packed = self._changes(record.name), record.name in self.own.packed
         whole_rows = packed or any(change.norms is not None for change in changes)
-        read = (0, record.shape[1]) if whole_rows else (left, width)
-        part = box_record(record.name, record.shape, (first, read[0]), (count, read[1]))
+        read = (0, record.shape[-1]) if whole_rows else (left, width)
+        part = box_record(record.name, record.shape, (*before, first, read[0]), (*experts, count, read[1]))
         values = torch.empty(part.local_shape, dtype=changes[0].down.dtype if changes else torch.float32)
         fill_range(self.base, part, 0, part.numel, values.view(-1))
         values = rounded(values) if packed else values
@@ -128,8 +129,9 @@ class MergedWeights:
             low, high = max(first, change.record.start), min(first + count, change.record.stop)
             if low < high:
                 rows = slice(low - change.record.start, high - change.record.start)
-                change.add_to(values[low - first : high - first], rows, slice(read[0], sum(read)))
-        return values[:, left : left + width] if whole_rows else values
+                where = (*slices_of(tuple(before), tuple(experts)), rows, slice(read[0], sum(read)))
+                change.add_to(values[..., low - first : high - first, :], *where)
+        return values[..., left : left + width] if whole_rows else values
 
 
 def open_weights(folder: Path) -> Reader | MergedWeights:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -29,6 +29,16 @@ from meshwright.checkpoint.format import Index, SavedBlock
 from meshwright.checkpoint.hf import METADATA, WEIGHTS_FILE, config_of, origin_of, written_aside
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.merged import AdapterWeights, Change, box_record
+from meshwright.checkpoint.peft_experts import (
+    DOWN,
+    UP,
+    TheirAdapter,
+    adapter_of_experts,
+    expert_tensors,
+    targeted,
+    targets_of,
+    unstacked,
+)
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.config.tune import TuneConfig
@@ -45,7 +55,7 @@ from meshwright.parts.tuning import is_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-DOWN, UP, NORMS = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+NORMS = "lora_magnitude_vector"
 ROWS = 4096  # of a base's weight that are read at a time for their norms
 
 
@@ -81,7 +91,11 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     family, base = family_of(config.base, model), open_base(config.base, model)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    of_experts, expert_ranks = expert_tensors(family, own)
+    tensors |= {PREFIX + name: value for name, value in of_experts.items()}
     for name in own.adapters:
+        if len(own.records[name].shape) > 2:
+            continue
         for module, runs in _modules(family.mapped(model, own.records[name])):
             changes = [change for change in own.changes(name) if _rows_in(change, runs)]
             if changes:
@@ -94,15 +108,16 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
     linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
                for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
-    written = {
+    written: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.base, "inference_mode": True,
         "r": config.rank, "lora_alpha": config.scale * (math.sqrt(config.rank) if config.rslora else config.rank),
         "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.kind == "dora", "bias": "none",
         "fan_in_fan_out": bool(family.transposed), "target_modules": sorted(set(_suffixes(ranks, linears))),
         "modules_to_save": sorted({m.rpartition(".")[2] for r in kept for m, _ in _modules(family.mapped(model, r))})
         or None,
+        **({"target_parameters": targets_of(expert_ranks)} if expert_ranks else {}),
     }  # fmt: skip
-    wide = {module: rank for module, rank in ranks.items() if rank != config.rank}
+    wide = {module: rank for module, rank in (ranks | expert_ranks).items() if rank != config.rank}
     written |= {"rank_pattern": wide, "alpha_pattern": {
         module: written["lora_alpha"] * (rank / config.rank) ** (0.5 if config.rslora else 1.0)
         for module, rank in wide.items()
@@ -196,16 +211,6 @@ def _suffixes(modules: dict[str, int], linears: set[str]) -> Iterator[str]:
                 break
 
 
-@dataclass(frozen=True)
-class TheirAdapter:
-    """One of PEFT's adapters: its factors, its scale, and with DoRA the norms of rows."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    norms: Tensor | None
-
-
 class PeftFolder:
     """A folder of adapters that PEFT wrote."""
 
@@ -223,25 +228,25 @@ class PeftFolder:
         kind, bias = self.config.get("peft_type"), self.config.get("bias", "none")
         if kind != "LORA" or bias != "none":
             raise UserError(f"{folder} holds {kind} with bias={bias}: only LORA with bias=none can be imported")
-        if strange := self.config.get("target_parameters"):
-            raise UserError(
-                f"{folder} adapts parameters ({', '.join(map(str, strange))}), as PEFT does with experts' weights, "
-                "which stay as they are here: only adapters of linear layers can be imported"
-            )
 
-    def adapters(self) -> dict[str, TheirAdapter]:
-        """Returns the adapters by the name of their module."""
+    def adapters(self, family: Family, records: dict[str, ParamRecord]) -> dict[str, TheirAdapter]:
+        """Returns the adapters by the name of their module or, of all experts, of their parameter."""
         found, c = {}, self.config
+        parameters = targeted(self.folder, family, records, c.get("target_parameters") or [])
+        experts = {family.stacked_parameter(name): record.shape[0] for name, record in records.items()}
         for name in [each.removesuffix(f".{DOWN}") for each in self.tensors if each.endswith(DOWN)]:
             try:
                 down, up = self.tensors.pop(f"{name}.{DOWN}"), self.tensors.pop(f"{name}.{UP}")
                 norms = self.tensors.pop(f"{name}.{NORMS}") if c.get("use_dora") else None
             except KeyError as error:
                 raise UserError(f"{self.folder} lacks {error.args[0]}: its files are not whole") from None
-            rank = down.shape[0]
-            told = self._of_pattern("alpha_pattern", name)
+            adapted = parameters.get(name, name)
+            count = experts[adapted] if name in parameters else 1
+            rank = down.shape[0] // count
+            told = self._of_pattern("alpha_pattern", adapted)
             alpha = float(c.get("lora_alpha", 8.0) if told is None else told)
-            found[name] = TheirAdapter(down, up, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank), norms)
+            one = TheirAdapter(down, up, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank), norms)
+            found[adapted] = unstacked(self.folder, name, one, count) if name in parameters else one
         return found
 
     def _of_pattern(self, key: str, module: str) -> Any:
@@ -259,22 +264,26 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     weights = fmt.model_folder(base)
     origin = origin_of(weights)
     model = _model_of(base, weights)
-    family, opened, theirs = family_of(base, model), open_base(base, model), folder.adapters()
-    rank = max((each.down.shape[0] for each in theirs.values()), default=0)
+    family, opened = family_of(base, model), open_base(base, model)
+    records = {record.name: record for record in describe(model).records(ALONE).values()}
+    theirs = folder.adapters(family, records)
+    rank = max((each.rank for each in theirs.values()), default=0)
     if not rank:
         raise UserError(f"{source} holds no adapters of linear layers: name a folder that PEFT saved LoRA in")
     scale = max(each.scale for each in theirs.values())
-    records = {record.name: record for record in describe(model).records(ALONE).values()}
-    pieces, taken = _our_pieces(family, model, records, theirs)
+    pieces, taken = _our_pieces(source, family, model, records, theirs)
     if strange := sorted(set(theirs) - taken):
         raise UserError(f"{source} adapts {strange[0]}, which no {family.model_type} here has as a linear layer")
     kept = sorted({_part_of(name) for name in _kept(family, model, records, folder.tensors)})
+    of_experts = {name for _, name, _, _, weight in _pieces(model) if len(records[weight].shape) > 2}
+    dropout = 0.0 if of_experts.intersection(pieces) else float(folder.config.get("lora_dropout", 0.0))
     tune = TuneConfig(
-        "dora" if folder.config.get("use_dora") else "lora", base, rank, scale * rank, False,
-        float(folder.config.get("lora_dropout", 0.0)), tuple(sorted(pieces)), tuple(kept),
+        "dora" if folder.config.get("use_dora") else "lora", base, rank, scale * rank, False, dropout,
+        tuple(sorted(pieces)), tuple(kept),
     )  # fmt: skip
     _check_complete(source, model, tune, {f"{each}.lora_a" for names in pieces.values() for each in names})
-    values = dict(_our_tensors(opened, family, model, records, theirs, tune))
+    values = dict(_expert_values(source, family, model, records, theirs, tune))
+    values |= dict(_our_tensors(opened, family, model, records, theirs, tune))
     values |= dict(_kept_tensors(family, model, records, folder.tensors))
     with written_aside(to) as aside:
         _write(aside, config_of(model) | {"tune": asdict(tune)}, values)
@@ -294,12 +303,17 @@ def _model_of(base: str, folder: Path) -> ModelConfig:
 
 
 def _our_pieces(
-    family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter]
+    source: Path, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter]
 ) -> tuple[dict[str, list[str]], set[str]]:
     """Returns the pieces that are adapted, each with the whole names of its adapters, and the modules that they are."""
     found: dict[str, list[str]] = {}
     taken: set[str] = set()
     for block, name, first, rows, weight in _pieces(model):
+        if len(records[weight].shape) > 2:
+            if held := adapter_of_experts(source, family, model, records[weight], (first, rows), theirs):
+                found.setdefault(name, []).append(f"{block}.{name}")
+                taken |= held[1]
+            continue
         for module, runs in _modules(family.mapped(model, records[weight])):
             if module in theirs and any(run.of_ours(first, first + rows) for run in runs):
                 found.setdefault(name, []).append(f"{block}.{name}")
@@ -328,13 +342,33 @@ def _check_complete(source: Path, model: ModelConfig, tune: TuneConfig, there: s
         )
 
 
+def _expert_values(
+    source: Path, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter],
+    tune: TuneConfig,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yields the parameters of our adapters of experts, as `_our_tensors` does of all others."""
+    for prefix, name, first, rows, weight in _pieces(model):
+        record = records[weight]
+        if name not in tune.targets or len(record.shape) < 3:
+            continue
+        if held := adapter_of_experts(source, family, model, record, (first, rows), theirs):
+            one, dtype = held[0], torch.promote_types(held[0].up.dtype, torch.float32)
+            down = torch.zeros(record.shape[0], tune.rank, record.shape[2], dtype=dtype)
+            up = torch.zeros(record.shape[0], rows, tune.rank, dtype=dtype)
+            down[:, : one.rank] = one.down
+            up[:, :, : one.rank] = one.up.to(dtype) * (one.scale / tune.scale)
+            yield f"{prefix}.{name}.lora_a", down
+            yield f"{prefix}.{name}.lora_b", up
+
+
 def _our_tensors(
     base: Base, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter],
     tune: TuneConfig,
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yields our adapters' parameters. A lower rank is filled up with zeros, and another scale is put into B."""
     for prefix, name, first, rows, weight in _pieces(model):
-        for module, runs in _modules(family.mapped(model, records[weight])) if name in tune.targets else ():
+        adapted = name in tune.targets and len(records[weight].shape) == 2
+        for module, runs in _modules(family.mapped(model, records[weight])) if adapted else ():
             parts = [part for run in runs if (part := run.of_ours(first, first + rows))]
             if module not in theirs or not parts:
                 continue

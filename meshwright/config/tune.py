@@ -23,7 +23,7 @@ class TuneConfig:
     alpha: float = 0.0  # the change is scaled by alpha / rank; 0: 2 x rank
     rslora: bool = False  # by alpha / sqrt(rank) instead
     dropout: float = 0.0  # of the adapters' inputs
-    targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every product of the blocks
+    targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every one but those of experts
     modules_to_save: tuple[str, ...] = ()  # parts that are trained whole beside them, e.g. embedding, head, norm1
     quantise: Literal["none", "nf4"] = "none"  # nf4: the frozen weights of the blocks' products in 4 bits
 

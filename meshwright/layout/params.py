@@ -75,7 +75,7 @@ class ParamRecord:
 class AdapterRecord:
     """A low-rank change of some rows of a linear layer's weight: scale x up x down is added to its local rows from
     `start` to `stop`. With `norms`, each row of the sum is then scaled to the norm that the weight's row has, plus a
-    trained number."""
+    trained number. A weight of experts [experts, rows, in] has such a change of each: down is [experts, rank, in]."""
 
     name: str  # of these rows: q, k, v, gate, ...
     start: int

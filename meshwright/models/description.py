@@ -244,10 +244,12 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 
 @lru_cache(maxsize=256)
 def _tuned(model: Model, tune: TuneConfig) -> Model:
-    targets = () if ALL in tune.targets else tune.targets
-    norms = tune.kind == "dora"
-    packs = tune.quantise == "nf4"
-    return tuned(model, Tuning(tune.rank, tune.scale, norms, tune.dropout, targets, tune.modules_to_save, packs))
+    tuning = Tuning(
+        tune.rank, tune.scale, norms=tune.kind == "dora", dropout=tune.dropout,
+        targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
+        whole=tune.modules_to_save, packs=tune.quantise == "nf4",
+    )  # fmt: skip
+    return tuned(model, tuning)
 
 
 @lru_cache(maxsize=256)

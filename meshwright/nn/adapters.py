@@ -6,7 +6,8 @@ with the layer's, so no adapter calls a collective of its own, but for the norms
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.comm.registered import pure_operator
-from meshwright.layout.params import AdapterRecord
+from meshwright.layout.params import AdapterRecord, ParamRecord
 from meshwright.nn import products
 from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
 from meshwright.nn.nf4 import weight_values
@@ -30,6 +31,34 @@ class Adapter(nn.Module):
         self.scale, self.p = record.scale, record.dropout
         self.down, self.up = parallel.parameter(record.down), parallel.parameter(record.up)
         self.norms = None if record.norms is None else parallel.parameter(record.norms)
+
+
+class Adapted(nn.Module):
+    """A layer whose weight may have adapters."""
+
+    def add_adapters(self, parallel: Parallel, weight: ParamRecord) -> None:
+        self._adapters = [Adapter(parallel, each) for each in weight.adapters]
+        self.adapts = True  # false while the model runs without its adapters
+        for each, record in zip(self._adapters, weight.adapters, strict=True):
+            self.add_module(record.name, each)
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters that the product takes now."""
+        return self._adapters if self.adapts else []
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes with its frozen weights alone."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
 
 
 class Change(NamedTuple):

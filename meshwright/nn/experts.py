@@ -7,6 +7,7 @@ experts are summed in the order of its choices in float32, so that the result do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from meshwright.comm.ops import (
     slice_rows,
 )
 from meshwright.layout.params import ParamRecord, records_under
+from meshwright.nn.adapters import Adapted
+from meshwright.nn.expert_adapters import Spans, add_changes_, add_input_grad_, factor_grads, factors_of, short_grad
 from meshwright.nn.grouped import (
     add_grouped_grad,
     collect,
@@ -45,13 +48,14 @@ from meshwright.nn.routing import Router, Tokens, picks_of, router_losses
 from meshwright.parts.experts import ExpertsPart, Routing
 
 
-class ExpertWeights(nn.Module):
+class ExpertWeights(Adapted):
     """One weight of all of this rank's experts, [experts, out, in]."""
 
     def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
         super().__init__()
         self.weight = parallel.parameter(record)
         self.sinks: dict[str, Tensor] = {}
+        self.add_adapters(parallel, record)
 
 
 class Sorted(NamedTuple):
@@ -114,34 +118,57 @@ class RoutedInputs:
     again: bool = False
 
 
+# The activation, and of the first and the last product: the sink of its weight's gradient, and what is adapted of it.
+How = tuple[str, tuple[Tensor | None, Tensor | None], tuple[Spans, Spans]]
+
+
 class _ExpertProducts(torch.autograd.Function):
     """The MLPs of this rank's experts: for each place i, in the order of experts, row `index[i]` of x goes in; its
     result, times its weight, is added to the rows that `places` [rows of x, k] says, the inverse of `index`. Only x and
-    the inner features are kept."""
+    the inner features are kept. `factors` are those of the adapters of both products."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, index: Tensor, places: Tensor, ends: Tensor,
-        kind: str, sinks: tuple[Tensor | None, Tensor | None],
+        how: How, *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        inner = grouped_product(take_rows(x, index), up, ends)
-        ctx.save_for_backward(x, weights, inner, up, down, index, places, ends)
-        ctx.kind, ctx.sinks = kind, sinks
-        return sum_rows(grouped_product(weighted_activation(inner, weights, kind), down, ends), places)
+        kind, _, (first, last) = ctx.how = how
+        ours, theirs = _halves(first, factors)
+        rows = take_rows(x, index)
+        inner = add_changes_(grouped_product(rows, up, ends), rows, ends, first, ours)
+        del rows
+        ctx.save_for_backward(x, weights, inner, up, down, index, places, ends, *factors)
+        value = weighted_activation(inner, weights, kind)
+        return sum_rows(add_changes_(grouped_product(value, down, ends), value, ends, last, theirs), places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, inner, up, down, index, places, ends = ctx.saved_tensors
+        x, weights, inner, up, down, index, places, ends, *factors = ctx.saved_tensors
+        kind, sinks, (first, last) = ctx.how
+        ours, theirs = _halves(first, factors)
         rows = take_rows(grad, index)
-        passed = grouped_product(rows, down, ends, transposed=True)
-        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, ctx.kind)
-        grad_down = _weight_grad(ctx.sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
+        back = short_grad(rows, ends, last, theirs)
+        passed = add_input_grad_(grouped_product(rows, down, ends, transposed=True), back, ends, theirs)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, kind)
+        grad_down = _weight_grad(sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
+        their_grads = factor_grads(rows, value, back, ends, last, theirs)
         del rows, value, passed
-        grad_x = sum_rows(grouped_product(grad_inner, up, ends, transposed=True), places)
-        grad_up = None
+        back = short_grad(grad_inner, ends, first, ours)
+        grad_rows = add_input_grad_(grouped_product(grad_inner, up, ends, transposed=True), back, ends, ours)
+        grad_x = sum_rows(grad_rows, places)
+        del grad_rows
+        grad_up, our_grads = None, []
         if ctx.needs_input_grad[2]:
-            grad_up = _weight_grad(ctx.sinks[0], grad_inner, take_rows(x, index), ends)
-        return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, None
+            grad_up = _weight_grad(sinks[0], grad_inner, take_rows(x, index), ends)
+        elif first.rows:
+            our_grads = factor_grads(grad_inner, take_rows(x, index), back, ends, first, ours)
+        return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, *our_grads, *their_grads
+
+
+def _halves(first: Spans, factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns the factors of the adapters of the first product, and those of the last."""
+    count = 2 * len(first.rows)
+    return factors[:count], factors[count:]
 
 
 def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
@@ -278,8 +305,10 @@ class Experts(nn.Module):
     def _products(self, x: Tensor, weights: Tensor, index: Tensor, places: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         sinks = (self.up.sinks.get("weight"), self.down.sinks.get("weight"))
+        (first, ours), (last, theirs) = factors_of(self.up.adapters), factors_of(self.down.adapters)
+        how = (self.kind, sinks, (first, last))
         return _ExpertProducts.apply(
-            x, weights, self.up.weight, self.down.weight, index, places, ends, self.kind, sinks
+            x, weights, self.up.weight, self.down.weight, index, places, ends, how, *ours, *theirs
         )
 
 

@@ -8,18 +8,16 @@ its input's tokens and a row layer scatters its output's; the gathered input is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.config.sections import FP8_UNIT
 from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters import NOTHING, Adapter, Before, Change, Settings, adapted_product
+from meshwright.nn.adapters import NOTHING, Adapted, Before, Change, Settings, adapted_product
 from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.nf4 import weight_values
 from meshwright.nn.norm import Norm
@@ -191,7 +189,7 @@ def _weight_grad(ctx: Any, grad: products.Prepared, x: Tensor) -> Tensor | None:
     return products.weight_grad(grad, full, ctx.sink, ctx.kind)
 
 
-class Linear(nn.Module):
+class Linear(Adapted):
     """A product and its bias. A row layer's bias is added after the sum, by every rank to its own tokens."""
 
     def __init__(
@@ -206,20 +204,12 @@ class Linear(nn.Module):
             self.mode = "gather" if cut == "column" else "scatter"
         self.group, self.size = parallel.tp.name, parallel.tp.size
         self.kind, self.fuses, self.piece_flops = parallel.products, parallel.fused, parallel.piece_flops
-        self._adapters = [Adapter(parallel, each) for each in weight.adapters]
-        self.adapts = True  # false while the model runs without its adapters
-        for each, record in zip(self._adapters, weight.adapters, strict=True):
-            self.add_module(record.name, each)
+        self.add_adapters(parallel, weight)
         # All tp ranks drop the same of an input that all of them use.
         own = self.mode == "row" or (parallel.splits_tokens and self.mode != "gather")
         self.stream = parallel.streams.own if own else parallel.streams.same
         if self.kind and not fp8.sizes_fit_fp8(*weight.values.local_shape):
             warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
-
-    @property
-    def adapters(self) -> list[Adapter]:
-        """The adapters that the product takes now."""
-        return self._adapters if self.adapts else []
 
     @property
     def settings(self) -> ProductSettings:
@@ -282,16 +272,3 @@ def norm_product(
     if not norm.fuses:
         return x, _Product.apply(norm(x), weight, bias, *settings)
     return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)
-
-
-@contextmanager
-def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes with its frozen weights alone."""
-    layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-    for layer in layers:
-        layer.adapts = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.adapts = True

@@ -21,6 +21,7 @@ from meshwright.parts.part import (
     Coordinate,
     Kept,
     Kernels,
+    LinearPieces,
     LossTerm,
     MicroBatch,
     Part,
@@ -87,6 +88,13 @@ class ExpertsPart(Part):
     shared: MLPPart | None = None
 
     has_experts = True
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        """The products of each expert. (The router and the shared experts are not adapted.)"""
+        return tuple(
+            LinearPieces(each.name, each.cut, tuple((f"expert_{piece}", rows) for piece, rows in each.pieces), True)
+            for each in self.mlp.linears()
+        )
 
     def experts(self, at: Coordinate) -> int:
         """The experts of one rank."""

@@ -124,11 +124,13 @@ class LossTerm(NamedTuple):
 
 class LinearPieces(NamedTuple):
     """A linear layer of a part: the name of its weight, how tp cuts it (column, row, whole), and its rows by what they
-    are (queries, keys, values), in order. Each such piece can be adapted alone."""
+    are (queries, keys, values), in order. Each such piece can be adapted alone. `experts`: each expert has its own such
+    layer, and etp cuts it."""
 
     name: str
     cut: str
     pieces: tuple[tuple[str, int], ...]
+    experts: bool = False
 
 
 class Kept(NamedTuple):

@@ -70,6 +70,7 @@ STYLES = {
     "moe_tp_experts": Style(before="experts", after="sum"),
     "moe_identity_expert": Style(before="share"),
     "replicate": Style(),
+    "local_params": Style(),  # parameters are local tensors here anyway
     "": Style(),
 }
 

@@ -3,23 +3,32 @@
 A unit is gathered and released as a whole: one that a chunk names (`StageModule.units`), or a whole foreign chunk. In
 stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which
 a chunk's forward, or backward, opens its units is recorded the first time; from then on the next unit is prefetched.
+
+All ranks of a stage must open the same units in the same order, or they would wait for each other, or each get parts
+of different ones. A module that is not ours may do otherwise, as one that drops blocks at random. So one that changes
+its order in stage 3 is stopped, and each rank keeps a checksum of what it opened, which every step compares
+(`train/rank_figures.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from torch import nn
 
 from meshwright.comm.group import Group
 from meshwright.comm.ledger import Ledger
 from meshwright.config.comm import GatherConfig
+from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.unit import GATE
 from meshwright.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.sharding.compression.gather import GatheredCodes
 from meshwright.sharding.node_copies import NodeCopies
 from meshwright.sharding.reducers import PendingReduction
+
+Pass = tuple[int, str, bool]  # a chunk, whether its forward or its backward, and whether in a validation
 
 
 class GatedUnit:
@@ -75,9 +84,11 @@ class WeightGatherer:
         self.gather = GatherConfig()
         self.copies = NodeCopies()
         self._gathering: dict[int, PendingReduction] = {}
-        self._orders: dict[tuple[int, str], list[GatedUnit]] = {}
-        self._action: tuple[int, str] | None = None
+        self._orders: dict[Pass, list[GatedUnit]] = {}
+        self._action: Pass | None = None
         self._opened: list[GatedUnit] = []
+        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self.checksum = 1  # of the units that were opened so far in stage 3, in their order
         bucket_of = {id(slot): buffer.buckets[slot.bucket] for buffer in buffers for slot in buffer.slots}
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
@@ -106,7 +117,7 @@ class WeightGatherer:
 
     def begin(self, chunk: int, work: str) -> None:
         """Begins to gather the unit that a chunk's forward or backward will open first; called before it."""
-        self._action, self._opened = (chunk, work), []
+        self._action, self._opened = (chunk, work, self.ledger.current_phase == "validation"), []
         order = self._orders.get(self._action)
         if order:  # a chunk that is frozen opens nothing in backward
             self._gather_unit(order[0])
@@ -121,6 +132,8 @@ class WeightGatherer:
                 self.close(unit)
         if self._action is not None:
             self._orders[self._action] = self._opened
+            if opened := [self._numbers[id(unit)] for unit in self._opened if unit.closes]:
+                self.checksum = crc32(str(opened).encode(), self.checksum) or 1
         self._action = None
 
     def open(self, unit: GatedUnit) -> None:
@@ -132,6 +145,12 @@ class WeightGatherer:
             return
         self._opened.append(unit)
         order, at = self._orders.get(self._action, []), len(self._opened)
+        if unit.foreign and unit.closes and order and (at > len(order) or order[at - 1] is not unit):
+            raise UserError(
+                "the module went through its blocks in another order than in the pass before, as where layers are "
+                "dropped at random. In ZeRO stage 3 all ranks gather the same blocks, and can't know of a change: let "
+                "every pass go through the same blocks, or set zero.stage=2"
+            )
         if self.overlaps and at < len(order) and order[at - 1] is unit:
             self._gather_unit(order[at])
 

@@ -15,7 +15,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 # and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
 # under a name that the others don't know, SAVE if the rank that writes the run wants a checkpoint after this step.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
-RANK_COUNTS = ("busy_us", "waited_us", "data_us", "peak_bytes")
+RANK_COUNTS = ("busy_us", "waited_us", "data_us", "peak_bytes", "opened")
 NEW_NAME = 1 << 32
 SAVE = 1 << 56
 

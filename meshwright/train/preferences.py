@@ -14,8 +14,8 @@ from meshwright.config.sections import Config
 from meshwright.config.tune import BETTER, TuneConfig
 from meshwright.models.description import REFERENCE
 from meshwright.models.gpt import GPTStage
+from meshwright.nn.adapters import without_adapters
 from meshwright.nn.answers import AnswerLogps
-from meshwright.nn.linear import without_adapters
 from meshwright.pipeline.output import LOSS, Share, StageOutput, Term
 
 

@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import UserError
+from meshwright.layout import Layout
 from meshwright.train.counts import RANK_COUNTS
 
 RANKS_FILE = "ranks.json"
@@ -39,13 +42,36 @@ class RankFigures:
     def read(cls, numbers: Sequence[int]) -> RankFigures:
         """From the ranks' part of the counts that a step sums."""
         width = len(RANK_COUNTS)
-        busy, waited, data, peak = (numbers[i::width] for i in range(width))
+        busy, waited, data, peak, _ = (numbers[i::width] for i in range(width))
         times = [[n / 1e6 for n in own] for own in (busy, waited)] if any(busy) else [[], []]
         return cls(times[0], times[1], [n / 1e6 for n in data], peak)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The least, the median and the most over the ranks, and which rank has the most."""
         return {name: _spread(values) for name, values in vars(self).items() if any(values)}
+
+
+def check_opened(numbers: Sequence[int], layout: Layout, step: int) -> None:
+    """Raises where ranks of one pipeline stage opened different units in ZeRO stage 3, by their checksums in the ranks'
+    part of the counts. (Ranks that are not there, in a dry run, have none.)"""
+    opened = numbers[len(RANK_COUNTS) - 1 :: len(RANK_COUNTS)]
+    if len(set(opened)) <= 1:
+        return
+    first: dict[int, int] = {}
+    for rank, (stage, own) in enumerate(zip(_stages(layout), opened, strict=True)):
+        other = first.setdefault(stage, rank) if own else rank
+        if own != opened[other]:
+            raise UserError(
+                f"ranks {other} and {rank} went through different blocks in step {step}, and in ZeRO stage 3 each got "
+                "parts of the other's weights: let all ranks go through the same blocks (no dropping of layers at "
+                "random, no choice by the data), or set zero.stage=2"
+            )
+
+
+@lru_cache(maxsize=8)
+def _stages(layout: Layout) -> tuple[int, ...]:
+    """Returns the pipeline stage of each rank."""
+    return tuple(layout.coordinate(rank)["pp"] for rank in range(layout.world))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

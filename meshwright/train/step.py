@@ -39,7 +39,7 @@ from meshwright.train.gate import Gate
 from meshwright.train.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.train.marks import Marks
 from meshwright.train.monitor import Monitored, Summing
-from meshwright.train.rank_figures import RankFigures, process_peak_bytes
+from meshwright.train.rank_figures import RankFigures, check_opened, process_peak_bytes
 from meshwright.train.result import StepResult as StepResult
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
@@ -305,9 +305,10 @@ class Trainer:
         """RANK_COUNTS of this rank."""
         device, peak = self.ctx.device, self.ctx.device.peak_bytes()
         read = max(0, int((seconds.get("data", 0.0) - self.ctx.ledger.waited_in["data"]) * 1e6))
+        opened = self.data_parallel.weights.checksum
         if device.module is not None:
-            return [0, 0, read, peak or 0]
-        return [int(elapsed * 1e6) - waited_us, waited_us, read, process_peak_bytes()]
+            return [0, 0, read, peak or 0, opened]
+        return [int(elapsed * 1e6) - waited_us, waited_us, read, process_peak_bytes(), opened]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
@@ -320,6 +321,7 @@ class Trainer:
         means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
         result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
         result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
+        check_opened(rest[own:], mesh.layout, result.step)
         result.ranks = RankFigures.read(rest[own:])
         saves, asked = divmod(numbers[-1], SAVE)
         new_names, stops = divmod(asked, NEW_NAME)

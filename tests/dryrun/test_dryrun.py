@@ -33,6 +33,8 @@ LLAMA = {
 SP = {"tp": 2, "sequence_parallel": True}
 DISK = {"optimizer": "disk", "params": "disk", "path": OFFLOAD}
 BF16 = {"precision": "bf16", "global_batch": 4}
+MIXTURE = {**LLAMA, "seq": 32, "experts": {"count": 4, "ffn": 16, "shared": 1, "capacity": 1.0}}
+OF_EXPERTS = {"kind": "lora", "rank": 4, "base": "none", "targets": ["q", "expert_gate", "expert_up", "expert_down"]}
 
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, {}),
@@ -50,6 +52,9 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "window": (2, {
         "layout": SP, "train": BF16,
         "model": {**LLAMA, "window": 3, "window_pattern": [1, 0], "norm_place": "sandwich"},
+    }),
+    "experts-lora": (4, {
+        "layout": {**SP, "ep": 2}, "zero": {"stage": 3}, "train": BF16, "model": MIXTURE, "tune": OF_EXPERTS,
     }),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),

@@ -45,8 +45,8 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
-    "gemma4_unified_text": {"global_head_dim": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
     "gemma3n_text": {
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,8 @@ from meshwright.dryrun.run_rank import make_rank, run_rank
 from meshwright.dryrun.stand_ins import fake_world
 from meshwright.errors import UserError
 from meshwright.models.description import layout_of
-from meshwright.models.planned.blueprint import blueprint
+from meshwright.models.hf.sections import _common
+from meshwright.models.planned.blueprint import blueprint, of_blocks
 from meshwright.parts.coordinate import Coordinate
 from meshwright.parts.planned import STYLES
 from meshwright.plan.gathered import whole_bytes
@@ -191,3 +193,13 @@ def test_families_that_are_described_here_are_chosen_by_themselves(tmp_path: Pat
     sections = {"model": {"hf": at, "seq": 16}, "data": {"prefixes": ["made"]}}
     assert config_from(sections).model.kind == "gpt"
     assert config_from({**sections, "model": {**sections["model"], "kind": "hf"}}).model.kind == "hf"
+
+
+def test_sizes_in_which_blocks_differ_are_read(tmp_path: Path) -> None:
+    """Gemma 4's blocks have heads of two widths; a number of heads must fit all blocks."""
+    pytest.importorskip("transformers", "5.20")
+    assert config_of(write_tiny("gemma4_unified_text", tmp_path), {}).model.head_dim == 16
+    apart = SimpleNamespace(is_heterogeneous=True, num_hidden_layers=3, per_layer_config=[
+        SimpleNamespace(heads=count) for count in (8, 12, 8)
+    ])  # fmt: skip
+    assert of_blocks(apart, "heads") == [8, 12] and _common(of_blocks(apart, "heads")) == 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.layout.params import records_under
-from meshwright.models.description import describe
+from meshwright.models.description import model_of
 from meshwright.nn.build import build_module
 from meshwright.nn.experts import Experts, RoutedInputs
 from meshwright.parts.experts import Routing
@@ -111,7 +111,7 @@ class Mixture(nn.Module):
     def __init__(self, config: Config, device: Device) -> None:
         super().__init__()
         ctx = build_context(config, 0, 1, device)
-        unit = describe(config.model).blocks[0]
+        unit = model_of(config).blocks[0]
         records = unit.records(ctx.at, "layers.0")
         parts = {key: build_module(part, ctx.parallel, records_under(records, key)) for key, _, part in unit.parts}
         self.norm, self.experts = parts["norm2"], parts[unit.parts[-1].key]
@@ -129,14 +129,14 @@ class Mixture(nn.Module):
 
 def built(
     mlp: str = "swiglu", precision: str = "fp64", device: Device | None = None, sizes: dict[str, int] | None = None,
-    **experts: Any,
+    tune: dict[str, Any] | None = None, **experts: Any,
 ) -> Mixture:  # fmt: skip
     """A mixture with random weights, the same for every precision and device but for rounding."""
     model = {
         "layers": 1, "hidden": 12, "norm": "rmsnorm", "mlp": mlp, "bias": False, "ffn": 10,
         "experts": {"count": 8, "top_k": 3, "ffn": 10} | experts,
     }  # fmt: skip
-    config = small_config(model=model | (sizes or {}), train={"precision": precision})
+    config = small_config(model=model | (sizes or {}), train={"precision": precision}, tune=tune or {})
     mixture = Mixture(config, device or Device("cpu"))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -81,6 +81,31 @@ def test_it_is_a_loop_over_tokens_and_experts(name: str, kind: str) -> None:
     assert compared(mixture, kind, drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN, seed=2))[0] <= EXACT
 
 
+@pytest.mark.parametrize("targets", [["gate", "up", "down"], ["up"], ["down"]], ids="-".join)
+def test_adapters_are_a_change_of_each_experts_weights(targets: list[str]) -> None:
+    """The output with adapters, and the gradients of both factors, of the input and of nothing that is frozen."""
+    mixture = built(tune={"kind": "lora", "rank": 2, "alpha": 3.0, "targets": [f"expert_{each}" for each in targets]})
+    w, x, grad = plain_weights(mixture), drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN, seed=2)
+    changed = dict(w)
+    for weight, layer in (("experts.up", mixture.experts.up), ("experts.down", mixture.experts.down)):
+        rows = list(w[f"{weight}.weight"].split(10 if weight.endswith("up") else HIDDEN, 1))
+        for at, piece in enumerate(("gate", "up") if weight.endswith("up") else ("down",)):
+            name = f"{weight}.expert_{piece}"
+            assert (piece in targets) == hasattr(layer, f"expert_{piece}")
+            if piece in targets:
+                rows[at] = rows[at] + 1.5 * w[f"{name}.up"] @ w[f"{name}.down"]
+        changed[f"{weight}.weight"] = torch.cat(rows, 1)
+    x, plain_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, _ = plain_pass(mixture, plain_x, changed, "swiglu")
+    y, _ = mixture(x)
+    for result in (expected, y):
+        (result * grad).sum().backward()
+    found = gradients(mixture)
+    assert len(found) == 2 * len(targets) and x.grad is not None and plain_x.grad is not None
+    pairs = [(value, w[name].grad) for name, value in found.items()]
+    assert error([(y, expected), (x.grad, plain_x.grad), *pairs]) <= EXACT  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("keys", [{"bias_balance": 0.001}, DEEPSEEK, {"groups": 2, "groups_used": 1}], ids=str)
 def test_biases_and_groups_change_the_choice(keys: dict[str, Any]) -> None:
     """Or the comparison with the loop would say nothing of them."""

@@ -71,12 +71,47 @@ def _packed() -> Iterator[Case]:
     yield case(1, 2, 2, label="nf4", zero__stage=1, **{**NF4, "family": "gpt", "model__mlp": "gelu"})
 
 
+EXPERTS = ["all", "expert_gate", "expert_up", "expert_down"]
+
+
+def expert_case(kind: str, dp: int, tp: int, pp: int = 1, sp: bool = False, ep: int = 1, etp: int = 0, label: str = "",
+                **extra: Any) -> Case:  # fmt: skip
+    keys = {f"model__experts__{key}": value for key, value in MIXTURES[kind].items() if key != "bias_balance"}
+    keys |= {"layout__ep": ep, "layout__etp": etp, "tune__targets": EXPERTS, "model__layers": max(2, 2 * pp)}
+    words = "-".join(filter(None, (kind, f"ep{ep}", f"etp{etp}" if etp else "", label)))
+    return case(dp, tp, pp, sp, label=words, **{"family": "llama", **keys, **extra})
+
+
+def _of_experts() -> Iterator[Case]:
+    """Every way to fold etp x ep x edp over tp x dp, ZeRO stages and what else may differ."""
+    number = 0
+    for dp, tp, pp, sp in (*layouts(2), *layouts(4)):
+        for etp in (1, 2, 4):
+            for ep in (1, 2, 4):
+                if dp * tp % (etp * ep) == 0:
+                    number += 1
+                    more: dict[str, Any] = {"recompute__mode": "full"} if number % 3 == 0 else {}
+                    more |= {"tune__rslora": True} if number % 5 == 0 else {}
+                    kind = list(MIXTURES)[number % 3]
+                    yield expert_case(kind, dp, tp, pp, sp, ep, etp, zero__stage=number % 4, **more)
+    yield expert_case("mixtral", 2, 2, 2, True, 2, 2, zero__stage=3)
+    yield expert_case("olmoe", 4, 2, 1, True, 2, 2, zero__stage=1)
+    yield expert_case("olmoe", 2, 1, 1, ep=2, label="few", tune__targets=["q", "expert_down"])
+    yield expert_case("olmoe", 1, 2, 1, label="up-alone", tune__targets=["expert_up"])
+    yield expert_case("mixtral", 1, 2, 1, label="gelu", model__mlp="gelu", tune__targets=["expert_up", "expert_down"])
+    yield expert_case("olmoe", 2, 1, 2, ep=2, label="interleaved", schedule="interleaved")
+    packed = NF4 | {"model__experts__ffn": 64}
+    yield expert_case("olmoe", 2, 1, 1, ep=2, label="nf4", zero__stage=3, **packed)
+
+
 QUICK = (
+    expert_case("olmoe", 1, 2, 1, True, label="quick"),
+    expert_case("mixtral", 2, 1, 1, ep=2, label="quick", zero__stage=3, model__layers=1, model__experts__every=1),
     case(1, 2, 1, True, label="nf4-quick", **NF4),
     case(1, 2, 1, True, "dora", "quick", recompute__mode="full"),
     case(2, 1, 1, label="quick", family="llama", zero__stage=3),
 )
-CASES = {each.name: each for each in (*QUICK, *_matrix(), *_packed())}
+CASES = {each.name: each for each in (*QUICK, *_matrix(), *_packed(), *_of_experts())}
 
 
 @pytest.mark.parametrize(
@@ -89,14 +124,16 @@ def test_adapters_agree_with_one_process(case: Case, launches: Launches) -> None
 Plant = Callable[[Trainer], Any]
 
 
-def _half_not_summed(half: str) -> Plant:
-    """The gradient of the half that all tp ranks hold is not summed over them."""
+def _half_not_summed(half: str, axis: str = "tp") -> Plant:
+    """The gradient of the half that all ranks along an axis hold is not summed over them."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
-        group = trainer.ctx.mesh.group("tp")
+        group = trainer.ctx.mesh.group(axis)
         real = group.all_reduce
-        held = [bucket.own_grads.data_ptr() for buffer in trainer.data_parallel.trained for bucket in buffer.buckets
+        buckets = [bucket for buffer in trainer.data_parallel.trained for bucket in buffer.buckets
+                   if axis in buffer.key.partial]  # fmt: skip
+        held = [bucket.own_grads.data_ptr() for bucket in buckets
                 if all(slot.record.name.endswith(half) for slot in bucket.slots)]  # fmt: skip
         assert held
 
@@ -132,6 +169,8 @@ BUGS: dict[str, Plant] = {
     "the half that a column product shares": _half_not_summed("lora_a"),
     "the half that a row product shares": _half_not_summed("lora_b"),
     "a norm of columns": _norm_taken_locally,
+    "the half that experts' first products share": _half_not_summed("lora_a", "etp"),
+    "the half that experts' last products share": _half_not_summed("lora_b", "etp"),
 }
 
 
@@ -140,5 +179,7 @@ BUGS: dict[str, Plant] = {
 def test_planted_bugs_are_found(name: str) -> None:
     kind = "dora" if "norm" in name else "lora"
     one = case(1, 2, 1, kind=kind, label="planted", comm__bucket_mib=1e-4)
+    if "experts" in name:  # over ranks of which tp knows nothing
+        one = expert_case("olmoe", 2, 1, 1, etp=2, label="planted", comm__bucket_mib=1e-4)
     outcomes = run_ranks(2, planted, one, reference_of(one), name, deadline=120.0)
     assert complaints(outcomes) != []

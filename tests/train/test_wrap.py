@@ -14,7 +14,7 @@ import meshwright.train.wrap
 from meshwright.errors import UserError
 from meshwright.train.marks import BACKWARD, FORWARD, Marks
 from meshwright.train.own_models import check_own
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.mark": "replicated_with_grad_allreduce", "blocks.*.down": "rowwise"}
 STEPS = 3
@@ -38,18 +38,18 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Blocks in a list, a module before and after them, and a parameter that belongs to neither. One that `skips`
-    leaves out the first or the second block, by the data."""
+    leaves out the first or the second block, by the data, and another one the block `left_out`."""
 
     def __init__(self, skips: bool = False) -> None:
         super().__init__()
-        self.skips = skips
+        self.skips, self.left_out = skips, -1
         torch.manual_seed(3)
         self.begin, self.blocks, self.end = nn.Linear(4, 8), nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 2)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        left_out = int(x[0, 0] > 0) if self.skips else None
+        left_out = int(x[0, 0] > 0) if self.skips else self.left_out
         x = self.begin(x) * self.scale
         for number, block in enumerate(self.blocks):
             x = x if number == left_out else block(x)
@@ -89,6 +89,10 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
     again = wrapped(PLAN, layout={"tp": 2}, zero={"stage": 1})
     again.load(folder)  # what ZeRO divided goes on where tp cuts
     skipping = losses(wrapped(skips=True, zero={"stage": 2}), rank, 2)
+    apart = wrapped(zero={"stage": 3})
+    apart.module.left_out = rank
+    with pytest.raises(UserError, match="ranks 0 and 1 went through different blocks in step 1.*zero.stage=2"):
+        losses(apart, rank, 2)
     other = Net().double()
     other.scale.data[-1] += rank  # as with a seed of each rank's own
     with pytest.raises(UserError, match="rank 1 built another Net than rank 0: seed every rank alike"):
@@ -107,6 +111,17 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     for found in run_ranks(2, on_ranks, str(tmp_path / "saved")):
         for name, own, alone in zip(("ZeRO 3", "tp", "tp after ZeRO 3", "skipping"), found, wanted, strict=True):
             assert own == pytest.approx(alone, rel=1e-9), name
+
+
+def skipping_by_the_data(rank: int, world: int) -> None:
+    losses(wrapped(skips=True, zero={"stage": 3}), rank, world)
+
+
+def test_a_module_that_changes_its_blocks_is_stopped_in_stage_3() -> None:
+    """In one process nobody else has to gather the same."""
+    with pytest.raises(RankFailed, match="another order than in the pass before"):
+        run_ranks(2, skipping_by_the_data)
+    skipping_by_the_data(0, 1)
 
 
 def test_every_block_leaves_marks() -> None:

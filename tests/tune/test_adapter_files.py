@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshwright.checkpoint.base import read_base, with_base
 from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.peft import PeftFolder, export_adapters, import_adapters
+from meshwright.checkpoint.peft import export_adapters, import_adapters
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.errors import UserError
@@ -29,6 +30,7 @@ from tests.support.ranks import run_ranks
 FAMILIES = ("llama3", "qwen2", "qwen3-one-kv-head", "gpt2", "gpt-neox", "opt", "bloom", "mixtral", "deepseek-v3")
 # In PEFT the names of a dense MLP beside experts mean the experts too.
 LATENT = {"deepseek-v3": {"targets": ["q_a", "q_b", "kv_a", "kv_b", "out"]}}
+OF_EXPERTS = ["expert_gate", "expert_up", "expert_down"]
 
 
 def trained(base: Path, precision: str = "fp64", **tune: Any) -> Trainer:
@@ -72,6 +74,10 @@ def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     ("name", "tune"),
     [
         ("llama3", {"kind": "dora", "targets": ["q", "v", "gate", "down"]}),
+        ("mixtral", {"targets": ["v", *OF_EXPERTS]}),
+        *(pytest.param(name, {"targets": ["q_a" if "deepseek" in name else "q", *targets], "rslora": True},
+                       marks=pytest.mark.wide) for name in ("mixtral", "qwen3-moe", "olmoe", "deepseek-v3")
+          for targets in (OF_EXPERTS, OF_EXPERTS[1:], OF_EXPERTS[:1])),
         pytest.param("gpt2", {"modules_to_save": ["final_norm"]}, marks=pytest.mark.wide),
         *(pytest.param(name, {"kind": kind, "rslora": kind == "lora", **LATENT.get(name, {})}, marks=pytest.mark.wide)
           for name in FAMILIES for kind in ("lora", "dora")),
@@ -206,14 +212,85 @@ def test_a_base_that_was_replaced_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "which were replaced since" in capsys.readouterr().err
 
 
-def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    told = {"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}
+def test_what_experts_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    hf_models.save("mixtral", base)
+    told = {"peft_type": "LORA", "target_parameters": ["mlp.gate.weight"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="mlp.experts.gate_up_proj.*stay as they are here"):
-        PeftFolder(tmp_path)
-    with pytest.raises(UserError, match="tune.targets=down is not in this model"):
-        make_trainer(small_config(tune={**TUNE, "targets": ["down"]}, model={"experts": {"count": 4, "top_k": 2}}))
+    with pytest.raises(UserError, match="adapts the parameter mlp.gate.weight: of parameters, only experts' weights"):
+        import_adapters(tmp_path, tmp_path / "ours", str(base))
+    mixture = {"experts": {"count": 4, "top_k": 2}}
+    for tune, words in (
+        ({"targets": ["down"]}, "tune.targets=down is not in this model.*expert_down"),
+        ({"targets": ["expert_down"], "kind": "dora"}, "tune.kind=dora can't be had on experts: use tune.kind=lora"),
+        (
+            {"targets": ["q", "expert_up"], "dropout": 0.1},
+            "tune.dropout=0.1 .*: set tune.dropout=0, or leave expert_up",
+        ),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_trainer(small_config(tune=TUNE | tune, model=mixture))
+
+
+def theirs_and_ours(model: Any, folder: Path, base: Path, to: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of PEFT with a folder of adapters, and those of transformers with our import of it, merged."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor(np.random.default_rng(3).integers(0, 61, (2, 24)))
+    import_adapters(folder, to / "ours", str(base))
+    export_folder(to / "ours", to / "merged", "fp32")
+    merged = AutoModelForCausalLM.from_pretrained(to / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        return peft_logits(model, folder, ids), merged(input_ids=ids).logits
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v3"])
+@pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"], ["gate_up_proj"]], ids="-".join)
+def test_adapters_of_experts_that_peft_made_are_imported(name: str, targets: list[str], tmp_path: Path) -> None:
+    """Also with a rank and a scale of its own for one of the parameters."""
+    import peft
+
+    base = tmp_path / "base"
+    model = hf_models.save(name, base)
+    more: dict[str, Any] = {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"experts.down_proj": 5}}
+    lora = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["o_proj"], init_lora_weights=False,
+                           target_parameters=[f"mlp.experts.{each}" for each in targets], **more)  # fmt: skip
+    peft.get_peft_model(hf_models.make(name), lora).save_pretrained(tmp_path / "peft")
+    theirs, ours = theirs_and_ours(model, tmp_path / "peft", base, tmp_path)
+    assert torch.allclose(theirs, ours, rtol=3e-4, atol=3e-4)
+    assert (ours - hf_models.logits(hf_models.make(name), torch.arange(4)[None])[0, 0, 0]).abs().max() > 1e-2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "parts"), [("mixtral", ("w1", "w3", "w2")), ("qwen3-moe", ("gate_proj", "up_proj", "down_proj"))]
+)
+def test_adapters_of_single_experts_are_imported(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """As PEFT wrote them when each expert had modules of its own."""
+    base, peft = tmp_path / "base", tmp_path / "peft"
+    model = hf_models.save(name, base)
+    c, inside = model.config, "block_sparse_moe" if name == "mixtral" else "mlp"
+    ffn = c.intermediate_size if name == "mixtral" else c.moe_intermediate_size
+    tensors, random = {}, torch.Generator().manual_seed(1)
+    for layer, expert, part in product(range(c.num_hidden_layers), range(c.num_local_experts), parts):
+        out, width = (c.hidden_size, ffn) if part == parts[2] else (ffn, c.hidden_size)
+        at = f"base_model.model.model.layers.{layer}.{inside}.experts.{expert}.{part}"
+        tensors[f"{at}.lora_A.weight"] = 0.2 * torch.randn(3, width, generator=random)
+        tensors[f"{at}.lora_B.weight"] = 0.2 * torch.randn(out, 3, generator=random)
+    told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(parts), "bias": "none"}
+    peft.mkdir()
+    (peft / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
+    save_file(tensors, peft / "adapter_model.safetensors")
+    theirs, ours = theirs_and_ours(model, peft, base, tmp_path)
+    assert torch.allclose(theirs, ours, rtol=3e-4, atol=3e-4)
+    (peft / "adapter_config.json").write_text(json.dumps({**told, "lora_dropout": 0.1}), encoding="utf-8")
+    assert import_adapters(peft, tmp_path / "without", str(base)).dropout == 0.0  # which experts can't have
+    del tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"]
+    save_file(tensors, peft / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="only LoRA of one rank on all experts of a layer can be imported"):
+        import_adapters(peft, tmp_path / "none", str(base))
 
 
 def test_a_run_needs_a_base() -> None:

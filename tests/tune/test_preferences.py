@@ -19,7 +19,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.layout.params import Init
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.linear import without_adapters
+from meshwright.nn.adapters import without_adapters
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
 from meshwright.train.step import Trainer

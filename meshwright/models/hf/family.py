@@ -26,6 +26,8 @@ from meshwright.parts.part import ALONE
 
 HFConfig = dict[str, Any]
 
+INDEX = r"(?<=\.)\d+\b"  # of a layer, in a tensor's name
+
 # Keys of config.json whose null means "none"; a null under any other key is treated as missing.
 NONE_IF_NULL = ("num_key_value_heads", "sliding_window", "q_lora_rank")
 
@@ -56,6 +58,7 @@ class Family:
     decoder_layers: str = ""
     needs: Sequence[str] = ()
     dropouts: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, str] = field(default_factory=dict)
     by_head: Sequence[str] = ()
     in_pairs: Sequence[str] = ()
     transposed: Sequence[str] = ()
@@ -197,8 +200,7 @@ class Family:
 
     def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
         """Returns where the rows of one of our tensors are in theirs."""
-        index, shape = r"(?<=\.)\d+\b", record.shape
-        numbers, full = re.findall(index, record.name), re.sub(index, "#", record.name)
+        numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
         ours, _, kind = full.rpartition(".")
         theirs = self.names[full] if full in self.names else [f"{each}.{kind}" for each in self.names[ours]]
         stacked = theirs[0].count("#") > len(numbers)
@@ -208,6 +210,11 @@ class Family:
             runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
         transposed = ours in self.transposed and len(shape) == 2
         return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
+
+    def stacked_parameter(self, ours: str) -> str:
+        """Returns the parameter of transformers' model that holds a tensor of ours of all experts, or nothing."""
+        numbers = re.findall(INDEX, ours)
+        return self.stacked.get(re.sub(INDEX, "#", ours), "").replace("#", "{}").format(*numbers)
 
     def _runs(self, model: ModelConfig, ours: str, sources: Sequence[str], rows: int, expert: int) -> list[SourceRows]:
         """Returns the runs of one matrix, of which the tensor may hold one for each expert."""

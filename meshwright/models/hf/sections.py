@@ -3,6 +3,7 @@ which transformers builds itself. No torch, unless transformers is asked."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -49,21 +50,28 @@ def is_described(folder: str) -> bool:
 
 
 def planned_section(folder: str) -> dict[str, Any]:
-    """The sizes of a model that transformers builds."""
-    from meshwright.models.planned.blueprint import blueprint, read_config
+    """The sizes of a model that transformers builds. Where blocks differ in their heads, the numbers are the largest
+    that divide those of all."""
+    from meshwright.models.planned.blueprint import blueprint, of_blocks, read_config
 
     text = read_config(folder).get_text_config()
     model = blueprint(folder).model
     sizes = {"hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
-    found: dict[str, Any] = {ours: getattr(text, theirs, None) for ours, theirs in sizes.items()}
+    found: dict[str, Any] = {ours: _common(of_blocks(text, theirs)) for ours, theirs in sizes.items()}
     lacking = [sizes[key] for key, value in found.items() if not isinstance(value, int) or value < 1]
     if lacking:
         raise UserError(f"{folder}/config.json lacks {lacking[0]}, without which it can't be trained here: add it")
-    kv = getattr(text, "num_key_value_heads", None)
+    kv = _common(of_blocks(text, "num_key_value_heads"))
     found["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and found["heads"] % kv == 0 else found["heads"]
-    width = getattr(text, "head_dim", None) or found["hidden"] // found["heads"]
+    width = max(each or 0 for each in of_blocks(text, "head_dim")) or found["hidden"] // found["heads"]
     # What positions are is the module's own matter: here it only matters that a batch may say them.
     found |= {"kind": "hf", "layers": len(model.blocks), "tied_embeddings": model.tied}
     found |= {"position": "rope", "head_dim": max(2, width // 2 * 2)}
     longest = getattr(text, "max_position_embeddings", None)
     return found | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})
+
+
+def _common(values: list[Any]) -> Any:
+    """Returns the one value of all blocks or, of several numbers, the largest that divides them all."""
+    numbers = [value for value in values if isinstance(value, int)]
+    return math.gcd(*numbers) if len(numbers) == len(values) > 1 else values[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +68,26 @@ def read_config(folder: str) -> Any:
     except (OSError, UnicodeDecodeError):
         raise UserError(f"model.hf={folder} has no config.json that can be read: name a folder of a model") from None
     return _read(folder, text)
+
+
+def of_blocks(text: Any, key: str) -> list[Any]:
+    """The values that a key of a config has: one or, where blocks differ in it, several."""
+    differ = getattr(text, "is_heterogeneous", False)
+    configs = [text.per_layer_config[n] for n in range(text.num_hidden_layers)] if differ else [text]
+    return list(dict.fromkeys(getattr(each, key, None) for each in configs))
+
+
+def config_at(config: Any, name: str) -> Any:
+    """The config of a module of this name: that of its block, where blocks differ."""
+    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
+    if number is None or not getattr(text, "is_heterogeneous", False):
+        return text
+    return text.per_layer_config[int(number.group(1))]
+
+
+def rotary_elements(config: Any, name: str) -> int:
+    """How many last elements a module means whose style is `mla_kv_a_proj`."""
+    return int(getattr(config_at(config, name), "qk_rope_head_dim", 0))
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -158,7 +179,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
             )
             for name in wanted
         )
-        used = getattr(text, "num_experts_per_tok", None) or 1
+        used = max(each or 1 for each in of_blocks(text, "num_experts_per_tok"))
         return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)), used=used)
 
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -206,8 +227,7 @@ def calls_of(module: nn.Module, prefix: str, wanted: list[str], plan: Plan, conf
         style = style_of(name, plan, parameter=False)
         if not style or (prefix and not f"{name}.".startswith(prefix)):
             continue
-        each = module.get_submodule(name)
-        found += _calls(each, style, config)
+        found += _calls(module.get_submodule(name), style, config_at(config, name))
     return found
 
 
@@ -216,17 +236,17 @@ def _owners(name: str) -> list[str]:
     return [".".join(words[: n + 1]) for n in range(len(words))]
 
 
-def _calls(module: nn.Module, style: str, config: Any) -> list[PlannedCall]:
+def _calls(module: nn.Module, style: str, text: Any) -> list[PlannedCall]:
     _, before, after, _, _ = STYLES[style]
-    text = config.get_text_config()
     wide, out = (getattr(module, key, text.hidden_size) for key in ("in_features", "out_features"))
     out = getattr(module, "embedding_dim", out)
     calls = {
         "copy": [PlannedCall("backward", "all_reduce", wide)], "slice": [PlannedCall("backward", "all_gather", wide)],
         "experts": [PlannedCall("backward", "all_reduce", text.hidden_size)],
         "sum": [PlannedCall("forward", "all_reduce", out)], "gather": [PlannedCall("forward", "all_gather", out)],
-        "rotary": [PlannedCall("backward", "all_reduce", getattr(text, "qk_rope_head_dim", 0))],
     }  # fmt: skip
+    if after == "rotary":
+        calls["rotary"] = [PlannedCall("backward", "all_reduce", text.qk_rope_head_dim)]
     if before == "experts":
         calls["experts"].append(PlannedCall("backward", "all_reduce", getattr(text, "num_experts_per_tok", 1)))
     return calls.get(after, []) + calls.get(before, [])

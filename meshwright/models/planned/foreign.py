@@ -126,11 +126,14 @@ class WrappedModule(ForeignStage):
         self.divide()
 
 
-def place_all(net: nn.Module, plan: Mapping[str, str], tp: Group, rotary: int = 0) -> None:
-    """Puts the calls of a plan around every module that it names."""
+def place_all(
+    net: nn.Module, plan: Mapping[str, str], tp: Group, rotary: Callable[[str], int] = lambda name: 0
+) -> None:
+    """Puts the calls of a plan around every module that it names. `rotary` says for a name what `place` takes."""
     for name, module in net.named_modules():
-        if not isinstance(module, Absent):
-            place(module, style_of(name, plan, parameter=False), tp, rotary)
+        style = style_of(name, plan, parameter=False)
+        if not isinstance(module, Absent) and style:
+            place(module, style, tp, rotary(name) if style == "mla_kv_a_proj" else 0)
 
 
 def local_part(whole: Tensor, record: ParamRecord, parallel: Parallel, trained: bool | None = None) -> nn.Parameter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.layout.params import ParamRecord, stream_seed
-from meshwright.models.planned.blueprint import Blueprint, blueprint, read_config, skeleton
+from meshwright.models.planned.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
 from meshwright.models.planned.calls import outer_modules, recomputed, with_first
 from meshwright.models.planned.folder import has_weights
 from meshwright.models.planned.foreign import Absent, ForeignStage, local_part, place_all
@@ -62,7 +63,7 @@ class PlannedStage(ForeignStage):
         ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
         materialise(net, parallel, records, ties, None if has_weights(Path(folder)) else config.train.seed)
         cut_ends(net, plan, stage, self._table)
-        place_all(net, plan.plan, parallel.tp, getattr(hf.get_text_config(), "qk_rope_head_dim", 0))
+        place_all(net, plan.plan, parallel.tp, partial(rotary_elements, hf))
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.mode == "full":
             for block in blocks:
@@ -112,7 +113,7 @@ def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
 def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
     """Refuses dropout where ranks would have to draw some numbers alike and others not."""
     drops = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
-    drops += [key for key in ("attention_dropout",) if getattr(config.get_text_config(), key, 0)]
+    drops += [key for key in ("attention_dropout",) if any(of_blocks(config.get_text_config(), key))]
     if tp > 1 and drops:
         raise UserError(f"{drops[0]} of this model drops elements, which layout.tp={tp} can't draw alike: set it to 0 "
                         "in its config.json, or layout.tp=1")  # fmt: skip
