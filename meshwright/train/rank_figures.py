@@ -52,14 +52,14 @@ class RankFigures:
 
 
 def check_opened(numbers: Sequence[int], layout: Layout, step: int) -> None:
-    """Raises where ranks of one pipeline stage opened different units in ZeRO stage 3, by their checksums in the ranks'
-    part of the counts. (Ranks that are not there, in a dry run, have none.)"""
+    """Raises where ranks that hold parts of the same weights opened different units in ZeRO stage 3, by their checksums
+    in the ranks' part of the counts. (Ranks that are not there, in a dry run, have none.)"""
     opened = numbers[len(RANK_COUNTS) - 1 :: len(RANK_COUNTS)]
     if len(set(opened)) <= 1:
         return
-    first: dict[int, int] = {}
-    for rank, (stage, own) in enumerate(zip(_stages(layout), opened, strict=True)):
-        other = first.setdefault(stage, rank) if own else rank
+    first: dict[tuple[int, int], int] = {}
+    for rank, (place, own) in enumerate(zip(_places(layout), opened, strict=True)):
+        other = first.setdefault(place, rank) if own else rank
         if own != opened[other]:
             raise UserError(
                 f"ranks {other} and {rank} went through different blocks in step {step}, and in ZeRO stage 3 each got "
@@ -69,9 +69,11 @@ def check_opened(numbers: Sequence[int], layout: Layout, step: int) -> None:
 
 
 @lru_cache(maxsize=8)
-def _stages(layout: Layout) -> tuple[int, ...]:
-    """Returns the pipeline stage of each rank."""
-    return tuple(layout.coordinate(rank)["pp"] for rank in range(layout.world))
+def _places(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Returns the replica of each rank, which may have another number of micro-batches than others, and its pipeline
+    stage."""
+    each = layout.world // layout.replicas
+    return tuple((rank // each, layout.coordinate(rank)["pp"]) for rank in range(layout.world))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

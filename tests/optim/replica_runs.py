@@ -119,7 +119,7 @@ def by_hand(sections: Sections, steps: int) -> list[list[np.ndarray]]:
                 mine[i][at] = kept * mine[i][at] + (1 - kept) * outer[i][at]
 
     for step in range(1, steps + 1):
-        tokens += [trainer.step().tokens for trainer in trainers]
+        tokens += [trainer.step().counted for trainer in trainers]
         for f in range(local.fragments):
             if (step, f) in arriving:
                 arrive(f, arriving.pop((step, f)), 0.5)
