@@ -52,7 +52,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["--backward", "nan"], "backward time nan"),
         (["--send", "inf"], "send time inf"),
         (["--send", "fast"], "invalid float value"),
-        (["--svg", "no/such/folder/x.svg"], "name a file in a folder that exists"),
+        (["--svg", "no/such/folder/x.svg"], "there is no folder no: make it, or choose another file"),
     ],
 )
 def test_mistakes_are_one_sentence(

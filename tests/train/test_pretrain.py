@@ -132,7 +132,7 @@ def test_a_step_without_a_token_changes_nothing(tmp_path: Path, precision: str) 
         own_run(tmp_path / "run", blind, precision=precision)
     assert not torch.equal(seen[0], seen[1]) and all(torch.equal(seen[2], later) for later in seen[3:])
     lines = lines_of(tmp_path / "run")
-    assert [line["tokens"] for line in lines] == [8, 8] + 25 * [0]
+    assert [line["learned"] for line in lines] == [8, 8] + 25 * [0]
     assert all(line["loss"] is None and line["skipped"] for line in lines[2:])
     assert {line["loss_scale"] for line in lines} == ({8.0} if precision == "fp16" else {None})
 

@@ -19,7 +19,7 @@ def config_of(mode: str, **tune: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.wide)])
 def test_blocks_with_adapters_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of each block as torch.compile sees it, without generating code for it."""
     plain = torch.nn.Module.compile
