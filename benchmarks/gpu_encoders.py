@@ -45,15 +45,15 @@ def clean(device: Device) -> None:
     device.reset_peak()
 
 
-def config_of(case: str, device: str, tiny: bool, together: int) -> Config:
+def config_of(case: str, device: str, tiny: bool, together: str) -> Config:
     preset, batch = case.split(":")
     train = {"precision": "bf16", "micro_batch": int(batch), "global_batch": int(batch), "steps": 10**6}
     model: dict[str, Any] = {"preset": preset, "dropout": 0.0}
     if tiny:
         own = {"t5": {"encoder_layers": 2, "decoder_seq": 8}} if preset.startswith("t5") else {"predictions": 4}
         model |= TINY | own
-    train |= {"compile": "true", "compile_together": together}
-    config = {"model": model, "train": train, "data": {"prefixes": ["made"]}, "faults": {"locate": together == 1}}
+    train |= {"compile": "true", "compile_together": together if together == "auto" else int(together)}
+    config = {"model": model, "train": train, "data": {"prefixes": ["made"]}}
     return config_from(config | {"lr": {"schedule": "constant"}, "run": {"device": device}})
 
 
@@ -84,7 +84,7 @@ def floor_ms(config: Config, device: Device, elements: int) -> float:
     return floor.alone(device, calls) + parameters(config) * floor.OPTIMIZER_BYTES / speed / 1e6
 
 
-def run(case: str, device: Device, steps: int, tiny: bool, together: int) -> dict[str, Any]:
+def run(case: str, device: Device, steps: int, tiny: bool, together: str) -> dict[str, Any]:
     config = config_of(case, device.kind, tiny, together)
     clean(device)
     work = plain_step(config.model, config.train.micro_batch, device.torch)
@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--together", type=int, default=1, help="blocks that are compiled as one graph")
+    parser.add_argument("--together", default="auto", help="train.compile_together (default: auto)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the calls")
     args = parser.parse_args()

@@ -47,8 +47,8 @@ def config_of(case: str, layers: int, together: int) -> Config:
     train = {"precision": "bf16", "micro_batch": 1, "global_batch": 1, "steps": 10**6, "compile": "true"}
     train |= {"compile_together": together}
     data = {"prefixes": ["made"]}
-    run, lr, faults = {"device": "cpu"}, {"schedule": "constant"}, {"locate": together == 1}
-    return config_from({"model": model, "train": train, "data": data, "run": run, "lr": lr, "faults": faults})
+    run, lr = {"device": "cpu"}, {"schedule": "constant"}
+    return config_from({"model": model, "train": train, "data": data, "run": run, "lr": lr})
 
 
 def quartile_ms(call: Callable[[], object], steps: int, warm: int = 5) -> float:

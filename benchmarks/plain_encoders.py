@@ -102,7 +102,8 @@ class PlainT5(nn.Module):
 
     def bias(self, number: int) -> Tensor:
         found = self.tables[number](getattr(self, f"distances{number}")).permute(2, 0, 1)
-        return (found + getattr(self, f"later{number}")).to(torch.bfloat16)[None]
+        # Fused attention takes a bias only where a row's keys are side by side in memory.
+        return (found + getattr(self, f"later{number}")).to(torch.bfloat16)[None].contiguous()
 
     def forward(self, ids: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
         x, bias = self.words(ids), self.bias(0)

@@ -295,13 +295,16 @@ class TrainConfig:
     fp8_scale: Literal["tensor", "row"] = "tensor"  # with precision=fp8: one scale for a tensor, or for each row
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
-    compile_together: int = 1  # neighbouring blocks that are compiled as one graph
+    compile_together: int | str = "auto"  # neighbouring blocks that are compiled as one graph
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
-        positive("train", self, "steps", "global_batch", "micro_batch", "compile_together")
+        positive("train", self, "steps", "global_batch", "micro_batch")
+        together = self.compile_together
+        if together != "auto" and (isinstance(together, str) or together < 1):
+            raise UserError(f"train.compile_together={together} must be auto or a number above zero")
         not_negative("train", self, "seed", "clip")
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:

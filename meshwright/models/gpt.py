@@ -30,7 +30,7 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
 from meshwright.nn.rotary import Rotary, Tables
-from meshwright.nn.unit import Kept, call_unit, open_units, recompute
+from meshwright.nn.unit import Kept, call_unit, open_units, recompute, show_mark
 from meshwright.parts.part import BlockUnit as Description
 from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
 
@@ -104,8 +104,16 @@ class GPTStage(nn.Module):
         self._offer(config, at)
 
     def compile_together(self, count: int) -> None:
-        """Compiles so many neighbouring blocks as one graph. Nobody may look at what passes between them."""
+        """Compiles so many neighbouring blocks as one graph. Nobody sees what passes between them."""
         self.several = torch.compile(run_blocks, fullgraph=True), count
+
+    def runs_of_blocks(self) -> list[int]:
+        """Returns the lengths of the runs of blocks that nothing stands between."""
+        stacks, most = [len(stack) for stack in self._stacks()], self.parallel.recompute.blocks
+        return [min(most or length, length - at) for length in stacks for at in range(0, length, most or length)]
+
+    def _stacks(self) -> list[nn.ModuleDict]:
+        return [self.blocks]
 
     def _offer(self, config: Config, at: Coordinate) -> None:
         """Sets what `models.stage.StageModule` asks for."""
@@ -266,6 +274,7 @@ class GPTStage(nn.Module):
             group = tuple(blocks[at : at + count])
             open_units(group)
             hidden = run(group, hidden, given)
+            show_mark(group[-1], hidden, self.training, since=group[0])
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:

@@ -83,6 +83,9 @@ class T5Stage(GPTStage):
         parts = [*first, self.decoder_embedding, self.decoder_bias, *self.decoder.values(), self.head]
         return [part for part in parts if part is not None]
 
+    def _stacks(self) -> list[nn.ModuleDict]:
+        return [self.encoder, self.decoder]
+
     def _blocks(self) -> list[Block]:
         return [block for block in self.layers.values() if isinstance(block, Block)]
 

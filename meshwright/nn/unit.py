@@ -72,11 +72,11 @@ def open_units(units: Iterable[nn.Module]) -> None:
             gate.open()
 
 
-def show_mark(unit: nn.Module, y: Any, training: bool) -> None:
-    """Shows what a unit returned to its mark, if it has one."""
+def show_mark(unit: nn.Module, y: Any, training: bool, since: nn.Module | None = None) -> None:
+    """Shows what a unit returned to its mark, if it has one; `since`: the first of the units that ran as one."""
     mark = getattr(unit, MARK, None)
     if mark is not None and training:
-        mark(y)
+        mark(y, since or unit)
 
 
 def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:

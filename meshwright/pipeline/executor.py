@@ -212,7 +212,7 @@ class _Run:
             result = as_output(e.forward_step(module, batch, received))
         if self.training and (mark := getattr(module, MARK, None)) is not None:  # of a chunk without units
             for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
-                mark(x)
+                mark(x, module)
         self.totals.add(result)
         announced = self.training and stage.draws_by_key
         if announced and any(term.name == LOSS and term.weight != 1 for term in result.terms):

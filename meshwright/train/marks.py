@@ -102,7 +102,10 @@ class Marks:
         self.streams = ctx.parallel.streams
         self.steps: dict[int, list[Mark]] = {}
         self._now: list[Mark] = []
+        self._names: dict[nn.Module, str] = {}
+        self._joined: dict[str, str] = {}  # what units that run as one graph are called, by the first one's name
         for place in unit_places(ctx, modules):
+            self._names[place.unit] = place.name
             setattr(place.unit, MARK, partial(self._passed, place.order, place.name, place.following))
         for chunk in chunk_places(ctx, modules):
             setattr(chunk.unit, MARK_SENT_BACK, partial(self._came_back, chunk.order, chunk.following))
@@ -112,7 +115,10 @@ class Marks:
         self.steps = {number: marks for number, marks in self.steps.items() if number == step - 1}
         self._now = self.steps[step] = []
 
-    def _passed(self, order: int, name: str, following: str, passed: Any) -> None:
+    def _passed(self, order: int, name: str, following: str, passed: Any, since: nn.Module) -> None:
+        """Notes what the units from `since` to this one, mostly the same, pass on."""
+        first = self._names[since]
+        name = self._joined[first] = name if first == name else f"{first} to {name}"
         x = passed[0] if isinstance(passed, tuple) else passed
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
@@ -122,7 +128,7 @@ class Marks:
             x.register_hook(partial(self._came_back, order, following, micro_batch))
 
     def _came_back(self, order: int, name: str, micro_batch: int, grad: Tensor) -> None:
-        self._now.append(Mark(BACKWARD, order, name, micro_batch, _norm(grad)))
+        self._now.append(Mark(BACKWARD, order, self._joined.get(name, name), micro_batch, _norm(grad)))
 
     def reduces(self, bucket: Bucket, grads: Tensor) -> None:
         """Notes this rank's own gradients of a bucket, which are about to be summed with the others'."""

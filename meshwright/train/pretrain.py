@@ -30,8 +30,7 @@ from meshwright.disk import refused
 from meshwright.errors import UserError, plural
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
-from meshwright.models.gpt import GPTStage
-from meshwright.models.stage import LossCounts, stage_of
+from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.optim.schedules import consumed_after
 from meshwright.parts.part import Stage
@@ -40,6 +39,7 @@ from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.adapting import Adapting
 from meshwright.train.bad_steps import BadSteps
+from meshwright.train.compiling import blocks_together, compile_blocks
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.corruption import ReplicaCheck
 from meshwright.train.fault_notes import FaultNotes
@@ -182,7 +182,7 @@ def build_modules(
     for module in modules:
         draw(module, config.train.seed)
         if compiles(config, ctx.device):
-            compile_blocks(module, config.train.compile_together)
+            compile_blocks(module, blocks_together(ctx, module))
     return modules
 
 
@@ -192,14 +192,6 @@ def _warn_of_buffers(module: nn.Module, stage: int) -> None:
         text = f"buffers of stage {stage} are not saved in checkpoints: {', '.join(lost[:5])}"
         fix = "register them with persistent=False, or make them parameters"
         print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
-
-
-def compile_blocks(module: nn.Module, together: int = 1) -> None:
-    """Compiles each block, or some of them `together`, as one graph, which all blocks of a chunk share."""
-    for block in stage_of(module).compiled_blocks():
-        block.compile(fullgraph=True)
-    if together > 1 and isinstance(module, GPTStage):
-        module.compile_together(together)
 
 
 class About(NamedTuple):

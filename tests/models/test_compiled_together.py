@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,52 +10,104 @@ import torch
 from torch._dynamo.utils import counters
 
 from meshwright.config.rules import first_broken_rule
+from meshwright.device import Device
+from meshwright.dryrun.run_rank import make_rank
+from meshwright.dryrun.stand_ins import fake_world, release
+from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.build import run_blocks
 from meshwright.nn.unit import GATE
-from tests.support.oracle import EXACT, gather_global, make_trainer, small_config, true_gradients, worst
+from meshwright.train.compiling import blocks_together
+from meshwright.train.marks import BACKWARD, FORWARD, Marks
+from tests.support.oracle import EXACT, gather_global, made_for, make_trainer, small_config, true_gradients, worst
 
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {"kind": "bert", "predictions": 5},
     "t5": {"kind": "t5", "layers": 8, "head_dim": 10, "t5": {"decoder_seq": 8, "encoder_layers": 4}},
     "gpt": {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False},
+    "glm": {"kind": "glm"},
+    "window": {"window": 3, "position": "rope", "kv_heads": 2},
 }
+TUNES = {"none": {}, "lora": {"kind": "lora", "rank": 3}, "dora": {"kind": "dora", "rank": 3}}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", ["none", "every:2"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_of_one_eager_process(kind: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tune", "documents"),
+    [*((kind, "none", False) for kind in MODELS), ("gpt", "none", True), ("gpt", "lora", True), ("gpt", "dora", False)],
+)
+def test_gradients_are_those_of_one_eager_process(kind: str, tune: str, documents: bool, mode: str) -> None:
     """Twice, since gradients of the first step come before anybody knows how many there will be; validation, too. All
     runs of blocks of one stack share a graph."""
     torch.compiler.reset()
     counters.clear()
-    plain = small_config(model=MODELS[kind], recompute={"mode": mode}, faults={"locate": False}, run={"device": "cpu"})
-    own = {"compile": "true", "compile_together": 2}
-    together = small_config(
-        model=MODELS[kind], recompute={"mode": mode}, faults={"locate": False}, run={"device": "cpu"}, train=own
-    )
-    alone, trainer = make_trainer(plain), make_trainer(together)
+    given = {"model": MODELS[kind], "tune": TUNES[tune], "recompute": {"mode": mode}, "run": {"device": "cpu"}}
+    plain = small_config(**given)
+    together = small_config(**given, train={"compile": "true", "compile_together": 2})
+    data = made_for(plain, segments=True) if documents else made_for(plain)
+    alone, trainer = make_trainer(plain, data=data), make_trainer(together, data=data)
     whole = gather_global(true_gradients(alone))
     for _ in range(2):
         error, name = worst(true_gradients(trainer), whole)
         assert error <= EXACT, name
     stacks = 2 if kind == "t5" else 1
     graphs = 1 if mode == "none" else 2  # recomputed blocks run without gradients first
+    graphs *= 2 if kind == "glm" else 1  # the longest part of a sample that looks both ways becomes a symbol
     assert counters["stats"]["unique_graphs"] == stacks * graphs
     assert trainer.validate()["loss"] == pytest.approx(alone.validate()["loss"], rel=EXACT)
 
 
 def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
-    own, quiet = {"compile": "auto", "compile_together": 4}, {"locate": False}
-    assert first_broken_rule(small_config(train=own, faults=quiet), 2) is None
-    broken = first_broken_rule(small_config(train=own, faults=quiet, layout={"tp": 2}), 2)
+    own = {"compile": "auto", "compile_together": 4}
+    assert first_broken_rule(small_config(train=own), 2) is None
+    broken = first_broken_rule(small_config(train=own, layout={"tp": 2}), 2)
     assert broken == "train.compile_together=4 needs layout.tp=1: set that, or train.compile_together=1"
-    noted = first_broken_rule(small_config(train=own), 2)
-    assert noted == "train.compile_together=4 needs faults.locate=false: set that, or train.compile_together=1"
     for without in ({"train": {**own, "compile": "false"}}, {"train": own, "model": {"dropout": 0.1}}):
-        broken = first_broken_rule(small_config(**without, faults=quiet), 2)
+        broken = first_broken_rule(small_config(**without), 2)
         assert broken is not None and broken.startswith("train.compile_together=4 needs compiled blocks")
+    assert first_broken_rule(small_config(train={"compile": "false"}, layout={"tp": 2}), 2) is None
+    for wrong in (0, "many"):
+        with pytest.raises(UserError, match=f"compile_together={wrong} must be auto or a number above zero"):
+            small_config(train={"compile_together": wrong})
+
+
+@pytest.mark.parametrize(
+    ("changed", "together"),
+    [
+        ({"model": {"layers": 8}}, 4),
+        ({"model": {"layers": 6}}, 3),
+        ({"model": {"layers": 7}}, 1),
+        ({"model": {"layers": 8}, "recompute": {"mode": "every:2"}}, 2),
+        ({"model": {"layers": 8}, "recompute": {"mode": "full"}}, 1),
+        ({"model": {"layers": 8, "hidden": 4096, "ffn": 16384, "seq": 4096}}, 1),
+        ({"model": {"layers": 8, "experts": {"count": 4}}}, 1),
+        ({"model": MODELS["t5"]}, 4),
+        ({"model": {"layers": 8}, "train": {"compile_together": 2}}, 2),
+    ],
+)
+def test_small_blocks_are_compiled_together_by_themselves(changed: dict[str, Any], together: int) -> None:
+    config = small_config(**changed)
+    with fake_world(0, 1):
+        trainer = make_rank(config, 1, 0, Device("meta"))
+        ctx = replace(trainer.ctx, device=Device("cuda"))
+        assert blocks_together(ctx, trainer.modules[0]) == together
+        assert blocks_together(trainer.ctx, trainer.modules[0]) == changed.get("train", {}).get("compile_together", 1)
+        release(trainer)
+
+
+def test_norms_of_blocks_in_one_graph_are_noted_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward after each group, backward before it, each by the names of its first and its last block."""
+    trainer = make_trainer(small_config(model={"layers": 4}, run={"device": "cpu"}))
+    monkeypatch.setattr(trainer.modules[0], "several", (run_blocks, 2))
+    marks = Marks(trainer.ctx, trainer.modules)
+    marks.begin(1)
+    trainer.gradients()
+    names = {each: [mark.name for mark in marks.steps[1] if mark.direction == each] for each in (FORWARD, BACKWARD)}
+    groups = ["layers.0 to layers.1", "layers.2 to layers.3"]
+    count = trainer.micro_batches
+    assert names[FORWARD] == count * ["embedding", *groups, "head"]
+    assert names[BACKWARD] == count * ["head", *reversed(groups)]
 
 
 class CountingGate:
@@ -72,7 +125,7 @@ class CountingGate:
 @pytest.mark.parametrize("kind", ["gpt", "t5"])
 def test_blocks_wait_for_their_weights(kind: str) -> None:
     """In ZeRO stages 1 and 2, those of the last update arrive while the next step begins."""
-    trainer = make_trainer(small_config(model=MODELS[kind], faults={"locate": False}, run={"device": "cpu"}))
+    trainer = make_trainer(small_config(model=MODELS[kind], run={"device": "cpu"}))
     module, gates = trainer.modules[0], []
     module.several = (run_blocks, 2)  # type: ignore[assignment]
     for unit in stage_of(module).units():

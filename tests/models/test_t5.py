@@ -32,6 +32,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("stack", ["encoder_bias", "decoder_bias"])
+@pytest.mark.parametrize("seq", [16, 21])
+def test_fused_kernels_take_the_bias(stack: str, seq: int) -> None:
+    """They take one whose keys are side by side in memory and whose rows begin at multiples of 16 elements; with any
+    other, attention is silently computed with whole scores in float32."""
+    stage = make_trainer(small_config(model={"kind": "t5", "layers": 4, "t5": {"decoder_seq": 8}})).modules[0]
+    table = getattr(stage, stack)
+    bias = table(table.buckets(seq, seq), seq)
+    assert bias.shape[2:] == (seq, seq)
+    assert bias.stride()[-2:] == (16 * -(-seq // 16), 1)
+
+
 @pytest.fixture(autouse=True)
 def _exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers takes the mean of squares in float32, whatever the weights are in."""

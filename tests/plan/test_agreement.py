@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.bench.models import bench_config, job_of_bench
+from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.plan import efficiency
 from meshwright.plan.cluster import load_cluster
@@ -91,6 +92,15 @@ def test_dividing_on_nodes_spares_the_network(stage: int) -> None:
 def test_memory_of_a_measured_step(model: str, gib: float) -> None:
     """What `meshwright bench step` measured on an H200: seq 4096, micro-batch 4, bf16, no recomputation."""
     assert largest(job_of_bench(bench_config(model))).peak / 2**30 == pytest.approx(gib, rel=0.025)
+
+
+@pytest.mark.parametrize(("preset", "gib"), [("bert-large", 16.3), ("t5-large", 19.97)])
+def test_memory_of_a_measured_encoder(preset: str, gib: float) -> None:
+    """What benchmarks/gpu_encoders.py measured on an H200: 32 samples, seq 512, bf16."""
+    train = {"precision": "bf16", "micro_batch": 32, "global_batch": 32}
+    given = config_from({"model": {"preset": preset, "dropout": 0.0}, "train": train, "data": {"prefixes": ["made"]}})
+    assert largest(job_of(given, 1, OWN)).peak / 2**30 == pytest.approx(gib, rel=0.025)
+
 
 
 def placed(world: int, tp: int, pp: int = 1, order: str = "tp-cp-ep-dp-pp") -> Job:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.train.pretrain import compile_blocks
+from meshwright.train.compiling import compile_blocks
 from tests.support.oracle import EXACT, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
