@@ -302,8 +302,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive("train", self, "steps", "global_batch", "micro_batch")
-        together = self.compile_together
-        if together != "auto" and (isinstance(together, str) or together < 1):
+        if (together := self.compile_together) != "auto" and (isinstance(together, str) or together < 1):
             raise UserError(f"train.compile_together={together} must be auto or a number above zero")
         not_negative("train", self, "seed", "clip")
         if self.ramp:
