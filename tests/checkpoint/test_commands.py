@@ -35,7 +35,7 @@ def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: 
 
 
 def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folder: Path, start: Any) -> None:
-    """First all of its processes, as a scheduler does, then one rank of the resumed run, then the command alone."""
+    """First all of its processes, as a scheduler does, then the command alone."""
     run = folder / "run"
     process = start("--nproc", "2")
     until(lambda: len(steps(run)) >= 3, process)
@@ -43,17 +43,19 @@ def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folde
     assert_stopped_cleanly(run, process, 3)
     first = steps(run)[-1]
 
-    process = start("--nproc", "2", "checkpoint.busy=skip", "checkpoint.every=1")
-    until(lambda: len(steps(run)) >= first + 2, process)
-    os.kill(ranks(folder)[1], signal.SIGUSR1)
-    assert_stopped_cleanly(run, process, first + 2)
-    second = steps(run)[-1]
-
     process = start("--nproc", "1")
-    until(lambda: len(steps(run)) >= second + 2, process)
+    until(lambda: len(steps(run)) >= first + 2, process)
     process.send_signal(signal.SIGTERM)
-    assert_stopped_cleanly(run, process, second + 2)
+    assert_stopped_cleanly(run, process, first + 2)
     assert not (run / "lost.jsonl").exists()
+
+
+@pytest.mark.wide
+def test_one_rank_is_asked_to_stop_while_saves_are_skipped(folder: Path, start: Any) -> None:
+    process = start("--nproc", "2", "checkpoint.busy=skip", "checkpoint.every=1")
+    until(lambda: len(steps(folder / "run")) >= 2, process)
+    os.kill(ranks(folder)[1], signal.SIGUSR1)
+    assert_stopped_cleanly(folder / "run", process, 2)
 
 
 @pytest.mark.wide

@@ -288,8 +288,11 @@ def test_eval_is_the_loss_of_transformers(
 
 @pytest.mark.parametrize(
     ("samples", "tokens"),
-    [([], 5 * 96 + 9), (["--samples", "5"], None), (["--samples", "70"], 5 * 96 + 9)],
-    ids=["whole", "five", "more than there are"],
+    [
+        pytest.param([], 5 * 96 + 9, id="whole", marks=pytest.mark.wide),
+        pytest.param(["--samples", "5"], None, id="five"),
+        pytest.param(["--samples", "70"], 5 * 96 + 9, id="more than there are"),
+    ],
 )
 def test_eval_looks_at_each_sample_once(
     samples: list[str], tokens: int | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -139,6 +139,7 @@ def check_launched(words: list[str], folder: Path, start: Any) -> str:
     return said
 
 
+@pytest.mark.wide
 def test_a_launched_run_names_the_rank_that_was_killed(folder: Path, start: Any) -> None:
     """At its start it also said which key changes nothing."""
     said = check_launched([*RUNS["topk"], "comm.algorithm.ep=hierarchical"], folder, start)

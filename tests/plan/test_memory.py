@@ -100,7 +100,7 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
     return found
 
 
-QUICK = ("tp-sp", "documents", "zero2-llama", "moments-bf16-with-masters", "alibi", "dropout")
+QUICK = ("tp-sp", "documents", "zero2-llama", "moments-bf16-with-masters")
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,7 @@ def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture
     assert load_config(out).train.precision == "fp16"
 
 
+@pytest.mark.wide
 def test_scaling_searches_what_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--cluster", "h100-80g-dgx", "--global-batch", "16", "--devices", "16"]
     points = answer(capsys, ["scaling", "llama3-8b", *words, "--mode", "strong"])["strong"]
