@@ -107,10 +107,11 @@ class GPTStage(nn.Module):
         """Compiles so many neighbouring blocks as one graph. Nobody sees what passes between them."""
         self.several = torch.compile(run_blocks, fullgraph=True), count
 
-    def runs_of_blocks(self) -> list[int]:
-        """Returns the lengths of the runs of blocks that nothing stands between."""
-        stacks, most = [len(stack) for stack in self._stacks()], self.parallel.recompute.blocks
-        return [min(most or length, length - at) for length in stacks for at in range(0, length, most or length)]
+    def runs_of_layers(self) -> list[list[int]]:
+        """Returns the runs of layers that nothing stands between."""
+        most = self.parallel.recompute.blocks or len(self.stage.layers)
+        stacks = [[int(number) for number in stack] for stack in self._stacks()]
+        return [stack[at : at + most] for stack in stacks for at in range(0, len(stack), most or 1)]
 
     def _stacks(self) -> list[nn.ModuleDict]:
         return [self.blocks]
@@ -249,10 +250,10 @@ class GPTStage(nn.Module):
         they are recomputed: their backward follows at once, and other micro-batches may have begun since their
         forward."""
         streams, total = self.parallel.streams, None
-        if self.several is not None and not shared.past:
-            blocks = [self.blocks[str(layer)] for layer in layers]
-            return (self._run_together(blocks, hidden, shared.sequences, shared.tables, shared.mask),)
         with streams.replaying(shared.where):
+            if self.several is not None and not shared.past:
+                blocks = [self.blocks[str(layer)] for layer in layers]
+                return (self._run_together(blocks, hidden, shared.sequences, shared.tables, shared.mask),)
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
@@ -274,7 +275,7 @@ class GPTStage(nn.Module):
             group = tuple(blocks[at : at + count])
             open_units(group)
             hidden = run(group, hidden, given)
-            show_mark(group[-1], hidden, self.training, since=group[0])
+            show_mark(group[-1], hidden, self.training, first=group[0])
         return hidden
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:

@@ -141,10 +141,10 @@ class T5Stage(GPTStage):
     ) -> tuple[Tensor]:  # fmt: skip
         """Returns `hidden` after these blocks. `again`: see `GPTStage._run`."""
         streams = self.parallel.streams
-        if self.several is not None and not past:
-            blocks = [self.layers[layer] for layer in layers]
-            return (self._run_together(blocks, hidden, sequences, None, bias, None, *memory),)
         with streams.replaying(where):
+            if self.several is not None and not past:
+                blocks = [self.layers[layer] for layer in layers]
+                return (self._run_together(blocks, hidden, sequences, None, bias, None, *memory),)
             for layer in layers:
                 streams.seed_layer(int(layer))
                 given = (sequences, None, bias, past.get(layer), *memory)

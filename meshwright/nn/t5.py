@@ -46,7 +46,7 @@ class RelativeBias(nn.Module):
         # rows in memory are. `flip` keeps the order that its input has in memory: fused kernels would refuse a bias
         # whose keys are not side by side, and attention would silently be computed with whole scores in float32.
         width = t5.aligned(keys)
-        bias = F.pad(by_distance.t().contiguous(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
+        bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
         if not self.part.both_ways:
             later = torch.ones(queries, width, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)
             bias = bias.masked_fill(later, -torch.inf)

@@ -72,11 +72,11 @@ def open_units(units: Iterable[nn.Module]) -> None:
             gate.open()
 
 
-def show_mark(unit: nn.Module, y: Any, training: bool, since: nn.Module | None = None) -> None:
-    """Shows what a unit returned to its mark, if it has one; `since`: the first of the units that ran as one."""
+def show_mark(unit: nn.Module, y: Any, training: bool, first: nn.Module | None = None) -> None:
+    """Shows what a unit returned to its mark, if it has one; `first`: the first of the units that ran as one."""
     mark = getattr(unit, MARK, None)
     if mark is not None and training:
-        mark(y, since or unit)
+        mark(y, first or unit)
 
 
 def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:

@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 from torch import nn
 
 from meshwright.config.compile_rules import keeps_blocks_apart
+from meshwright.errors import UserError
+from meshwright.models.description import model_of
 from meshwright.models.gpt import GPTStage
 from meshwright.models.stage import stage_of
+from meshwright.parts.part import BlockUnit
 from meshwright.train.context import Context
 
 # Forward and backward of a smaller block take a fast device (of some 800 TFLOP/s) less time than the host needs to
 # launch its kernels, 2 to 3 ms.
 SMALL_BLOCK_FLOP = 2.5e12
-MOST_TOGETHER = 4  # more spare the host little, and the compiler takes longer
+MOST_TOGETHER = 4  # a larger group saves the host little and takes longer to compile
+# One function runs all kinds of blocks, with gradients and without, of every length that becomes a symbol. Torch's own
+# limit of 8 graphs is soon reached, and ends the run.
+GRAPHS = 64
 
 
 def blocks_together(ctx: Context, module: nn.Module) -> int:
     """Returns how many neighbouring blocks become one graph. By itself that happens only where the device would wait
-    for the host, and where no gradients are sent while backward goes on."""
+    for the host, on a rank that trains alone: no gradients are sent while backward goes on, and no stage waits until
+    another is compiled. Then there are no more kinds of groups than of blocks."""
     c, asked = ctx.config, ctx.config.train.compile_together
-    if isinstance(asked, int):
-        return asked
-    stage = module if isinstance(module, GPTStage) else None
-    if stage is None or ctx.device.module is None or keeps_blocks_apart(c) or ctx.layout.dp > 1:
+    if not isinstance(module, GPTStage) or asked == 1:
         return 1
-    blocks = stage.compiled_blocks()
+    if isinstance(asked, int):
+        if module.losses_here:
+            fix = "set train.compile_together=1"
+            raise UserError(f"train.compile_together={asked} can't take blocks that add to the loss: {fix}")
+        return asked
+    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keeps_blocks_apart(c):
+        return 1
+    blocks = module.compiled_blocks()
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))
     if 6 * weights * c.train.micro_batch * c.model.seq > SMALL_BLOCK_FLOP:
         return 1
-    runs = stage.runs_of_blocks()
-    return max(count for count in range(1, MOST_TOGETHER + 1) if all(length % count == 0 for length in runs))
+    runs = [[model_of(c).blocks[layer] for layer in run] for run in module.runs_of_layers()]
+    kinds = {unit for run in runs for unit in run}
+    return max(count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
+
+
+def _kinds_of_groups(runs: Sequence[Sequence[BlockUnit]], count: int) -> int:
+    """Returns how many different groups of so many blocks there are; 0 where blocks would be left over."""
+    if any(len(run) % count for run in runs):
+        return 0
+    return len({tuple(run[at : at + count]) for run in runs for at in range(0, len(run), count)})
 
 
 def compile_blocks(module: nn.Module, together: int = 1) -> None:
     """Compiles each block, or some of them `together`, as one graph, which all blocks of a chunk share."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in stage_of(module).compiled_blocks():
         block.compile(fullgraph=True)
     if together > 1 and isinstance(module, GPTStage):
         module.compile_together(together)
+
+
+@contextmanager
+def blocks_one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """No blocks run as one meanwhile."""
+    stages = [module for module in modules if isinstance(module, GPTStage)]
+    before = [stage.several for stage in stages]
+    for stage in stages:
+        stage.several = None
+    try:
+        yield
+    finally:
+        for stage, several in zip(stages, before, strict=True):
+            stage.several = several

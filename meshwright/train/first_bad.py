@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from meshwright.train.compiling import blocks_one_by_one
 from meshwright.train.marks import BACKWARD, FORWARD, Found, unit_places
 from meshwright.train.step import Trainer
 
@@ -20,7 +21,8 @@ def first_bad(trainer: Trainer) -> Found | None:
     finder = _Finder(trainer)
     handle = register_module_forward_hook(finder.passed)
     try:
-        with torch.compiler.set_stance("force_eager"):  # hooks of modules inside a compiled block are not called
+        # Hooks of modules inside a graph are not called.
+        with torch.compiler.set_stance("force_eager"), blocks_one_by_one(trainer.modules):
             trainer.gradients()
     finally:
         handle.remove()

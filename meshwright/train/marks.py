@@ -115,10 +115,10 @@ class Marks:
         self.steps = {number: marks for number, marks in self.steps.items() if number == step - 1}
         self._now = self.steps[step] = []
 
-    def _passed(self, order: int, name: str, following: str, passed: Any, since: nn.Module) -> None:
-        """Notes what the units from `since` to this one, mostly the same, pass on."""
-        first = self._names[since]
-        name = self._joined[first] = name if first == name else f"{first} to {name}"
+    def _passed(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
+        """Notes what the units from `first` to this one, mostly the same, pass on."""
+        begin = self._names[first]
+        name = self._joined[begin] = name if begin == name else f"{begin} to {name}"
         x = passed[0] if isinstance(passed, tuple) else passed
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return

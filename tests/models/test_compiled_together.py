@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,9 +14,14 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
 from meshwright.dryrun.stand_ins import fake_world, release
 from meshwright.errors import UserError
+from meshwright.models.description import MODELS as KINDS
+from meshwright.models.description import gpt
 from meshwright.models.stage import stage_of
-from meshwright.nn.build import run_blocks
+from meshwright.nn.build import MODULES, run_blocks
+from meshwright.nn.mlp import MLP
 from meshwright.nn.unit import GATE
+from meshwright.parts.mlp import MLPPart
+from meshwright.parts.part import LossTerm
 from meshwright.train.compiling import blocks_together
 from meshwright.train.marks import BACKWARD, FORWARD, Marks
 from tests.support.oracle import EXACT, gather_global, made_for, make_trainer, small_config, true_gradients, worst
@@ -84,12 +89,21 @@ def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
         ({"model": {"layers": 8, "experts": {"count": 4}}}, 1),
         ({"model": MODELS["t5"]}, 4),
         ({"model": {"layers": 8}, "train": {"compile_together": 2}}, 2),
+        # Groups that differ more than blocks do would be compiled more often.
+        ({"model": {"layers": 8, "window": 3, "window_pattern": [1, 0]}}, 4),
+        ({"model": {"layers": 20, "window": 3, "window_pattern": [1, 1, 1, 1, 0]}}, 1),
+        ({"model": {"layers": 6, "window": 3, "window_pattern": [1, 1, 1, 0, 0, 0]}}, 3),
+        # On several ranks, somebody would wait.
+        ({"model": {"layers": 8}, "layout": {"pp": 2}}, 1),
+        ({"model": MODELS["t5"], "layout": {"pp": 2}}, 1),
+        ({"model": {"layers": 8}, "layout": {"pp": 2}, "pipeline": {"split": [8, 0]}}, 1),
     ],
 )
 def test_small_blocks_are_compiled_together_by_themselves(changed: dict[str, Any], together: int) -> None:
     config = small_config(**changed)
-    with fake_world(0, 1):
-        trainer = make_rank(config, 1, 0, Device("meta"))
+    world = config.layout.pp
+    with fake_world(world - 1, world):
+        trainer = make_rank(config, world, world - 1, Device("meta"))
         ctx = replace(trainer.ctx, device=Device("cuda"))
         assert blocks_together(ctx, trainer.modules[0]) == together
         assert blocks_together(trainer.ctx, trainer.modules[0]) == changed.get("train", {}).get("compile_together", 1)
@@ -108,6 +122,71 @@ def test_norms_of_blocks_in_one_graph_are_noted_of_all_of_them(monkeypatch: pyte
     count = trainer.micro_batches
     assert names[FORWARD] == count * ["embedding", *groups, "head"]
     assert names[BACKWARD] == count * ["head", *reversed(groups)]
+
+
+def test_norms_of_recomputed_groups_are_those_of_their_micro_batch() -> None:
+    """The first micro-batch's backward comes after the second one's forward, as in a pipeline."""
+    trainer = make_trainer(small_config(model={"layers": 4}, recompute={"mode": "every:2"}, run={"device": "cpu"}))
+    module, streams, data = trainer.modules[0], trainer.ctx.parallel.streams, made_for(trainer.ctx.config)
+    module.several = (run_blocks, 2)  # type: ignore[assignment]
+    module.train()
+    marks = Marks(trainer.ctx, trainer.modules)
+    marks.begin(1)
+    trainer.data_parallel.begin(2)
+    batch = {name: torch.as_tensor(value)[None] for name, value in data.sample(0).items()}
+    losses = []
+    for micro_batch in (0, 1):
+        streams.begin(1, micro_batch, 0)
+        losses.append(module(batch)[0])
+    before = len(marks.steps[1])
+    losses[0].backward()
+    assert {mark.micro_batch for mark in marks.steps[1][before:]} == {0}
+
+
+class Penalised(MLP):
+    def forward(self, *given: Any) -> Any:
+        x, y = super().forward(*given)
+        return x, y, y.square().mean(1).sum()[None]
+
+
+@dataclass(frozen=True)
+class PenalisedPart(MLPPart):
+    def losses(self) -> Any:
+        return (LossTerm("penalty", 0.01),)
+
+
+def penalised(model: Any) -> Any:
+    plain = gpt(model)
+
+    def changed(block: Any) -> Any:
+        *rest, last = block.parts
+        return replace(block, parts=(*rest, last._replace(part=PenalisedPart(**vars(last.part)))))
+
+    return replace(plain, blocks=tuple(changed(block) for block in plain.blocks))
+
+
+def test_blocks_that_add_to_the_loss_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "penalised", penalised)
+    monkeypatch.setitem(MODULES, PenalisedPart, Penalised)
+    trainer = make_trainer(small_config(model={"kind": "penalised"}, run={"device": "cpu"}))
+    ctx, module = replace(trainer.ctx, device=Device("cuda")), trainer.modules[0]
+    assert blocks_together(ctx, module) == 1
+    asked = small_config(model={"kind": "penalised"}, train={"compile_together": 2})
+    with pytest.raises(UserError, match="can't take blocks that add to the loss: set train.compile_together=1"):
+        blocks_together(replace(ctx, config=asked), module)
+
+
+@pytest.mark.wide
+def test_many_kinds_of_graphs_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five kinds of groups, each with gradients and without: more than torch would compile by itself."""
+    torch.compiler.reset()
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **how: plain(*given, **how, backend="eager"))
+    model = {"layers": 20, "window": 3, "window_pattern": [1, 1, 1, 1, 0]}
+    own = {"compile": "true", "compile_together": 4}
+    trainer = make_trainer(small_config(model=model, train=own, run={"device": "cpu"}))
+    trainer.step()
+    trainer.validate()
 
 
 class CountingGate:
