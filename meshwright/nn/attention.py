@@ -6,13 +6,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.layout.params import ParamRecord
 from meshwright.nn.adapters import Before, Change, Settings, adapted_product
 from meshwright.nn.alibi import widen
 from meshwright.nn.context import ContextRows, context_attention
-from meshwright.nn.core import attention_core
+from meshwright.nn.core import attention_core, run_core
 from meshwright.nn.documents import Documents
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
@@ -161,11 +160,7 @@ class Attention(nn.Module):
         if past is not None:
             k, v = past.extend(k, v)
             mask = past.seen(mask, self.window)
-        if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=self.dropout > 0)
-        else:
-            y = self.core(q, k, v, mask)
-        return x, self._out(y)
+        return x, self._out(run_core(self.core, self.recompute_core, self.dropout, q, k, v, mask))
 
     def _out(self, y: Tensor) -> Tensor:
         """Returns the output projection of the core's result."""

@@ -3,6 +3,9 @@ never as a whole [tokens, tokens]."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +40,17 @@ def attention_core(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1], scale=scale,
     )  # fmt: skip
+
+
+def run_core(core: Callable[..., Tensor], recomputes: bool, dropout: float, q: Tensor, *given: Any) -> Tensor:
+    """Returns core(q, *given), of which nothing is kept if it `recomputes`: it is computed again in backward."""
+    # In a compiled graph on a CPU, torch 2.13 then saves the random state too, behind the tensors that backward writes
+    # to, counts from the end, and complains that one of these has changed. A CPU's core keeps little anyway.
+    kept = torch.compiler.is_compiling() and q.is_cpu
+    if not recomputes or kept or not torch.is_grad_enabled():
+        return core(q, *given)
+    found: Tensor = checkpoint(core, q, *given, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return found
 
 
 def _with_dropout(

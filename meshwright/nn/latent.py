@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.ops import copy_to, gather_from
 from meshwright.layout.params import ParamRecord, records_under
 from meshwright.nn.attention import KVCache
 from meshwright.nn.context import ContextRows, context_attention
-from meshwright.nn.core import attention_core
+from meshwright.nn.core import attention_core, run_core
 from meshwright.nn.documents import Documents
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
@@ -80,9 +79,7 @@ class LatentAttention(nn.Module):
         if isinstance(mask, ContextRows):
             assert self.parallel.context is not None and past is None
             y = context_attention(q, k, v, mask, self.parallel.context)
-        elif self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, q, k, v, mask, use_reentrant=False, preserve_rng_state=p.dropout > 0)
         else:
-            y = self.core(q, k, v, mask)
+            y = run_core(self.core, self.recompute_core, p.dropout, q, k, v, mask)
         y = y[..., : p.value].transpose(1, 2).reshape(batch * seq, -1)
         return x, self.out(y)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.nn.attention import KVCache
-from meshwright.nn.core import attention_core
+from meshwright.nn.core import attention_core, run_core
 from meshwright.nn.embedding import TableRows
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
@@ -75,10 +74,7 @@ class CrossAttention(nn.Module):
         x, queries = self.q.after_norm(x, norm)
         q = queries.view(batch, queries.shape[0] // batch, self.heads, self.head_dim).transpose(1, 2)
         k, v = self._keys(memory, batch, past)
-        if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=self.dropout > 0)
-        else:
-            y = self.core(q, k, v)
+        y = run_core(self.core, self.recompute_core, self.dropout, q, k, v)
         return x, self.out(y.transpose(1, 2).reshape(queries.shape))
 
     def _keys(self, memory: Tensor, batch: int, past: KVCache | None) -> tuple[Tensor, Tensor]:
