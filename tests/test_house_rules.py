@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LINES = 450  # of a file
@@ -114,13 +112,18 @@ def uses(module: ast.Module, package: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_comm_talks_to_other_ranks(path: Path) -> None:
-    if path.parent.name == "comm":
-        return
-    found = uses(tree(path), "torch.distributed")
-    assert found <= DISTRIBUTED.get(name_of(path), set()), "collectives go through comm.Group"
-    assert "c10d" not in path.read_text(encoding="utf-8").replace('rdzv_backend="c10d"', "")
+@cache
+def used(path: Path, package: str) -> set[str]:
+    return uses(tree(path), package)
+
+
+def test_only_comm_talks_to_other_ranks() -> None:
+    for path in FILES:
+        if path.parent.name == "comm":
+            continue
+        found = used(path, "torch.distributed")
+        assert found <= DISTRIBUTED.get(name_of(path), set()), f"{name_of(path)}: collectives go through comm.Group"
+        assert "c10d" not in path.read_text(encoding="utf-8").replace('rdzv_backend="c10d"', ""), name_of(path)
 
 
 def test_the_rule_sees_every_way_to_a_collective() -> None:
@@ -145,36 +148,36 @@ def test_files_are_short() -> None:
     assert not {str(path): count for path, count in lines.items() if count > LINES}, f"more than {LINES} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_unpickled(path: Path) -> None:
-    module = tree(path)
-    modules = {full.split(".")[0] for full, _ in imported(module)}
-    assert not modules & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
-    assert "load" not in uses(module, "torch")
-    assert not any("_object" in name for name in uses(module, "torch.distributed")), "object collectives unpickle"
-    keywords = {node.arg for node in ast.walk(module) if isinstance(node, ast.keyword)}
-    assert "allow_pickle" not in keywords
+def test_nothing_is_unpickled() -> None:
+    for path in FILES:
+        name, module = name_of(path), tree(path)
+        modules = {full.split(".")[0] for full, _ in imported(module)}
+        assert not modules & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}, name
+        assert "load" not in used(path, "torch"), name
+        assert not any("_object" in each for each in used(path, "torch.distributed")), f"{name}: these unpickle"
+        keywords = {node.arg for node in ast.walk(module) if isinstance(node, ast.keyword)}
+        assert "allow_pickle" not in keywords, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_the_device_file_names_devices(path: Path) -> None:
-    if path.name == "device.py":
-        return
-    assert not uses(tree(path), "torch") & {"cuda", "npu"}
-    text = path.read_text(encoding="utf-8")
-    assert "torch.cuda" not in text and "torch.npu" not in text
+def test_only_the_device_file_names_devices() -> None:
+    for path in FILES:
+        if path.name == "device.py":
+            continue
+        assert not used(path, "torch") & {"cuda", "npu"}, name_of(path)
+        text = path.read_text(encoding="utf-8")
+        assert "torch.cuda" not in text and "torch.npu" not in text, name_of(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_one_way(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if room == "__init__":
-        return
-    assert room in LEVELS, f"say in LEVELS where the room {room} stands"
-    for full, _ in imported(tree(path)):
-        parts = full.split(".")
-        if parts[0] == "meshwright" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != room:
-            assert LEVELS[parts[1]] < LEVELS[room], f"{name_of(path)} imports {full}, which stands above it"
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in LEVELS, f"say in LEVELS where the room {room} stands"
+        for full, _ in imported(tree(path)):
+            parts = full.split(".")
+            if parts[0] == "meshwright" and len(parts) > 1 and parts[1] in LEVELS and parts[1] != room:
+                assert LEVELS[parts[1]] < LEVELS[room], f"{name_of(path)} imports {full}, which stands above it"
 
 
 def test_the_architecture_page_states_the_same_order() -> None:
