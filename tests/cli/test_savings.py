@@ -151,6 +151,7 @@ def without_a_processor(rank: int, world: int) -> tuple[float, float]:
     return making_work(trainer), turn.making_seconds(own)
 
 
+@pytest.mark.wide
 def test_messages_are_priced_by_work_and_by_how_long_work_takes() -> None:
     for work, priced in run_ranks(2, without_a_processor):
         assert 0 < work < 0.2 and priced == pytest.approx(0.03)

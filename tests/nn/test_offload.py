@@ -136,7 +136,10 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(CASES))
+QUICK = ("every", "chunks")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.wide]) for n in CASES])
 def test_gradients_are_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sections, memory = CASES[name], Watched()
     plain, loss = trained(monkeypatch, None, **sections)
