@@ -59,6 +59,7 @@ def check_chain(tmp_path: Path, places: list[Place]) -> None:
         assert all(found[name].tobytes() == values.tobytes() for name, values in first.items()), job.place.name
 
 
+@pytest.mark.wide
 def test_grids_of_four_ranks_and_back(tmp_path: Path) -> None:
     check_chain(tmp_path, [TP4, FLAT, THIN, TP4])
 

@@ -63,6 +63,7 @@ def test_some_memory_stays_free(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", *words, "--margin", "100"]) == 2
 
 
+@pytest.mark.wide
 def test_rows_that_look_the_same_are_shown_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3-8b", *WHERE, "--global-batch", "64", "--top", "10", "--out", "plan.yaml"]) == 0
     rows = [line.split("  ")[-5:] for line in capsys.readouterr().out.splitlines() if line.startswith("  tp ")][:10]

@@ -112,6 +112,7 @@ def test_the_largest_search_is_quick(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["best"]["step_time_s"] <= found["published"]["step_time_s"]
 
 
+@pytest.mark.wide
 def test_what_fits_nowhere_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama3-70b", "--cluster", "a100-40g-dgx", "--devices", "8", "--global-batch", "16", "--json"]
     assert main(words) == 2
