@@ -80,7 +80,9 @@ def test_closed_formula_equals_the_table_for_equal_stages(pp: int, micro_batches
     assert closed_seconds([3 * time] * pp, full, 2) == pytest.approx(chunked)
 
 
-@pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (3, 4), (8, 3), (16, 6), pytest.param(35, 3, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("pp", "chunks"), [(2, 2), (3, 4), (8, 3), (16, 6), pytest.param(35, 3, marks=pytest.mark.wide)]
+)
 def test_the_closed_formula_is_near_the_table_where_groups_are_not_full(pp: int, chunks: int) -> None:
     for count in {pp + 1, pp + pp // 2, 2 * pp - 1, 3 * pp + pp // 2}:
         made = simulate(build("interleaved", pp, count, chunks), 1.0, 2.0, 0.0).makespan
