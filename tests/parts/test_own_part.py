@@ -194,6 +194,7 @@ def one_process() -> tuple[Whole, Whole]:
     return gradients, gather_global(parameters(trainer))
 
 
+@pytest.mark.wide
 def test_it_trains_on_every_axis_and_resumes_on_another_layout(
     one_process: tuple[Whole, Whole], tmp_path: Path
 ) -> None:

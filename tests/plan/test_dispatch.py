@@ -202,7 +202,8 @@ def many_tokens(layout: dict[str, Any], seed: int) -> Config:
     return small_config(model=model, layout=layout, train=train)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("world", [2, 4])
 def test_balanced_experts_send_what_random_routers_send(world: int) -> None:
     layouts = [{"ep": world}, {"tp": 2, "ep": world, "etp": 1, **SP}]
     for layout, found in zip(layouts, run_ranks(world, random_routers, layouts, 2)[0], strict=True):
