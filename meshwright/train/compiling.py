@@ -43,9 +43,11 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))
     if 6 * weights * c.train.micro_batch * c.model.seq > SMALL_BLOCK_FLOP:
         return 1
-    runs = [[model_of(c).blocks[layer] for layer in run] for run in module.runs_of_layers()]
+    units = model_of(c).blocks
+    runs = [[units[layer] for layer in run] for run in module.runs_of_layers()]
     kinds = {unit for run in runs for unit in run}
-    return max(count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
+    fitting = (count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
+    return max(fitting, default=1)  # a chunk may have no blocks
 
 
 def _kinds_of_groups(runs: Sequence[Sequence[BlockUnit]], count: int) -> int:

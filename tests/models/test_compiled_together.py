@@ -97,6 +97,14 @@ def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
         ({"model": {"layers": 8}, "layout": {"pp": 2}}, 1),
         ({"model": MODELS["t5"], "layout": {"pp": 2}}, 1),
         ({"model": {"layers": 8}, "layout": {"pp": 2}, "pipeline": {"split": [8, 0]}}, 1),
+        # A chunk without blocks.
+        (
+            {
+                "model": {"layers": 8}, "layout": {"chunks": 2},
+                "pipeline": {"schedule": "interleaved", "split": [8, 0]},
+            },
+            1,
+        ),
     ],
 )
 def test_small_blocks_are_compiled_together_by_themselves(changed: dict[str, Any], together: int) -> None:
@@ -105,8 +113,8 @@ def test_small_blocks_are_compiled_together_by_themselves(changed: dict[str, Any
     with fake_world(world - 1, world):
         trainer = make_rank(config, world, world - 1, Device("meta"))
         ctx = replace(trainer.ctx, device=Device("cuda"))
-        assert blocks_together(ctx, trainer.modules[0]) == together
-        assert blocks_together(trainer.ctx, trainer.modules[0]) == changed.get("train", {}).get("compile_together", 1)
+        assert blocks_together(ctx, trainer.modules[-1]) == together
+        assert blocks_together(trainer.ctx, trainer.modules[-1]) == changed.get("train", {}).get("compile_together", 1)
         release(trainer)
 
 
