@@ -1,8 +1,26 @@
-"""Meshwright trains transformer language models on any mesh of devices."""
+"""Meshwright trains transformer language models on any mesh of devices.
+
+Divide a module of your own over the ranks of a job, and train it:
+
+    trained = meshwright.wrap(module, {"layout": {"tp": 2}, "zero": {"stage": 1}})
+    result = trained.step(batch)
+    trained.save("runs/mine")
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # editors and type checkers read these; at run time each is imported on first use, see _HOMES
+    from meshwright.config.load import load_config as load_config
+    from meshwright.config.sections import Config as Config
+    from meshwright.errors import UserError as UserError
+    from meshwright.layout import Layout as Layout
+    from meshwright.pipeline.output import StageOutput as StageOutput
+    from meshwright.pipeline.output import Term as Term
+    from meshwright.train.own_models import state_dicts as state_dicts
+    from meshwright.train.pretrain import pretrain as pretrain
+    from meshwright.train.wrap import wrap as wrap
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
@@ -19,6 +37,11 @@ _HOMES = {
     "state_dicts": "meshwright.train.own_models",
     "wrap": "meshwright.train.wrap",
 }
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that Tab completes them before they are imported."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, products_in_pieces, ranks_of
 from meshwright.config.grid import grid_numbers
+from meshwright.config.numbers import length_argument
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp-kind", default="", choices=["2d", "2.5d", "3d"], help="layout.tp_kind of three numbers")
     parser.add_argument("--cp", type=int, default=1, help="measure one rank's share of this many cp ranks (default: 1)")
     parser.add_argument("--context", default="auto", help="context.kind of cp ranks (default: auto)")
-    parser.add_argument("--seq", type=int, default=0, help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--seq", type=length_argument, default=0, help="tokens of a sequence (default: the model's)")
     parser.add_argument("--documents", action="store_true", help="attention within documents of about 2048 tokens")
     parser.add_argument("--recompute", default="none", help="recompute.mode (default: none)")
     parser.add_argument("--offload", action="store_true", help="recompute.offload: inputs of blocks in host memory")

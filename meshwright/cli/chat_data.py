@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.cli.files import tell_files
+from meshwright.config.numbers import length_argument
 from meshwright.data.chat_prepare import packing, prepare_chat
 from meshwright.errors import UserError, plural
-from meshwright.show.terminal import console_for, has_colour, printable, show
+from meshwright.show.sample_view import MARKS_LEGEND, conversation_text
+from meshwright.show.terminal import console_for, has_colour, show
 from meshwright.show.units import percent
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation a document, and PREFIX.mask.bin and .idx, which say what is
 learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim; in a file it
@@ -24,8 +23,6 @@ INPUT is a .jsonl file (or a .json list) of objects with: messages (role, conten
 sharegpt); prompt and completion; instruction, input and output (alpaca); prompt, chosen and rejected (preference
 pairs); or prompt, completion and label (judged answers). The chat template and the tokenizer are those of the
 model's folder."""
-LEARNED, BAD, ASIDE = "green", "red", "dim"
-MARKS = (("", ""), ("«", "»"), ("‹", "›"))  # around what is not learned, is learned, and is learned as bad
 
 
 def add_arguments(actions: Any, examples: str) -> None:
@@ -37,7 +34,8 @@ def add_arguments(actions: Any, examples: str) -> None:
     options.add_argument("--model", required=True, metavar="DIR", help="the model's folder: tokenizer, chat template")
     options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
     options.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
-    options.add_argument("--seq", type=int, default=0, metavar="N", help="also say how samples of N tokens are filled")
+    packed = "also report how samples of N tokens are filled"
+    options.add_argument("--seq", type=length_argument, default=0, metavar="N", help=packed)
     options.add_argument("--force", action="store_true", help="write over existing output")
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
 
@@ -59,42 +57,14 @@ def run(args: argparse.Namespace) -> None:
     for number, masked in enumerate(summary.samples, start=1):
         # The files hold the two answers of a pair alike, one after the other: the second is the bad one.
         mask = [2 * each for each in masked.mask] if pairs and number % 2 == 0 else masked.mask
-        show(console, sample_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
+        show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
     if not has_colour(sys.stdout):
-        print(f"(what is learned stands in {MARKS[1][0]}{MARKS[1][1]}, a bad answer in {MARKS[2][0]}{MARKS[2][1]})")
+        print(MARKS_LEGEND)
     count = plural(summary.conversations // 2, "pair") if pairs else f"{summary.conversations:,} ({summary.kind})"
     print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
     _tell_packing(args.seq, packed)
     tell_files(summary.files, column=15)
-
-
-def sample_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any, colour: bool) -> Text:
-    """Returns a conversation with what is learned of it in colour, or in brackets where there are no colours."""
-    from rich.text import Text
-
-    text, begin = Text(f"{number}: ", style="bold"), 0
-    pieces = tokenizer.pieces()
-    for at in range(1, len(tokens) + 1):
-        if at == len(tokens) or mask[at] != mask[begin]:
-            style = (ASIDE, LEARNED, BAD)[mask[begin]]
-            before, after = ("", "") if colour else MARKS[mask[begin]]
-            words = printable(spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
-            text.append(f"{before}{words}{after}", style)
-            begin = at
-    return text
-
-
-def spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
-    """Returns the text of tokens, special ones by their names."""
-    found = ""
-    plain: list[int] = []
-    for token in ids:
-        if not tokenizer.decode([token]) and pieces[token]:
-            found, plain = found + (tokenizer.decode(plain) if plain else "") + pieces[token], []
-        else:
-            plain.append(token)
-    return found + (tokenizer.decode(plain) if plain else "")
 
 
 def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from meshwright.config.numbers import count_argument, length_argument
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError, notice
 from meshwright.plan.cluster import Cluster, known_clusters
@@ -46,8 +47,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step (train.global_batch)")
-    parser.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence (default: the model's)")
+    batch = "sequences of a step (train.global_batch)"
+    parser.add_argument("--global-batch", type=count_argument, metavar="B", help=batch)
+    parser.add_argument("--seq", type=length_argument, metavar="S", help="tokens of a sequence (default: the model's)")
 
 
 def words_of(args: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.cli.files import write
+from meshwright.config.numbers import number_from
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cluster import Cluster
@@ -64,10 +65,7 @@ def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
 
 
 def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UserError(f"--tokens {text} must be a number above zero, e.g. 300e9")
+    value = number_from(text)
+    if value is None or not 0 < value < float("inf"):
+        raise UserError(f"--tokens {text} must be a number above zero, e.g. 300B or 300e9")
     return value

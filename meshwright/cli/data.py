@@ -6,21 +6,25 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.cli import chat_data, merge_data
 from meshwright.cli.files import tell_files
 from meshwright.cli.mixed import intermixed
-from meshwright.config.data import SPECIALS
+from meshwright.config.data import PACKED, SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.rules import READING_RULES, check
+from meshwright.data.packed import is_chat
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
 from meshwright.errors import UserError, plural
 from meshwright.show.progress import progress
-from meshwright.show.terminal import console_for, show
+from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
+from meshwright.show.terminal import console_for, has_colour, show
 
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
@@ -39,7 +43,8 @@ library. Every document ends with the end token."""
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
 Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
-token and {word} stays as it is. In causal data, tokens without a loss are dim. Of spans that were taken out, <0>, <1>
+token and {word} stays as it is. In causal data, tokens without a loss are dim. Of conversations, learned tokens are
+green (bad answers: red); without colours they stand in « » (bad answers: ‹ ›). Of spans that were taken out, <0>, <1>
 and so on stand in the input, and again, each before its span, in the target. Of blanks, the source comes first and then
 the spans that fill them, each after [sop] with the place that its first token has in the source."""
 
@@ -105,8 +110,11 @@ def show_sample(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({name: value.tolist() for name, value in sample.items()}))
         return
-    special: dict[int, str] = {}
     tokenizer = tokenizer_of_data(config.data.prefixes)
+    if config.objective in PACKED and tokenizer is not None:
+        _show_conversations(args, sample, tokenizer, is_chat(config.data.prefixes[0]) == "pairs")
+        return
+    special: dict[int, str] = {}
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
@@ -122,6 +130,19 @@ def show_sample(args: argparse.Namespace) -> None:
 
     heading = f"sample {args.sample:,} of {args.split}: {sample_summary(sample, special)}"
     show(console_for(sys.stdout), Text(heading), sample_text(sample, spelling, special))
+
+
+def _show_conversations(args: argparse.Namespace, sample: Mapping[str, Any], tokenizer: Any, pairs: bool) -> None:
+    """Print a packed sample, one conversation after the other, with its learned tokens marked."""
+    from rich.text import Text
+
+    colour = has_colour(sys.stdout)
+    found = list(conversations_of(sample, pairs))
+    heading = f"sample {args.sample:,} of {args.split}: {conversations_summary(sample, len(found))}"
+    drawn = [conversation_text(n, tokens, mask, tokenizer, colour) for n, (tokens, mask) in enumerate(found, start=1)]
+    show(console_for(sys.stdout), Text(heading), *drawn)
+    if not colour:
+        print(MARKS_LEGEND)
 
 
 def prepare_files(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError
 
 EXAMPLES = """example:
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, metavar="CHECKPOINT", help="the checkpoint's folder, a new one")
     dtype = "of the checkpoint (default: fp32, and fp64 where the folder has it)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
-    parser.add_argument("--seq", type=int, default=0, metavar="N", help="context length, if not the model's own")
+    context = "context length, if not the model's own"
+    parser.add_argument("--seq", type=length_argument, default=0, metavar="N", help=context)
     upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
     base = "of a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
     parser.add_argument("--base", metavar="DIR", help=base)

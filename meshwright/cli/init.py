@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.cli.auto_layout import MARGIN, best_layout
 from meshwright.config.load import config_from, load_config, to_mapping
+from meshwright.config.numbers import count_argument
 from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
@@ -63,7 +64,7 @@ optimizer:
   lr: {lr}   # the peak
 lr:
   schedule: cosine
-  warmup: {warmup}   # steps to the peak
+  warmup: {warmup}   # to the peak: steps, or a share of train.steps
   min: {min_lr}
 checkpoint:
   every: auto   # about every 15 minutes; a run that is started again goes on from the newest
@@ -79,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", nargs="+", metavar="PREFIX", help="token files, without .bin")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices (or of CPU ranks)")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="what devices they are (default: this machine's CPUs)")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps to train (default: 20 tokens per parameter)")
+    parser.add_argument("--global-batch", type=count_argument, metavar="B", help="sequences of a step")
+    steps = "steps to train (default: 20 tokens per parameter)"
+    parser.add_argument("--steps", type=count_argument, metavar="N", help=steps)
     out = "the file to write; the run is named after it (default: MODEL.yaml)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
 
@@ -197,7 +199,7 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
         out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
         model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
         steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,
-        micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup=max(1, min(2000, steps // 50)),
+        micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup="2%" if steps <= 100_000 else 2000,
         min_lr=f"{lr / 10:g}", run_dir=_run_dir(args.out), kind=c.run.device,
         eval_every=max(10, min(500, steps // 20)),
     )  # fmt: skip

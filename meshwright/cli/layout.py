@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.cli.files import write
 from meshwright.config.grid import check_grid, grid_numbers
 from meshwright.config.load import load_config
+from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.errors import UserError
 from meshwright.layout.grid import Grid
 from meshwright.layout.layout import Layout
@@ -32,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = "take the layout of a config file instead of the options below"
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml", help=named)
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys to change, e.g. layout.tp=2")
-    ranks = "number of devices, one rank each"
-    parser.add_argument("--devices", "--world", dest="world", type=int, required=True, metavar="N", help=ranks)
+    ranks = "number of devices, one rank each (default: those of the recipe's run)"
+    parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
     add_axes(parser)
     parser.add_argument("--tp-grid", default="", metavar="RxC[xD]", help="tp as a grid of row x col (x depth) ranks")
@@ -55,6 +56,10 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     check_svg("--svg", args.svg)
+    if args.world is None:
+        if args.config not in recipe_names():
+            raise UserError("give --devices with the number of devices, e.g. --devices 16")
+        args.world = read_recipe(args.config).devices
     layout, grid = _of_config(args) if args.config else _of_options(args)
     if not layout.views_agree:
         print(

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
+from meshwright.config.numbers import count_argument
 from meshwright.errors import UserError
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
@@ -34,7 +35,7 @@ Strong: it stays --global-batch (default 2048). The layouts of each point are se
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster_arguments(parser)
     parser.add_argument("--devices", default="8:1024", metavar="A:B", help="from A to B, doubling, or a list a,b,c")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="sequences of a step")
+    parser.add_argument("--global-batch", type=count_argument, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw tokens/s over devices")
     overhead = "draw what a device sends, and how long it waits for it, by axis"

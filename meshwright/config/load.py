@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.numbers import number_from, whole_number_from
 from meshwright.config.presets import KIND_DEFAULTS, PRESETS
 from meshwright.config.recipes import SECTION, read_recipe, recipe_names
 from meshwright.config.sections import Config
@@ -197,6 +198,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
             given = ",".join(map(str, items))
             raise UserError(f"{key}={given} must be {kind} with commas between them, e.g. {key}=[2,1]")
         return tuple(_value(args[0], key, item) for item in items)
+    if hint in (int, float) and isinstance(value, str):
+        value = _number(hint, key, value)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key}={value} must be a finite number")
     if hint is bool and isinstance(value, bool):
@@ -223,6 +226,12 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[hint]
         raise UserError(f"{key}={value} must be {wanted}")
     return value
+
+
+def _number(hint: Any, key: str, text: str) -> int | float | str:
+    """Return the number that a text spells (10k, 1.5B), or the text if it spells none."""
+    number = whole_number_from(text, key) if hint is int else number_from(text)
+    return text if number is None else number
 
 
 def plain(value: Any) -> Any:

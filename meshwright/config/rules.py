@@ -143,7 +143,8 @@ def world_divides(c: Config, world: int) -> Iterator[str]:
         more = (" x replicas", f" x {o.replicas}") if o.replicas > 1 else ("", "")
         yield (
             f"a world of {plural(world, 'rank')} is not divisible by tp x cp x pp{more[0]} = "
-            f"{o.tp} x {o.cp} x {o.pp}{more[1]} = {model}: start {sizes} ranks or change the layout"
+            f"{o.tp} x {o.cp} x {o.pp}{more[1]} = {model}: start {sizes} ranks (train --nproc {upper}) or change the "
+            "layout"
         )
 
 
@@ -294,8 +295,11 @@ def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
 
 
 def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
-    if c.lr.warmup > c.train.steps:
-        yield f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it"
+    if c.lr.warmup_steps(c.train.steps) > c.train.steps:
+        yield (
+            f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it, or give a share such as "
+            "lr.warmup=2%"
+        )
     if c.lr.min > c.optimizer.lr:
         yield f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
 

@@ -13,6 +13,13 @@ BETTER = "chosen answers likelier (share of pairs)"  # than the rejected ones, c
 NEED_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare with the model as it was
 
 
+# Names of Llama-like modules, by which PEFT's users know the products.
+PEFT_NAMES = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
+    "down_proj": "down", "all-linear": ALL,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TuneConfig:
     """How a model is adapted: all of its weights (full), or low-rank changes of some products (lora, dora)."""
@@ -37,6 +44,7 @@ class TuneConfig:
         not_negative("tune", self, "alpha", "margin")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"tune.dropout={self.dropout} must be at least 0 and below 1")
+        object.__setattr__(self, "targets", tuple(PEFT_NAMES.get(name, name) for name in self.targets))
         if not self.targets:
             raise UserError("tune.targets is empty: name the products to adapt, e.g. [q, v], or all")
         idle = {"base": self.base, "quantise": self.quantise != "none", "modules_to_save": self.modules_to_save}

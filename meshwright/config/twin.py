@@ -63,7 +63,7 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
         clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
     )  # fmt: skip
     lr = config.lr
-    warmup, share = min(3, lr.warmup), lr.min / config.optimizer.lr
+    warmup, share = min(3, lr.warmup_steps(config.train.steps)), lr.min / config.optimizer.lr
     blocks = config.recompute.blocks
     return (
         replace(

@@ -269,7 +269,9 @@ def _check_sizes(layout: Layout) -> None:
         product = f"dp*cp={layout.dp}*{cp}={shared}"
         if layout.etp != tp:
             product = f"tp*cp*dp/etp={tp}*{cp}*{layout.dp}/{layout.etp}={shared}"
-        raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={either(divisors(shared))}")
+        spread = layout.etp > 1 and folded % layout.ep == 0
+        other = ", or etp=1 (layout.etp=1), which spreads whole experts over the tp ranks too" if spread else ""
+        raise UserError(f"ep={layout.ep} does not divide {product}: choose ep={either(divisors(shared))}{other}")
 
 
 def _check_order(layout: Layout) -> None:

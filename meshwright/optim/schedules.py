@@ -10,17 +10,18 @@ from meshwright.config.sections import Config
 def learning_rate(config: Config, step: int) -> float:
     """Returns the learning rate of step `step`, counted from 1."""
     c, peak, steps = config.lr, config.optimizer.lr, config.train.steps
-    if step <= c.warmup:
-        return peak * step / c.warmup
+    warmup = c.warmup_steps(steps)
+    if step <= warmup:
+        return peak * step / warmup
     if c.schedule == "constant":
         return peak
     if c.schedule == "wsd":
         length = c.decay or max(1, steps // 10)
-        begin = max(c.warmup, steps - length)
+        begin = max(warmup, steps - length)
         length = max(1, steps - begin)  # a warm-up that reaches into the decay shortens it
     else:
-        begin = c.warmup
-        length = c.decay or max(1, steps - c.warmup)
+        begin = warmup
+        length = c.decay or max(1, steps - warmup)
     share = min(1.0, max(0.0, (step - begin) / length))
     if c.schedule == "cosine":
         return c.min + (peak - c.min) * 0.5 * (1.0 + math.cos(math.pi * share))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import plural
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 Spelling = Callable[[int], str]
 LEARNED, CHANGED, KEPT, ASIDE, SECOND = "bold red", "bold magenta", "bold yellow", "dim", "cyan"
+# Styles and, for output without colours, brackets of conversation tokens: not learned, learned, and learned as bad.
+CONVERSATION_STYLES = (ASIDE, "green", "red")
+MARKS = (("", ""), ("«", "»"), ("‹", "›"))
+MARKS_LEGEND = "(learned tokens stand in «», those of a bad answer in ‹›)"
 
 
 def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
@@ -89,6 +93,52 @@ def _span_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[i
     left = len(sample["labels"]) - len(target)
     text.append(f" + {left} of padding" if left else "", ASIDE)
     return text
+
+
+def conversations_of(sample: Mapping[str, Any], pairs: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens and the mask of each conversation in a packed sample. Masks hold 0 for tokens that are not
+    learned, 1 for learned ones and 2 for those of the second, bad answer of a pair."""
+    segments = sample["segments"]
+    for number in range(int(segments[-1]) + 1):
+        inside = segments == number
+        tokens, labels, mask = (sample[key][inside] for key in ("tokens", "labels", "loss_mask"))
+        if bool((labels == tokens).all()) and not mask.any():
+            continue  # padding repeats one token and comes last
+        weight = 2 if pairs and number % 2 else 1
+        yield [*tokens.tolist(), int(labels[-1])], [0, *(weight * mask).tolist()]
+
+
+def conversation_text(number: int, tokens: list[int], mask: list[int], tokenizer: Any, colour: bool) -> Text:
+    """Return a conversation with its learned tokens in colour, or in brackets where there are no colours."""
+    from rich.text import Text
+
+    text, begin = Text(f"{number}: ", style="bold"), 0
+    pieces = tokenizer.pieces()
+    for at in range(1, len(tokens) + 1):
+        if at == len(tokens) or mask[at] != mask[begin]:
+            before, after = ("", "") if colour else MARKS[mask[begin]]
+            words = printable(_spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
+            text.append(f"{before}{words}{after}", CONVERSATION_STYLES[mask[begin]])
+            begin = at
+    return text
+
+
+def _spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
+    """Return the text of tokens, special ones by their names."""
+    found = ""
+    plain: list[int] = []
+    for token in ids:
+        if not tokenizer.decode([token]) and pieces[token]:
+            found, plain = found + (tokenizer.decode(plain) if plain else "") + pieces[token], []
+        else:
+            plain.append(token)
+    return found + (tokenizer.decode(plain) if plain else "")
+
+
+def conversations_summary(sample: Mapping[str, Any], conversations: int) -> str:
+    """Return one line that says how many conversations a packed sample holds and how many tokens are learned."""
+    learned = int(sample["loss_mask"].sum())
+    return f"{plural(conversations, 'conversation')} in {len(sample['tokens'])} tokens, {learned} of them learned"
 
 
 def _labels(sample: Mapping[str, Any]) -> dict[int, int]:

@@ -54,6 +54,11 @@ def test_a_config_says_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "give layout.pp=... instead of --pp" in capsys.readouterr().err
 
 
+def test_a_recipe_knows_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "gpt-neox-20b", "--json"]) == 0
+    assert sum(len(group) for group in json.loads(capsys.readouterr().out)["tp"]) == 96
+
+
 def test_drawing_shows_stages_nodes_and_what_crosses(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout("--world 16 --tp 4 --pp 2 --node-size 4") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -119,7 +124,8 @@ def test_an_order_that_parts_the_views_is_noted_beside_the_json(capsys: pytest.C
         ("--world 16 --tp 3 --pp 2", "world=16 is not divisible by tp*cp*pp=3*1*2=6"),
         ("--world 16 --ep 3", "ep=3 does not divide dp*cp=16*1=16"),
         ("--world 16 --order tp-xx", "unknown axis 'xx'"),
-        ("--tp 2", "--world"),
+        ("--tp 2", "give --devices"),
+        ("--world 4 --tp 4 --ep 2", "choose ep=1, or etp=1 (layout.etp=1)"),
     ],
 )
 def test_a_mistake_is_one_sentence(options: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,28 @@ def test_numbers_as_people_write_them() -> None:
     assert parse_yaml("[1e-3, 3E4, 1.5e2, .5, 7, -2e-1]", "here") == [1e-3, 3e4, 150.0, 0.5, 7, -0.2]
     config = config_from(SMALL | {"optimizer": {"lr": parse_yaml("1e-3", "")}, "train": {"steps": 1e3}})
     assert config.optimizer.lr == 1e-3 and config.train.steps == 1000 and isinstance(config.train.steps, int)
+    words = ["model.seq=8k", "train.steps=10k"]
+    with pytest.raises(UserError, match="optimizer.lr=0.3x must be a number"):
+        load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", "optimizer.lr=0.3x"])
+    given = load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", *words])
+    assert given.model.seq == 8192 and given.train.steps == 10_000, "a context counts in units of 1,024"
+
+
+def test_warm_up_may_be_a_share_of_the_steps() -> None:
+    words = ["model.preset=gpt2-124m", "data.prefixes=a", "train.steps=50"]
+    shared = load_config(None, [*words, "lr.warmup=2%"])
+    assert shared.lr.warmup_steps(50) == 1 and shared.lr.warmup_steps(1000) == 20
+    assert first_broken_rule(shared, 1) is None and config_from(to_mapping(shared)) == shared
+    assert load_config(None, [*words, "lr.warmup=1k"]).lr.warmup == 1000
+    with pytest.raises(UserError, match="lr.warmup=soon must be a number of steps or a share of them, e.g. 2%"):
+        load_config(None, [*words, "lr.warmup=soon"])
+
+
+def test_targets_may_have_the_names_that_peft_uses() -> None:
+    words = ["model.preset=llama3-8b", "data.prefixes=a", "tune.kind=lora", "tune.base=x"]
+    tune = load_config(None, [*words, "tune.targets=[q_proj,o_proj,down]"]).tune
+    assert tune.targets == ("q", "out", "down")
+    assert load_config(None, [*words, "tune.targets=all-linear"]).tune.targets == ("all",)
 
 
 def test_words_win_over_the_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.config.load import to_yaml
 from meshwright.data.chat_template import Broken, ChatTemplate
 from meshwright.data.conversations import Conversation, Pair, record_of
 from meshwright.data.packed import PackedStream, best_fit
@@ -193,6 +194,23 @@ def test_the_command_writes_what_training_reads(model: Path, tmp_path: Path, cap
     make_model(model, LLAMA2 + "{{ messages | length }}")
     words[2] = str(tmp_path / "talks.jsonl")
     assert main(words) == 2 and "changes earlier text" in capsys.readouterr().err
+
+
+def test_a_sample_is_shown_as_conversations(model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Chat samples have segments and positions as samples with blanks do, and were drawn like those."""
+    write_talks(tmp_path / "talks.jsonl")
+    prefix = tmp_path / "talks"
+    assert main(["data", "chat", str(tmp_path / "talks.jsonl"), "--model", str(model), "--out", str(prefix)]) == 0
+    (tmp_path / "chat.yaml").write_text(to_yaml(packed_config(prefix)))
+    capsys.readouterr()
+    assert main(["data", "show", str(tmp_path / "chat.yaml"), "--sample", "0"]) == 0
+    shown = capsys.readouterr().out
+    sample = datasets_of(packed_config(prefix))[0].sample(0)
+    learned = int(sample["loss_mask"].sum())
+    count = shown.count("<|im_start|>assistant")
+    assert f"sample 0 of train: {count} conversations in 192 tokens, {learned} of them learned" in shown
+    assert shown.count("«") - 1 == count, "each answer is marked, and the legend once"
+    assert "blank" not in shown and "padding" not in shown
 
 
 class Alone:
