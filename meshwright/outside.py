@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import sys
 import types
 import typing
@@ -14,6 +15,7 @@ from typing import Any
 from meshwright.errors import shortened
 
 DEEPEST = 50  # lists and tables within one another; no file of ours or of Hugging Face's comes near
+LARGEST_JSON = 2**32  # bytes; the index of a checkpoint with ten million blocks is smaller
 LARGEST = 2**63  # sizes of tensors are 64-bit
 WORDS = {int: "a whole number of at least 0", float: "a finite number", str: "a text", bool: "true or false"}
 
@@ -36,7 +38,18 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: Path) -> Any:
     """Returns what a JSON file holds. Raises OSError or ValueError, which says what is wrong with the file."""
-    return parse_json(path.read_bytes())
+    return parse_json(read_file(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the bytes of a file that must be an ordinary one: a pipe may never be written to, and a device may never
+    end. Raises OSError or ValueError."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise ValueError("it is a device or a pipe, not a file")
+    if found.st_size > LARGEST_JSON:
+        raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
+    return path.read_bytes()
 
 
 def of_kind(value: Any, kind: Any, where: str) -> Any:

@@ -96,14 +96,12 @@ class Snapshot:
         self._being_copied: list[Any] = []
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
-                record, values = state.record(slot), state.values(slot, low, high)
-                if state.additive or isinstance(state, SideState):  # the next backward changes a reducer's
-                    values = plain(values).clone()
-                name = f"{state.name}/{record.name}"
-                dtype = str(values.dtype).removeprefix("torch.")
-                self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
-                for box, region in regions(record, low, high, values):
-                    self._add(name, box, region)
+                for record, values in state.saved(slot, low, high):
+                    name = f"{state.name}/{record.name}"
+                    dtype = str(values.dtype).removeprefix("torch.")
+                    self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
+                    for box, region in regions(record, low, high, values):
+                        self._add(name, box, region)
 
     def _add(self, name: str, box: Box, values: Values) -> None:
         if not box.shape:

@@ -14,6 +14,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
 
+MOST_TOKENS = 1 << 24  # of a micro-batch: one activation of the smallest model has tens of GB
 ROUNDS = 3  # of each of two configs that are compared
 EXAMPLES = """example:
   meshwright bench step --model 3b
@@ -64,6 +65,12 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     configs = [_config(args, overlap) for overlap in {"off": [False], "on": [True]}.get(args.overlap, [False, True])]
+    seq = configs[0].model.seq
+    if (tokens := args.micro_batch * seq) > MOST_TOKENS:
+        raise UserError(
+            f"--micro-batch {args.micro_batch} has {tokens:,} tokens, which no device holds at once: use "
+            f"--micro-batch {max(1, MOST_TOKENS // seq)} at most"
+        )
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device
     from meshwright.dryrun.stand_ins import fake_world

@@ -11,6 +11,7 @@ from meshwright.cli.common_args import cluster_arguments, planned_from_args
 from meshwright.cli.files import write
 from meshwright.config.numbers import count_argument
 from meshwright.errors import UserError
+from meshwright.outside import LARGEST
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"{searched[0]} would have no effect: leave it out ({why})")
     if args.global_batch is not None and args.global_batch < 1:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
+    if (args.global_batch or 1) * max(counts) >= LARGEST:
+        raise UserError(f"--global-batch {args.global_batch} is more samples than anybody has: use a smaller one")
     found: dict[str, list[ScalingPoint]] = {}
     for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)

@@ -25,11 +25,6 @@ class ByNode(NamedTuple):
     inside: Group
     across: Group
 
-    def even_middle(self, sends: Sequence[int]) -> list[int]:
-        """Returns `middle` (see `exchange_by_node`) where all neighbours send as many rows to each rank."""
-        nodes, here = self.across.size, self.inside.size
-        return [sends[node * here + self.inside.index] for _ in range(here) for node in range(nodes)]
-
 
 def _reordered(x: Tensor, rows: Sequence[int], slow: int, fast: int) -> Tensor:
     """Returns x, pieces of so many rows in the order [slow, fast], in the order [fast, slow]."""

@@ -62,14 +62,20 @@ def _combines(c: Config) -> Iterator[str]:
             f"layout.tp_grid={list(o.tp_grid)} cuts the tokens between the products already: set "
             "layout.sequence_parallel=false"
         )
+    second = m.kind == "glm" and m.position == "learned"  # a table that the config fills in (`ModelConfig`)
     taken = {
         "layout.cp": o.cp > 1, "layout.ep": o.ep > 1, "model.experts.count": bool(m.experts.count),
-        "model.latent": bool(m.latent.kv_rank), "model.token_types": bool(m.token_types),
+        "model.latent": bool(m.latent.kv_rank), "model.token_types": bool(m.token_types) and not second,
         "train.precision=fp8": c.train.precision == "fp8", "comm.overlap.tensor": c.comm.overlap.tensor,
         "recompute.pieces": c.recompute.pieces > 1, f"tune.kind={c.tune.kind}": c.tune.adapts,
         f"data.objective={c.objective}": c.objective == "preference",
         f"model.kind={m.kind}": m.kind not in ("gpt", "glm"),
     }  # fmt: skip
+    if second:
+        yield (
+            f"layout.tp_grid={list(o.tp_grid)} can't be combined with the second positions that model.kind=glm has "
+            "with model.position=learned yet: set model.position=rope model.token_types=0, or leave the grid out"
+        )
     for key in (key for key, used in taken.items() if used):
         yield f"layout.tp_grid={list(o.tp_grid)} can't be combined with {key} yet: leave out one of the two"
 
@@ -96,13 +102,17 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
         if size % parts:
             yield f"{shown} cuts the {size} rows of {what} into {parts} equal parts: choose a grid that divides them"
 
+
 def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
     """What is needed where a micro-batch has too few sequences to deal out whole ones."""
     size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
     up, each = -(-c.train.micro_batch // rows) * rows, rows // size
-    enough = f"train.micro_batch={c.train.micro_batch} has too few sequences for the {rows} parts of {shown}"
+    enough = f"train.micro_batch={c.train.micro_batch} is not a multiple of the {rows} parts of {shown}"
+    if size == 1:
+        yield f"{enough}: set train.micro_batch={up}"
+        return
     if c.train.micro_batch % each:
-        yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each of them by {size} ranks"
+        yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each sequence by {size} ranks"
     if m.seq % (2 * size):
         yield (
             f"{enough}, so {size} ranks share each, and model.seq={m.seq} is not a multiple of {2 * size}: change it, "

@@ -183,7 +183,7 @@ def _value(hint: Any, key: str, value: Any) -> Any:
             return value
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
-        value = str(value).lower() if isinstance(value, bool) else value
+        value = str(value).lower() if isinstance(value, bool) else "" if value is None else value
         if str(value) in args:
             return str(value)
         raise UserError(f"{key}={value} is not one of {', '.join(args)}{nearest(str(value), args)}")
@@ -210,8 +210,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         return int(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if hint is str and isinstance(value, str):
-        return value
+    if hint is str and (value is None or isinstance(value, str)):
+        return value or ""  # KEY= without a word is read as None
     if hint is str and isinstance(value, (bool, int, float)):
         raise UserError(f"{key} must be a word, and YAML reads a number or a yes or no there: put it in quotes")
     if dataclasses.is_dataclass(hint):

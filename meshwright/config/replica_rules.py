@@ -33,7 +33,10 @@ def batch_problem(c: Config, world: int, samples: int) -> str:
     up = -(-samples // unit) * unit
     if samples % shares == 0:
         fits = max(n for n in divisors(samples // shares) if n < micro)
-        fix = f"set train.micro_batch={fits} (the training stays the same), or train.global_batch={up}"
+        experts = c.model.experts
+        by_batch = experts.count and experts.aux_loss and experts.aux_level == "batch"
+        same = "the balance loss is of each micro-batch" if by_batch else "the training stays the same"
+        fix = f"set train.micro_batch={fits} ({same}), or train.global_batch={up}"
     else:
         fix = f"try {either(sorted({max(unit, samples // unit * unit), up}))}"
     return f"is not a multiple of {product}: {fix}"

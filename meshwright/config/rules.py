@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
@@ -46,9 +47,10 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
     parts = {"ulysses": cp, "hybrid": inner}.get(kind, 1)
     q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
     if q % parts or (kv % parts and parts % kv):
+        fix = "use context.kind=gather or ring, with context.inner=0" if inner else "use context.kind=gather or ring"
         yield (
             f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
-            "don't come out even: use context.kind=gather or ring"
+            f"don't come out even: {fix}"
         )
 
 
@@ -226,14 +228,28 @@ def _table_fits(c: Config, key: str, samples: int, unit: int) -> Iterator[str]:
 def batch_divides(c: Config, world: int) -> Iterator[str]:
     unit, product = batch_unit(c, world)
     yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
-    start, step = c.train.ramp[:2] if c.train.ramp else (c.train.global_batch, unit)
-    for size in (start, min(start + step, c.train.global_batch)):  # if both are multiples, so are all after them
-        if size % unit:
-            if not c.train.ramp:
-                yield f"train.global_batch={size} {batch_problem(c, world, size)}"
-                return
-            near = either(sorted({max(unit, size // unit * unit), -(-size // unit) * unit}))
-            yield f"train.ramp passes through {size} samples, which is not a multiple of {product}: try {near}"
+    if c.train.global_batch % unit:
+        yield f"train.global_batch={c.train.global_batch} {batch_problem(c, world, c.train.global_batch)}"
+    elif c.train.ramp:
+        yield from _ramp_divides(c, unit, product)
+
+
+def _ramp_divides(c: Config, unit: int, product: str) -> Iterator[str]:
+    """Checks the first two batches of a ramp: if both are multiples of the unit, so are all after them."""
+    (start, step, samples), last = c.train.ramp, c.train.global_batch
+    sizes = (start, min(start + step, last))
+    for size in (size for size in sizes if size % unit):
+        first = max(unit, start // unit * unit)
+        steps = [unit * n for n in divisors((last - first) // unit)] or [unit]
+        near = min(steps, key=lambda each: abs(each - step))
+        fixes = [f"train.ramp=[{first},{near},{samples}]"]
+        shares = unit // c.train.micro_batch
+        if not any(each % shares for each in sizes):
+            fixes.append(f"train.micro_batch={math.gcd(*sizes, unit) // shares}")
+        yield (
+            f"train.ramp=[{start},{step},{samples}] passes through {size} samples, which is not a multiple of "
+            f"{product}: set {either(fixes)}"
+        )
 
 
 def eval_divides(c: Config, world: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.unpack import LARGEST_LINE, too_long
 from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
@@ -45,17 +46,11 @@ Record = Conversation | Pair
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yields the records of a .jsonl file, or of a .json file that holds a list, each with the words that name it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        named = list(_named_values(path))
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: convert it") from None
     except OSError as error:
         raise refused(f"{path} can't be read", error, path, "another file") from None
-    if text.lstrip()[:1] == "[":
-        values = list(enumerate(_parsed(text, str(path)), start=1))
-        named = [(f"{path}, record {n}", value) for n, value in values]
-    else:
-        lines = ((n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip())
-        named = [(f"{path}, line {n}", _parsed(line, f"{path}, line {n}")) for n, line in lines]
     for where, value in named:
         if not isinstance(value, dict):
             raise UserError(f"{where} holds a {type(value).__name__}, not an object with fields")
@@ -63,6 +58,25 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
             yield where, record_of(value)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def _named_values(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a file, each with the words that name it, and reads no line that is too long."""
+    with path.open("rb") as file:
+        number, is_first = 0, True
+        while line := file.readline(LARGEST_LINE + 1):
+            number += 1
+            if len(line) > LARGEST_LINE:
+                raise too_long(f"{path}, line {number}")
+            if not (text := line.decode("utf-8")).strip():
+                continue
+            if is_first and text.lstrip()[:1] == "[":
+                whole = text + file.read().decode("utf-8")
+                for record, value in enumerate(_parsed(whole, str(path)), start=1):
+                    yield f"{path}, record {record}", value
+                return
+            is_first = False
+            yield f"{path}, line {number}", _parsed(text, f"{path}, line {number}")
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -14,14 +14,13 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.data.unpack import PACKED, PARQUET, Content, contents, is_read_once
+from meshwright.data.unpack import LARGEST_LINE, LINE_END, PACKED, PARQUET, Content, contents, is_read_once, too_long
 from meshwright.disk import refused
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
 TASK_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
-LINE_END = re.compile(rb"\n")
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 PLAIN = {".txt": False, ".jsonl": True}  # whether every line is a document
@@ -176,6 +175,9 @@ def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iter
                 end = whole.end
                 if end - start > 2 * TASK_BYTES:
                     end = _next_cut(file.fileno(), start + TASK_BYTES, whole.end, cut)
+                if whole.lines and end - start > LARGEST_LINE + TASK_BYTES:
+                    before = os.pread(file.fileno(), TASK_BYTES, start).count(b"\n")
+                    raise too_long(_place(replace(whole, start=start), before))
                 yield replace(whole, start=start, end=end, last=whole.lines or end == whole.end)
                 start = end
     except OSError as error:
@@ -183,13 +185,15 @@ def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iter
 
 
 def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
-    """Returns the first place at or after `position` where the file may be cut, or its end."""
+    """Returns the first place at or after `position` where the file may be cut, or its end, also where the line that
+    goes on there is too long."""
+    begin = position
     while position < size:
         window = os.pread(handle, WINDOW_BYTES, position)
         found = cut.search(window)
         if found:
             return position + found.end()
-        if len(window) < 2:
+        if len(window) < 2 or (cut is LINE_END and position - begin > LARGEST_LINE + TASK_BYTES):
             break
         position += len(window) - 1  # a match may lie across two windows
     return size

@@ -163,6 +163,8 @@ class SentencePieceTokenizer(Tokenizer):
             import sentencepiece
         except ImportError:
             raise UserError(f"{recipe.spec} needs SentencePiece: pip install meshwright[sentencepiece]") from None
+        if not recipe.content:  # the library takes no bytes for no model, and logs its errors later
+            raise UserError(f"{recipe.spec} is not a SentencePiece model (it is empty): check the file")
         try:
             self._library: Any = sentencepiece.SentencePieceProcessor(model_proto=recipe.content)
         except Exception as error:  # RuntimeError or ValueError, by version

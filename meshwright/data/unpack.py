@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
 
+LINE_END = re.compile(rb"\n")
+LARGEST_LINE = 1 << 28  # bytes of a .jsonl line, which is parsed whole
 READ_BYTES = 1 << 15
 ROWS = 256  # of a parquet file at a time
 PACKED = (".gz", ".zst")
@@ -32,6 +34,11 @@ class Content(NamedTuple):
         return len(self.data) if isinstance(self.data, bytes) else sum(map(len, self.data))
 
 
+def too_long(where: str) -> UserError:
+    """Returns the mistake of a line that no document needs."""
+    return UserError(f"{where} has more than {LARGEST_LINE:,} bytes: end each document with a line end, or cut it")
+
+
 def is_read_once(path: str) -> bool:
     return path.endswith((*PACKED, PARQUET))
 
@@ -49,6 +56,8 @@ def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[C
         while cut is not None and len(buffer) > 2 * size:
             found = cut.search(buffer, searched)
             if found is None:
+                if cut is LINE_END and len(buffer) > LARGEST_LINE + size:
+                    raise too_long(f"{path} line {before + buffer.count(10, 0, searched) + 1}")
                 searched = len(buffer) - 1  # a match may lie across two reads
                 break
             part, searched = bytes(buffer[: found.end()]), size

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.nn.nf4 import pack
 from meshwright.nn.parallel import record_of
 from meshwright.sharding.remainders import tensors_of
@@ -69,6 +70,9 @@ def _fill(group: Any) -> None:
         return pending
 
     def all_to_all(out: Tensor, x: Tensor, *more: Any, **named: Any) -> Pending:
+        if x.is_meta and group.axis in ("ep", EP_NODE, EP_ACROSS):
+            # The plan's experts are balanced, and so each rank keeps the mean: whole rows can't always be dealt so.
+            named = {}
         pending: Pending = exchange(out, x, *more, **named)
         if out.shape == x.shape:
             out.copy_(x)

@@ -319,7 +319,7 @@ def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode 
     own = order.counts.view(ep.size, -1)
     rows = order.choices.shape[0]
     even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
-    middle = [] if by_node is None else by_node.even_middle(even)
+    middle = [] if by_node is None else even
     if routing.capacity is not None:
         return Arrivals(even, even, own, middle)
     if by_node is None:

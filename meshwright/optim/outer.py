@@ -136,6 +136,12 @@ class OuterOptimizer:
         """Both ends of a tie must find the same sums, so what is held twice is summed as it is."""
         return state.buffer.key.compressed and not state.buffer.key.partial
 
+    def _shares_residuals(self, state: OuterState) -> bool:
+        """Whether a state without residuals holds parts of tensors of which another one has residuals: key-value rows
+        that several ranks hold, beside query rows."""
+        names = {slot.record.name for each in self.states.values() if each.residuals for slot in each.buffer.slots}
+        return any(slot.record.name in names for slot in state.buffer.slots)
+
     def is_due(self, step: int, last: bool) -> bool:
         moment = moment_of(self.config, step, last)
         return bool(moment.arrive or moment.begin)
@@ -236,6 +242,10 @@ class OuterOptimizer:
             if state.residuals:
                 cut = [x[:size] for x, size in zip(state.residuals, sizes, strict=True)]
                 yield State(RESIDUAL, state.buffer, cut, replica=rows, summed=True)
+            elif self._shares_residuals(state):
+                # A checkpoint's tensors are whole: parameters that are not compressed leave nothing out.
+                zeros = [torch.zeros_like(x) for x in state.params]
+                yield State(RESIDUAL, state.buffer, zeros, replica=rows, summed=True)
 
     def kept(self) -> Iterator[Tensor]:
         """Yields the tensors that persist from step to step."""

@@ -13,7 +13,7 @@ the first of them to the next step.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.sharding.offload import StateStore
 from meshwright.sharding.placement import ALIGN, Split, backward_order, bucket_elements, buffer_key, grad_bytes, place
-from meshwright.sharding.remainders import PairedTensor, Values
+from meshwright.sharding.remainders import PairedTensor, Values, plain
 
 REDUCER = "reducer."  # with which the names of a reducer's states begin
 REPLICA_STATE = "replica."  # the same of states that each of `layout.replicas` has for itself
@@ -271,12 +271,19 @@ class Rows(NamedTuple):
     row: int
     rows: int
 
+    def saved_as(self, rows: int) -> Iterator[Rows]:
+        """Yields this row among `rows`, and then those that hold nothing new. Several parameters may hold parts of one
+        global tensor (query rows and copied key-value rows), and the ranks that have rows of their own may be fewer for
+        one of them. The ranks that read row `row` of `rows` also read each of those, so together they read all."""
+        yield from (Rows(row, rows) for row in range(self.row, rows, self.rows))
+
 
 class State(NamedTuple):
     """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's share. With
     `additive` each rank has a row of its own, which may cover the whole bucket. With `replica` each replica of
     `layout.replicas` has one: another number of replicas begins with the mean of the rows, or, if they are `summed`,
-    adds them up. `absorbs`: another kind of state, for which this run has no place, that is added to this one."""
+    adds them up. `absorbs`: another kind of state, for which this run has no place, that is added to this one.
+    `widest`: by the name of a global tensor, the most rows that any parameter that holds a part of it has."""
 
     name: str
     buffer: FlatBuffer
@@ -285,11 +292,25 @@ class State(NamedTuple):
     replica: Rows | None = None
     summed: bool = False
     absorbs: str = ""
+    widest: Mapping[str, int] = {}
 
     def record(self, slot: Slot) -> ParamRecord:
         """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
         rows = self.additive or self.replica
         return slot.record if rows is None else row_of(slot.record, *rows)
+
+    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+        """Yields what a checkpoint holds of elements low to high: their record and values, and zeros for rows that
+        this parameter does not have and another part of its global tensor has."""
+        values = self.values(slot, low, high)
+        if self.additive is None:
+            yield self.record(slot), values
+            return
+        # The next backward changes a reducer's state while it is written.
+        first, *others = self.additive.saved_as(self.widest.get(slot.record.name, self.additive.rows))
+        yield row_of(slot.record, *first), plain(values).clone()
+        for row in others:
+            yield row_of(slot.record, *row), torch.zeros_like(plain(values))
 
     def clear(self, slot: Slot | None = None) -> None:
         """Sets the state, or that of one parameter, as it is in a new run."""
@@ -318,7 +339,8 @@ class State(NamedTuple):
 class SideState(NamedTuple):
     """A state that has a tensor of another shape for some parameters of a buffer: by the slot's id, the tensor and the
     record of where it lies in a global one. Ranks that the reducer sums over hold the same; those that sum a gradient
-    further have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`)."""
+    further have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`). `widest` is
+    that of `State`."""
 
     name: str
     buffer: FlatBuffer
@@ -327,6 +349,7 @@ class SideState(NamedTuple):
     draw: Callable[[Slot], None]
     additive: Rows | None = None
     replica: Rows | None = None
+    widest: Mapping[str, int] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -339,7 +362,15 @@ class SideState(NamedTuple):
         return split.shard == 0 and (split.stage > 0 or split.replica == 0)
 
     def record(self, slot: Slot) -> ParamRecord:
-        return row_of(self.held[id(slot)][1], *self.rows)
+        return row_of(self.held[id(slot)][1], *self._rows_of(slot)[0])
+
+    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+        """Yields what a checkpoint holds of a parameter's tensor, which stands in every row that only others need."""
+        for row in self._rows_of(slot):
+            yield row_of(self.held[id(slot)][1], *row), self.values(slot, low, high).clone()
+
+    def _rows_of(self, slot: Slot) -> list[Rows]:
+        return list(self.rows.saved_as(self.widest.get(slot.record.name, self.rows.rows)))
 
     def clear(self, slot: Slot | None = None) -> None:
         for each in self.buffer.slots if slot is None else [slot]:
@@ -351,6 +382,18 @@ class SideState(NamedTuple):
 
     def values(self, slot: Slot, low: int, high: int) -> Tensor:
         return self.held[id(slot)][0].view(-1)[low:high]
+
+
+def with_widest_rows(states: Sequence[State | SideState]) -> Iterator[State | SideState]:
+    """Yields the states of reducers, each with the most rows that any state of its name has for a global tensor."""
+    widest: dict[str, dict[str, int]] = {}
+    for state in states:
+        rows = state.rows if isinstance(state, SideState) else state.additive
+        if rows is not None:
+            found = widest.setdefault(state.name, {})
+            for slot in state.buffer.slots:
+                found[slot.record.name] = max(rows.rows, found.get(slot.record.name, 1))
+    yield from (state._replace(widest=widest.get(state.name, {})) for state in states)
 
 
 def build_buffers(

@@ -37,6 +37,7 @@ from meshwright.sharding.buffers import (
     Slot,
     State,
     build_buffers,
+    with_widest_rows,
 )  # fmt: skip
 from meshwright.sharding.placement import Split, copy_axis, shard_axes
 from meshwright.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
@@ -198,6 +199,9 @@ class DataParallel:
 
     def reducer_states(self) -> Iterator[State | SideState]:
         """Yields the reducer's states, as a checkpoint holds them."""
+        yield from with_widest_rows(list(self._reducer_states()))
+
+    def _reducer_states(self) -> Iterator[State | SideState]:
         found = list(self.reducer.states())
         names = {(name, buffer.key) for name, buffer, _ in found}
         for name, buffer, tensors in found:

@@ -235,6 +235,19 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
     assert one["schedule"]["forward"]["ran"] == 4 and set(one["most"]) == {"activations", "gathered", "peak"}
 
 
+@pytest.mark.parametrize("devices, settings", [
+    (3, ["layout.ep=3", "model.experts.count=3", "train.global_batch=3"]),
+    (4, ["layout.ep=4", "layout.node_size=2", "comm.algorithm.ep=hierarchical", "model.experts.count=4"]),
+])  # fmt: skip
+@pytest.mark.parametrize("seq", [8, 9, 11])
+def test_rows_that_ep_does_not_divide_are_as_planned(
+    config_file: str, devices: int, settings: list[str], seq: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dryrun", config_file, "--devices", str(devices), "model.experts.ffn=8", "model.experts.top_k=1"]
+    assert main([*words, f"model.seq={seq}", "layout.etp=1", "train.micro_batch=1", *settings]) == 0
+    assert "differs" not in capsys.readouterr().out
+
+
 def test_a_difference_is_told(
     config_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

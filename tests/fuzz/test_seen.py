@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Any
 import pytest
 
 from meshwright.checkpoint import format as fmt
+from meshwright.data import unpack
+from meshwright.data.conversations import read_records
+from meshwright.errors import UserError
 from meshwright.outside import DEEPEST, of_kind, parse_json
 from tests.checkpoint.test_damage import sealed
 from tests.fuzz.cases import SHARDED, STEP
@@ -121,7 +126,7 @@ def test_weight_maps(found: Any, word: str, here: Path) -> None:
         (["config", "show", "config.yaml", f"train.steps={'9' * 5000}"], "a number has 5,000 digits"),
         (["config", "show", "config.yaml", f"recompute.mode=every:{'9' * 5000}"], "is not one of none"),
         (["config", "check", "config.yaml", "train.ramp=[1,1,9]", f"train.micro_batch={2**60}",
-          f"train.global_batch={2**60}"], "train.ramp passes through 1 samples"),
+          f"train.global_batch={2**60}"], "passes through 1 samples"),
         (["config", "show", "config.yaml", "model.layers=1000000000"], "use 65536 at most"),
         (["cost", "config.yaml", "--cluster=laptop", "--devices=2", f"layout.chunks={2**62}"], "more stages than"),
         ([*PLAN, "--devices=1000000000"], "--devices=1000000000 is more ranks than anybody has"),
@@ -129,6 +134,8 @@ def test_weight_maps(found: Any, word: str, here: Path) -> None:
         (["scaling", *PLAN[1:], "--devices=8:1000000000000"], "more ranks than anybody has"),
         (["schedule", "--pp=2000000", "--micro-batches=1"], "too large a drawing"),
         (["dryrun", "config.yaml", f"model.vocab={2**61}"], "use a smaller model"),
+        (["scaling", *PLAN[1:], "--devices=8", f"--global-batch={2**63}"], "more samples than anybody has"),
+        (["bench", "step", "--micro-batch=1000000000"], "which no device holds at once"),
     ],
 )  # fmt: skip
 def test_sizes_and_long_values(words: list[str], expected: str, here: Path) -> None:
@@ -145,3 +152,50 @@ def test_sizes_and_long_values(words: list[str], expected: str, here: Path) -> N
 def test_yaml_made_to_hurt(text: str, expected: str, here: Path) -> None:
     (here / "config.yaml").write_text(text)
     assert expected in said(["config", "show", "config.yaml"])
+
+
+@pytest.mark.parametrize("named", ["BertModel", 7, [7], [["GPT2LMHeadModel"]], {"a": 1}, [None], True])
+def test_architectures_of_another_kind(named: Any, here: Path) -> None:
+    for family in ({"model_type": "bert", "architectures": named}, {"model_type": "glm", "architectures": named}):
+        sizes = dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"), 4)
+        (here / "hf" / "config.json").write_text(json.dumps(family | sizes))
+        assert "in config.json" in said(["import", "hf", "--to", "out"])
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_config_that_is_no_file(kind: str, here: Path) -> None:
+    """Neither is opened: reading a device never ends, and opening a pipe waits for somebody who writes to it."""
+    path = here / "hf" / "config.json"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert "config.json can't be read (it is a device or a pipe" in said(["import", "hf", "--to", "out"])
+    assert "config.json" in said(["train", "config.yaml", "model.hf=hf", "run.dir=other"])
+    assert "no config file" in said(["plan", "hf", "--cluster", "laptop"])
+
+
+def test_lines_without_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has a hole of many gigabytes: nobody may try to hold it in memory."""
+    good = json.dumps({"text": "a"}) + "\n"
+    (here / "long.jsonl").write_text(good)
+    os.truncate(here / "long.jsonl", 2**36)
+    found = said(["data", "prepare", "long.jsonl", "--out=made", "--workers=1", "--tokenizer", "bytes"])
+    assert "long.jsonl line 2 has more than 268,435,456 bytes" in found
+    with pytest.raises(UserError, match=r"long.jsonl, line 2 has more than"):
+        list(read_records(here / "long.jsonl"))
+    monkeypatch.setattr(unpack, "LARGEST_LINE", 1 << 22)
+    with gzip.open(here / "long.jsonl.gz", "wb") as file:
+        file.write(good.encode() * 100_000 + b"x" * 2**23)
+    found = said(["data", "prepare", "long.jsonl.gz", "--out=made", "--workers=1", "--tokenizer", "bytes"])
+    assert "long.jsonl.gz line 100001 has more than" in found
+
+
+def test_a_sentencepiece_model_of_no_bytes(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sentencepiece")
+    (here / "empty.model").write_bytes(b"")
+    (here / "a.txt").write_text("a")
+    sentence = said(["data", "prepare", "a.txt", "--out=made", "--workers=1", "--tokenizer", "empty.model"])
+    assert "empty.model is not a SentencePiece model (it is empty)" in sentence
+    assert "LOG(" not in capfd.readouterr().err

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
             "layout": {"tp": 8, "tp_grid": [2, 2, 2], "tp_kind": "3d"},
             "train": {"micro_batch": 1},
         },
-        "too few sequences for the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2",
+        "is not a multiple of the 4 parts of layout.tp_grid=[2, 2, 2]: set train.micro_batch=4, or a multiple of 2",
     ),
     "shared": ({"train": {"micro_batch": 1}, "model": {"seq": 18}}, "model.seq=18 is not a multiple of 4: change it"),
     "sequence parallel": ({"layout": {"sequence_parallel": True}}, "set layout.sequence_parallel=false"),

@@ -111,6 +111,8 @@ class Family:
     def _architecture(self, config: HFConfig) -> str:
         """Returns the class that a config.json names, where the family has several."""
         named = config.get("architectures") or [self.architecture]
+        if not isinstance(named, list) or not isinstance(named[0], str):
+            raise UserError(f"architectures={named!r} in config.json must be a list of names: correct it")
         if self.architectures and named[0] not in self.architectures:
             raise UserError(
                 f"architectures={named} in config.json can't be imported: of {self.model_type} only "

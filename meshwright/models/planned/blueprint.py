@@ -20,6 +20,7 @@ from meshwright.errors import UserError
 from meshwright.models.planned.activations import KeptElements, kept_elements
 from meshwright.models.planned.calls import Plan, style_of
 from meshwright.models.planned.families import mended
+from meshwright.outside import read_file
 from meshwright.parts.part import NamedPart, Unit
 from meshwright.parts.planned import (
     STYLES,
@@ -64,8 +65,8 @@ def read_config(folder: str) -> Any:
     """Returns the transformers config of a folder; that of its text, where the model has more."""
     path = Path(folder) / "config.json"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = read_file(path).decode("utf-8")
+    except (OSError, ValueError):
         raise UserError(f"model.hf={folder} has no config.json that can be read: name a folder of a model") from None
     return _read(folder, text)
 

@@ -55,15 +55,25 @@ class LowRankReducer(Compressing):
 
     def draw(self, slot: Slot) -> None:
         """Sets the factor that a run begins with, the same on all data-parallel ranks."""
-        factor = self.factors[id(slot)]
+        if (factor := self.factors.get(id(slot))) is None:
+            return
         numbers = generator(factor.device)
         numbers.manual_seed(stream_seed(self.seed, "powersgd", slot.record.name))
         factor.normal_(generator=numbers)
 
     def side_states(self) -> Iterator[SideTensors]:
+        products = {slot.record.name for buffer in self.buffers for slot in buffer.slots if self.sends_product(slot)}
         for buffer in self.buffers:
-            slots = [slot for slot in buffer.slots if self.sends_product(slot)]
-            held = {id(slot): (self.factors[id(slot)], factor_record(slot.record, self.form(slot))) for slot in slots}
+            held = {}
+            for slot in (slot for slot in buffer.slots if slot.record.name in products):
+                # A few copied key-value rows may be sent as they are while the query rows of the same tensor are sent
+                # as a product: a checkpoint's tensor is whole, with zeros there.
+                whole_rows = slot.record.local_shape[-1] == slot.record.shape[-1]
+                form = replace(self.form(slot), rank=self.config.rank, transposed=whole_rows)
+                record = factor_record(slot.record, form)
+                factor = self.factors.get(id(slot))
+                zeros = torch.zeros(record.local_shape, dtype=wide(slot.grad.dtype), device=slot.grad.device)
+                held[id(slot)] = (zeros if factor is None else factor, record)
             yield "factor", buffer, held, self.draw
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:

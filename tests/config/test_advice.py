@@ -1,0 +1,70 @@
+"""Refusals whose advice is followed: it leads to a config that runs, or to a further sentence that is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config.load import config_from, flat, merged, nested, to_mapping
+from meshwright.config.rules import first_broken_rule
+from meshwright.config.sections import Config
+from meshwright.config.yaml_text import parse_yaml
+from meshwright.errors import UserError
+from tests.support.advice import advised
+
+MODEL = {"layers": 2, "hidden": 24, "heads": 6, "vocab": 64, "seq": 16}
+TRAIN = {"steps": 1, "global_batch": 8, "micro_batch": 1, "precision": "fp32"}
+
+
+def made(*sections: dict[str, Any]) -> Config:
+    found: dict[str, Any] = {"model": MODEL, "train": TRAIN, "data": {"prefixes": ["made"]}}
+    for each in sections:
+        found = merged(found, each)
+    return config_from(found)
+
+
+CASES: dict[str, tuple[int, dict[str, Any], str]] = {
+    "hybrid": (4, {"context": {"kind": "hybrid", "inner": 2}, "layout": {"cp": 4}, "model": {"heads": 3}},
+               "use context.kind=gather or ring, with context.inner=0"),
+    "glm's second positions": (2, {"model": {"kind": "glm", "position": "learned"}, "data": {"objective": "blanks"},
+                                   "layout": {"tp": 2, "tp_grid": [2, 1]}, "train": {"micro_batch": 2}},
+                               "set model.position=rope model.token_types=0, or leave the grid out"),
+    "grid's parts": (2, {"layout": {"tp": 2, "tp_grid": [1, 1, 2], "tp_kind": "3d"},
+                         "train": {"micro_batch": 3, "global_batch": 12}}, "set train.micro_batch=4"),
+    "batch": (4, {"train": {"global_batch": 12, "micro_batch": 2}},
+              "set train.micro_batch=1 (the training stays the same), or train.global_batch=16"),
+    "ramp's start": (2, {"train": {"global_batch": 16, "micro_batch": 4, "ramp": [4, 4, 32]}},
+                     "set train.ramp=[8,8,32] or train.micro_batch=2"),
+    "ramp's increment": (2, {"train": {"global_batch": 20, "micro_batch": 2, "ramp": [8, 6, 32]}},
+                         "set train.ramp=[8,4,32] or train.micro_batch=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_advised_runs(name: str) -> None:
+    world, sections, advice = CASES[name]
+    sentence = first_broken_rule(made(sections), world)
+    assert sentence is not None and sentence.endswith(advice), sentence
+    choices = advised(sentence)
+    assert choices
+    for keys in choices:
+        assert first_broken_rule(made(sections, nested(keys)), world) is None, keys
+
+
+def test_a_micro_batch_is_not_called_the_same_where_losses_are_of_micro_batches() -> None:
+    experts = {"count": 4, "top_k": 2, "ffn": 8, "aux_loss": 0.01, "aux_level": "batch"}
+    sections = {"train": {"global_batch": 12, "micro_batch": 2}, "model": {"experts": experts}}
+    sentence = first_broken_rule(made(sections), 4)
+    assert sentence is not None and "set train.micro_batch=1 (the balance loss is of each micro-batch)" in sentence
+
+
+@pytest.mark.parametrize("key", ["layout.tp_kind", "checkpoint.dir", "model.preset"])
+def test_a_word_left_out_is_an_empty_one(key: str) -> None:
+    given = made(nested({key: parse_yaml("", key)}))
+    assert flat(to_mapping(given))[key] == ""
+
+
+def test_an_empty_word_is_not_one_of_the_choices() -> None:
+    with pytest.raises(UserError, match="train.precision= is not one of fp64"):
+        made({"train": {"precision": None}})
