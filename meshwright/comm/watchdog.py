@@ -5,6 +5,8 @@ Each rank runs two threads. The *timer* only looks at this rank's flight record,
 ever. When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store;
 every rank that hears it publishes its state; the first one reads those it needs, writes the message, and all end with
 EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
+A call that fails, or a process group that reports an error, raises the same alarm at once: a rank is lost, and the one
+that does not answer is named (`lost_ranks.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from meshwright.comm.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
+from meshwright.comm.lost_ranks import ErrorPoll, who_is_lost
 from meshwright.comm.mesh import Mesh
 
 EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
 PUBLISHED_CALLS = 8  # how many of its last ones a rank publishes in the store; the files hold the whole flight record
+HANG_TOLD = "1"  # what `told` holds after a hang, whose message is out; after a loss it holds the message
 STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
 
 _NUMBERS = itertools.count()
@@ -78,8 +83,11 @@ class Watchdog:
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
         self._overdue: RecordedCall | None = None
+        self._errors = ErrorPoll(lambda: list(mesh.groups.values()))
+        self._broken: str | None = None  # what a process group says of its failure
         self._heard = time.monotonic()  # when the store last answered
         self._error: BaseException | None = None
+        self._store_gone = False
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -109,8 +117,8 @@ class Watchdog:
         self._threads = []
         if isinstance(error, CommError):
             self._write_flight(self.state())
-            if silent:
-                self._end(f"{error}; {self._store_silence()}")
+            if silent or self._store_gone:
+                self._end_alone(str(error))
 
     def state(self) -> State:
         """What this rank tells the others after an alarm."""
@@ -128,15 +136,20 @@ class Watchdog:
     # The timer's thread.
 
     def _time(self) -> None:
-        while (held := self.flight.holding(self.timeout)) is None:
+        held: RecordedCall | None = None
+        while (broken := self._errors.look()) is None and (held := self.flight.holding(self.timeout)) is None:
             if self._stopping.wait(self._pause()):
                 return
-        self._overdue = held
+        self._broken, self._overdue = broken, held
         self._wake.set()
         if self._store is not None and time.monotonic() - self._heard < 3 * self.interval + 1.0:
             # The listener ends the process, unless the store keeps it waiting.
             self._stopping.wait(2 * self.grace + 2.0)
-        if not self._stopping.is_set():
+        if self._stopping.is_set():
+            return
+        if broken is not None:
+            self._end_alone(broken)
+        elif held is not None:
             self._speak_alone(held)
 
     def _pause(self) -> float:
@@ -153,18 +166,23 @@ class Watchdog:
         try:
             while not self._stopping.is_set():
                 self._wake.wait(self.interval)
-                if self._overdue is not None:
+                if self._broken is not None:
+                    self._tell_loss(store, self._broken)
+                elif self._overdue is not None:
                     self._raise_alarm(store, self._overdue)
                 elif not self._stopping.is_set():
                     if store.check(["alarm"]):
                         self._answer(store)
                     self._heard = time.monotonic()
-            if isinstance(self._error, CommError) and store.check(["alarm"]):
-                self._answer(store)
+            if isinstance(self._error, CommError):
+                self._tell_loss(store, str(self._error))
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
             self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
+            self._store_gone = True
+            if self._broken is not None:
+                self._end_alone(self._broken)
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
@@ -189,13 +207,32 @@ class Watchdog:
 
         self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
 
+    def _tell_loss(self, store: Store, what: str) -> None:
+        """Ends the run since `what` failed: the first rank that notices asks all ranks, and names who is not there."""
+        self._alarmed.set()
+        if store.add("alarms", 1) > 1:
+            self._answer(store)
+            return
+        begun = time.monotonic()
+        store.set("alarm", str(self.rank))
+        self._publish(store)
+        message = f"{what}; {who_is_lost(store, self.world, begun + self.grace)}"
+        time.sleep(max(0.0, begun + LAUNCHER_SEES_S - time.monotonic()))
+        self._end(message, store, lost=True)
+
     def _answer(self, store: Store) -> None:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
         self._alarmed.set()
         try:
             self._publish(store)
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
+            told = store.get("told").decode()
+            if told != HANG_TOLD:
+                report_loss(told, speaks=False)
         except RuntimeError:
+            self._store_gone = True
+            if isinstance(self._error, CommError) or self._broken is not None:
+                self._end_alone(self._broken or str(self._error))
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
             self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
@@ -222,6 +259,11 @@ class Watchdog:
         self._write_flight(self.state())
         self._end(f"{what} on rank {self.rank}; {self._store_silence()}")
 
+    def _end_alone(self, what: str) -> None:
+        """Ends this rank after a loss, where it can't ask the others."""
+        self._write_flight(self.state())
+        self._end(f"{what}; {self._store_silence()}", lost=True)
+
     def _store_silence(self) -> str:
         if self.keeper is not None and self.keeper != self.rank and self._store is not None:
             why = f"rank {self.keeper}, which keeps the ranks' store, does not answer (stopped or dead)"
@@ -229,11 +271,14 @@ class Watchdog:
             why = "there is no store that answers"
         return f"{why}, so the other ranks can't be asked"
 
-    def _end(self, message: str | None, store: Store | None = None) -> None:
-        """Writes the message, tells the others and ends the process at once: its main thread can't do it."""
+    def _end(self, message: str | None, store: Store | None = None, lost: bool = False) -> None:
+        """Writes the message, tells the others and ends the process at once: its main thread can't do it. `lost`: the
+        message is about a loss, of which the launcher may know better."""
         if not self._ending.acquire(blocking=False):
             time.sleep(60.0)  # the other thread is ending the process
-        if message is not None:
+        if message is not None and lost:
+            report_loss(message, speaks=True)
+        elif message is not None:
             where = "" if self.folder is None else f" (flight records in {self.folder})"
             self._write_message(message)
             with contextlib.suppress(OSError, ValueError):
@@ -241,9 +286,11 @@ class Watchdog:
                 sys.stderr.flush()
         if store is not None:
             with contextlib.suppress(RuntimeError):
-                store.set("told", "1")
+                if message is not None:
+                    store.set("told", message if lost else HANG_TOLD)
                 # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
                 self._leave(store, "ended", self.interval + 0.5)
+        act_before_end()
         os._exit(EXIT_CODE)
 
     def _write_flight(self, state: State) -> None:

@@ -21,7 +21,7 @@ from signal import SIGKILL, SIGTERM
 
 from meshwright.checkpoint.keeper import KEEPERS, KEY
 from meshwright.errors import UserError, notice, plural
-from meshwright.train.launch import STOP, Outcome, Team, in_short, is_final, signal_ranks
+from meshwright.train.launch import SHUTDOWN_S, STOP, Outcome, Team, in_short, is_final, signal_ranks
 from meshwright.train.nodes import Board, Generation, Node, Share, knock, new_node
 from meshwright.train.processes import LOOPBACK, LOST
 
@@ -29,6 +29,7 @@ JOIN_S = 30.0  # a first start waits so long for more nodes than it needs
 POLL_S, LOOK_S = 0.1, 0.5
 WORD_S = 30.0  # between two words about waiting
 END_S = 2.0  # ranks whose peers are gone have so long to end by themselves
+BLAME_S = SHUTDOWN_S + 2.0  # within which the other nodes say how their ranks ended: as long as these may take
 FAILURES = 3  # in a row and without a new step, after which a run gives up
 
 
@@ -95,6 +96,7 @@ class Watch:
     """What the launcher notices while its ranks run."""
 
     lost: list[str] = field(default_factory=list)  # nodes
+    killed: bool = False  # it has killed the node's own ranks, whose peers are gone
 
 
 class Elastic:
@@ -254,12 +256,47 @@ class Elastic:
             len(share.places), generation.attempt, tuple(share.places), index, len(generation.shares), generation.host,
             generation.port, door, self.wishes.address, generation.job, env,
         )  # fmt: skip
-        self.board.say(state="running", generation=generation.number)
+        self.board.say(state="running", generation=generation.number, fault="")
         with self._watching(generation) as watch:
             ended = self.start(team, generation.words)
-        if watch.lost and not is_final(ended.code):
-            return Outcome(1, f"lost {' and '.join(watch.lost)}")
-        return ended
+        if is_final(ended.code) or len(generation.shares) == 1:
+            return ended
+        lost = self._to_blame(generation, ended, watch)
+        return Outcome(1, f"lost {' and '.join(lost)}") if lost else ended
+
+    def _to_blame(self, generation: Generation, ended: Outcome, watch: Watch) -> list[str]:
+        """Returns the other nodes that ended this generation; none if a rank of this one did, or nobody knows.
+
+        A rank that was killed here is to blame. Any other failure may follow from a loss elsewhere, of which this node
+        may hear later than its ranks do: so it waits for what the other nodes say before a healthy device rests.
+        """
+        if watch.killed:
+            return watch.lost
+        if ended.certain:
+            self.board.say(fault="own")
+            return []
+        self.board.say(fault="others" if ended.failed is None else "unsure")
+        end = time.monotonic() + BLAME_S
+        while True:
+            failed, silent = self._failed_nodes(generation, watch)
+            if failed or not silent or time.monotonic() >= end:
+                return failed
+            time.sleep(POLL_S)
+
+    def _failed_nodes(self, generation: Generation, watch: Watch) -> tuple[list[str], list[str]]:
+        """Returns the other nodes that are gone or say that a rank of theirs failed, and those that say nothing yet."""
+        there = {node.name: node for node in self.board.look()}
+        failed, silent = [], []
+        for share in generation.shares:
+            if share.name == self.board.me.name:
+                continue
+            node, name = there.get(share.name), f"node {share.name}"
+            fault = node.fault if node is not None and node.generation == generation.number else ""
+            if node is None or fault in ("own", "unsure") or (name in watch.lost and fault != "others"):
+                failed.append(name)
+            elif not fault:
+                silent.append(name)
+        return failed, silent
 
     @contextlib.contextmanager
     def _watching(self, generation: Generation) -> Iterator[Watch]:
@@ -275,6 +312,7 @@ class Elastic:
                     if lost := self._lost(generation, nodes, silent):
                         watch.lost = lost
                         if not ended.wait(END_S):
+                            watch.killed = True
                             signal_ranks(self.folder, SIGKILL)
                         return
                     leads = self._leads(nodes) and not generation.full

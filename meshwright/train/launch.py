@@ -25,10 +25,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from meshwright.comm.ending import LAUNCHER_SEES_S, report_losses_by
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
 from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
-from meshwright.train.rank_process import end_with_launcher, name_rank
+from meshwright.train.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.train.signals import (
     OF_TERMINALS,
     SAME_CTRL_C_S,
@@ -47,7 +48,6 @@ DEEPEST_TMPDIR = 64  # bytes: systems allow a socket's path some hundred, of whi
 SHORT_TMPDIR = "/tmp"  # noqa: S108
 SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for ranks that are stopped because another one failed
 SERVER_GONE = 255  # what multiprocessing calls the exit code of a process whose server can't tell it any more
-GRACE = 2.0  # a rank that lost its peers waits so long before it ends, so that the launcher sees first who was lost
 
 
 def warm_up() -> None:
@@ -98,11 +98,12 @@ class Team:
 @dataclass(frozen=True)
 class Outcome:
     """How a team ended: an exit code, why (empty if that was said already), and the rank on this machine that failed
-    by itself, not since others did."""
+    by itself, not since others did. `certain`: it was killed, which the loss of another rank does not do."""
 
     code: int
     why: str = ""
     failed: int | None = None
+    certain: bool = False
 
 
 def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
@@ -120,39 +121,56 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
     """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1. `stops`: it notes
     requests to stop and ends by itself; others are ended by the signal.
 
-    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves.
+    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves. After an error a launched
+    rank ends without the interpreter's own end, which would wait in torch for peers that are gone. All that must not
+    be lost was written before: the contexts inside of `main` are closed, those of saves and loggers among them.
     """
     from meshwright.comm.group import CommError
+    from meshwright.comm.watchdog import EXIT_CODE
 
     place = Path(folder) if folder else None
     at = find_place()
     if at.launched:
         end_with_launcher(place / LIFELINE if place else None)
         name_rank(at.rank, at.world)
+    if place is not None:
+        report_losses_by(lambda text: _report(place, "weak", text))
     try:
-        if not stops and threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if number != signal.SIGHUP:  # a closed terminal is the launcher's business
-                    signal.signal(number, signal.SIG_DFL)  # the server that forked this process ignores them
-        with StopRequests(signal.SIG_DFL, speaks=at.rank == 0) if stops else contextlib.nullcontext() as requests:
-            if place is not None:
-                (place / f"pid-{_me()}").write_text(str(os.getpid()))
-                if requests is not None and (place / STOP).exists():
-                    requests.request(time.monotonic())
-            main(*args)
+        _run_body(place, stops, at.rank == 0, main, *args)
     except UserError as error:
         _report(place, "mistake", str(error))
-        raise SystemExit(2) from None
+        code = 2
     except CommError as error:
         _report(place, "weak", str(error))
-        time.sleep(GRACE)
-        raise SystemExit(1) from None
+        time.sleep(LAUNCHER_SEES_S)
+        code = EXIT_CODE
+    except SystemExit as error:
+        if not error.code or not at.launched:
+            raise
+        code = error.code if isinstance(error.code, int) else 1
     except Exception as error:
-        if isinstance(error, OSError) and (mistake := mistake_of(error)):
-            _report(place, "mistake", str(mistake))
-            raise SystemExit(2) from None
-        _report(place, "bug", traceback.format_exc())
-        raise SystemExit(1) from None
+        mistake = mistake_of(error) if isinstance(error, OSError) else None
+        _report(place, "mistake" if mistake else "bug", str(mistake) if mistake else traceback.format_exc())
+        code = 2 if mistake else 1
+    else:
+        return
+    if at.launched:
+        end_process(code)
+    raise SystemExit(code)
+
+
+def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[..., None], *args: object) -> None:
+    """Runs `main(*args)` with the handlers of a rank for requests to stop."""
+    if not stops and threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP:  # a closed terminal is the launcher's business
+                signal.signal(number, signal.SIG_DFL)  # the server that forked this process ignores them
+    with StopRequests(signal.SIG_DFL, speaks=speaks) if stops else contextlib.nullcontext() as requests:
+        if place is not None:
+            (place / f"pid-{_me()}").write_text(str(os.getpid()))
+            if requests is not None and (place / STOP).exists():
+                requests.request(time.monotonic())
+        main(*args)
 
 
 LIFELINE = "launcher"  # a FIFO that only the launcher holds open for writing
@@ -248,7 +266,10 @@ def attempt_of(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshwright.comm.lost_ranks import leave_errors_to_us
+
     _silence_torch()
+    leave_errors_to_us(os.environ)  # torch's agent gives its ranks what it finds here, else a default of its own
     signals = "SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
     options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
@@ -369,26 +390,41 @@ def _passing_on(folder: Path) -> Iterator[None]:
 
 
 def _failed(folder: Path, error: object) -> Outcome:
-    """The exit code, 2 if a user's mistake stopped the run, else 1; and why."""
+    """Returns the exit code (2 if a user's mistake stopped the run, 75 if ranks lost others, else 1) and why."""
     from meshwright.comm.watchdog import EXIT_CODE
 
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
-    if first.exitcode == EXIT_CODE:  # the watchdog has said what hung
-        return Outcome(EXIT_CODE)
+    bugs, mistakes, weak = (_reports(folder, kind) for kind in ("bug", "mistake", "weak"))
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         why = " (a file that it had mapped could not be read or written: look at the disk)" if name == "SIGBUS" else ""
-        return Outcome(1, f"rank {rank} was killed by {name}{why}; the other ranks were stopped", first.local_rank)
-    bugs = _reports(folder, "bug")
-    told = _reports(folder, "mistake") or bugs or dict([*_reports(folder, "weak").items()][:1])
+        alone = rank not in weak and not _ended_by_torch(first.exitcode)
+        said = f"rank {rank} was killed by {name}{why}; the other ranks were stopped"
+        return Outcome(1, said, first.local_rank if alone else None, alone)
+    told = mistakes or bugs or dict([*weak.items()][:1])
+    if first.exitcode == EXIT_CODE and not told:  # the watchdog has said what hung
+        return Outcome(EXIT_CODE)
+    said = _distinct(told)
+    if not told:
+        server = ", or the process that it was forked from was killed" * (first.exitcode == SERVER_GONE)
+        said = f"rank {rank} ended with exit code {first.exitcode}{server}"
+    code = EXIT_CODE if first.exitcode == EXIT_CODE else 1
+    alone = rank in bugs or not told
+    return Outcome(2 if first.exitcode == 2 or mistakes else code, said, first.local_rank if alone else None)
+
+
+def _distinct(told: Mapping[int, str]) -> str:
+    """Returns the reports of ranks, each distinct one once, with the ranks that it came from."""
     said = []
     for text in dict.fromkeys(told.values()):
         ranks = ", ".join(str(rank) for rank, other in told.items() if other == text)
         where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
         said.append(f"{where}{text}")
-    if not told:
-        server = ", or the process that it was forked from was killed" * (first.exitcode == SERVER_GONE)
-        said.append(f"rank {rank} ended with exit code {first.exitcode}{server}")
-    mistake = first.exitcode == 2 or _reports(folder, "mistake")
-    alone = first.local_rank if not told or rank in bugs else None
-    return Outcome(2 if mistake else 1, "\nmeshwright: ".join(said), alone)
+    return "\nmeshwright: ".join(said)
+
+
+def _ended_by_torch(exit_code: int) -> bool:
+    """Whether torch may have ended a rank since its peers were gone: NCCL's watchdog does so by SIGABRT."""
+    from meshwright.device import accelerator_count
+
+    return exit_code == -signal.SIGABRT and accelerator_count() > 0

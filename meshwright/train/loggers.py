@@ -252,13 +252,13 @@ class Loggers:
         if self._thread is not None:
             self._waiting.put(({name: value for name, value in values.items() if math.isfinite(value)}, step))
 
-    def close(self) -> None:
-        """Waits until all is logged, for so long as that may take."""
+    def close(self, patience: float = CLOSING_S) -> None:
+        """Waits until all is logged, for at most `patience` seconds. A second call only waits."""
         if self._thread is not None:
             self._waiting.put(None)
-            self._thread.join(CLOSING_S)
+            self._thread.join(patience)
             if self._thread.is_alive():
-                _warn("the loggers have not taken everything within a minute: their last steps may be missing")
+                _warn(f"the loggers have not taken everything within {patience:.0f} s: their last steps may be missing")
 
     def _work(self, names: Sequence[str], start: Start) -> None:
         open_: dict[str, Logger] = {}

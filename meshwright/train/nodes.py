@@ -28,12 +28,14 @@ BEAT_S = 1.0
 KNOCK_S = 2.0  # until nobody answers at a door
 SILENT_S = 2.5 * BEAT_S  # a note that is older, of a launcher whose door is shut, is that of one that is gone
 State = Literal["ready", "running", "left"]
+# A rank of this node died; or may have failed by itself; or its ranks only lost others.
+Fault = Literal["own", "unsure", "others"]
 
 
 @dataclass(frozen=True)
 class Node:
     """What a launcher says of itself. `places` are the devices that it offers, its spares last; `generation` is the
-    one that it runs, or ran last."""
+    one that it runs, or ran last, and `fault` whose fault its end was, if that was no good one."""
 
     name: str
     since: float
@@ -44,6 +46,7 @@ class Node:
     generation: int = 0
     code: int = 0  # with which it left
     beat: int = 0
+    fault: str = ""  # a Fault, or empty
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -247,7 +247,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
     launched, loses = find_place().launched, partial(what_is_lost, config)
-    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, saver:
+    closing = folder.closed_after_error() if folder else nullcontext()
+    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, closing, saver:
         ending = TimeLimit(requests, saver, limit, began)
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.

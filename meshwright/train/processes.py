@@ -116,6 +116,7 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     import torch.distributed as dist
 
     from meshwright.comm.group import CommError
+    from meshwright.comm.lost_ranks import leave_errors_to_us
     from meshwright.comm.meeting import meet
     from meshwright.comm.mesh import torch_limit
     from meshwright.device import Device, limit_threads
@@ -132,6 +133,7 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
         return device, False
     host, port = rendezvous()
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    leave_errors_to_us(os.environ)
     limit = torch_limit(timeout)
     # Ranks of our own launcher will meet, unless a node of theirs is lost; one of another's may never come.
     own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from meshwright.errors import notice
 
@@ -64,6 +66,17 @@ def _end() -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         notice(f"rank {os.environ.get('RANK', '0')}: the launcher is gone, so its ranks end")
     os._exit(ORPHAN)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process at once, after an error. What was printed or logged is flushed first; nothing that waits for
+    other ranks, such as torch's teardown of process groups, is run."""
+    with suppress(Exception):
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def name_rank(rank: int, world: int, run: str = "") -> None:

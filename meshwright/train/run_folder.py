@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 from meshwright.checkpoint import format as fmt
+from meshwright.comm.ending import before_sudden_end
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
@@ -34,6 +35,8 @@ from meshwright.train.run_notes import read_events, write_event
 CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
 
 FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
+
+AFTER_ERROR_S = 3.0  # how long a run that fails waits for its loggers; a launcher kills its ranks after 5 s
 
 TAIL_BYTES = 2**20  # more than a line of metrics.jsonl
 
@@ -191,6 +194,20 @@ class RunFolder:
         with self._written():
             self._close_files()
         self._loggers.close()
+
+    @contextlib.contextmanager
+    def closed_after_error(self) -> Iterator[None]:
+        """Has the loggers take what was logged if the body fails, or if the watchdog ends the process during it: they
+        get no other chance, since a rank then ends without the interpreter's own end."""
+        with before_sudden_end(self._close_loggers_soon):
+            try:
+                yield
+            except BaseException:
+                self._close_loggers_soon()
+                raise
+
+    def _close_loggers_soon(self) -> None:
+        self._loggers.close(AFTER_ERROR_S)
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -35,12 +34,26 @@ class Ended:
     seconds: float
 
 
-def _child(body: Any, rank: int, world: int, port: int, folder: str, timeout: float, axes: Any, args: Any) -> None:
+def _store(rank: int, folder: Path) -> dist.TCPStore:
+    """The ranks' store, which rank 0 keeps on a port that the system chooses."""
+    note = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / ".port").write_text(str(store.port))
+        (folder / ".port").rename(note)
+        return store
+    while not note.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(note.read_text()), is_master=False, wait_for_workers=False)
+
+
+def _child(body: Any, rank: int, world: int, folder: str, timeout: float, axes: Any, args: Any) -> None:
     os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout + 30))
+        store, limit = _store(rank, Path(folder)), timedelta(seconds=2 * timeout + 30)
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"})
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         mesh = Mesh(Layout(world=world, **axes), rank)
         with Watchdog(mesh, timeout, open_store(), folder=Path(folder) / "flight", keeper=store_keeper()):
             body(mesh, *args)
@@ -54,12 +67,9 @@ def run_hanging(
     world: int, body: Any, folder: Path, *args: Any, timeout: float, stopped: int = -1, **axes: int
 ) -> list[Ended]:
     """`stopped`: a rank that will not end by itself and is killed when the others have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     children = []
     for rank in range(world):
-        given = (body, rank, world, port, str(folder), timeout, axes, args)
+        given = (body, rank, world, str(folder), timeout, axes, args)
         children.append(_SERVER.Process(target=_child, args=given, daemon=True))
     for child in children:
         child.start()

@@ -85,7 +85,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     made: list[Played] = []
     for module, name, value in (
         (nodes, "BEAT_S", 0.05), (elastic, "LOOK_S", 0.05), (elastic, "POLL_S", 0.01), (elastic, "END_S", 0.05),
-        (elastic, "JOIN_S", 1.5),
+        (elastic, "JOIN_S", 1.5), (elastic, "BLAME_S", 0.3),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
@@ -171,6 +171,52 @@ def test_a_node_that_is_lost_and_one_that_comes(tmp_path: Path, quick: list[Play
     assert second.teams[0].port == first.teams[0].port != 0 and second.teams[0].job == third.teams[0].job
     assert first.teams[1].devices == (0, 1, 2, 3), "the ranks that the launcher itself ended are not to blame"
     assert "lost node" in dict(first.told)["restart"] and first.words[1] == ["layout.tp=4"]
+
+
+UNSURE = Outcome(1, "rank 0 ended with exit code 1", failed=0)
+KILLED = Outcome(1, "rank 1 was killed by SIGKILL", failed=1, certain=True)
+FOLLOWED = Outcome(75, "rank 1 does not answer (stopped or dead)")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "resting", "why"),
+    [
+        (KILLED, FOLLOWED, [[1], []], "was killed"),
+        (UNSURE, KILLED, [[], [1]], "lost node"),
+        (UNSURE, FOLLOWED, [[0], []], "ended with exit code"),
+        (FOLLOWED, FOLLOWED, [[], []], "does not answer"),
+    ],
+)
+def test_of_two_nodes_only_the_device_of_the_rank_that_failed_rests(
+    here: Outcome, there: Outcome, resting: list[list[int]], why: str, tmp_path: Path, quick: list[Played],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Their ranks end at different times: the launcher that sees the end first waits for what the other one says, for
+    as long as it takes here, since the other one always says it."""
+    monkeypatch.setattr(elastic, "BLAME_S", 60.0)
+    monkeypatch.setattr(elastic, "END_S", 60.0)
+    shared: dict[str, Any] = {"most": 2, "least": 2, "folder": tmp_path / "notes", "lost_after": 60.0}
+    ended = threading.Event()
+
+    def ends_first(node: Played, team: Team) -> Outcome:
+        node.step += 1
+        ended.set()
+        return here
+
+    def ends_later(node: Played, team: Team) -> Outcome:
+        assert ended.wait(10.0)
+        time.sleep(0.2)
+        return there
+
+    first = Played(tmp_path / "a", [ends_first, done], **shared)
+    second = Played(tmp_path / "b", [ends_later, done], **shared)
+    started(quick, first)
+    time.sleep(0.05)
+    started(quick, second)
+    assert first.finish() == Outcome(0) and second.finish() == Outcome(0)
+    free = [node.launcher.places.free() for node in (first, second)]
+    assert [sorted({0, 1, 2, 3} - set(each)) for each in free] == resting
+    assert why in " ".join(text for _, text in first.told)
 
 
 def test_one_that_is_asked_to_stop_while_it_waits(tmp_path: Path, quick: list[Played]) -> None:

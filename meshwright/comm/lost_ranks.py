@@ -1,0 +1,93 @@
+"""Finds out that a rank is lost, and which one: by the error state of process groups, and by who answers in the store.
+
+NCCL learns of a dead peer in a thread of its own, while the program may wait on the device for ever. torch would then
+end the process by SIGABRT, a minute later and without a name. That is switched off (`leave_errors_to_us`). Instead the
+watchdog polls the error state of all groups, asks every rank whether it is there, and ends the run with one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from meshwright.comm.group import Group, list_ranks
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+TORCHRUN_DEFAULT = "1"  # what torch's elastic agent sets where the user has set nothing
+ASK_PAUSE_S = 0.05
+
+
+def leave_errors_to_us(env: MutableMapping[str, str]) -> None:
+    """Switches off torch's own teardown after an NCCL error, unless the user has chosen another one. It must be set
+    before the first process group is made."""
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env and env.get(ERROR_HANDLING) == TORCHRUN_DEFAULT
+    if ERROR_HANDLING not in env or by_torchrun:
+        env[ERROR_HANDLING] = "0"
+
+
+class ErrorPoll:
+    """Asks the process groups of a mesh for their error state. Back ends that have none, such as Gloo, are asked once
+    and then left out: their calls raise by themselves."""
+
+    def __init__(self, groups: Callable[[], Iterable[Group]]) -> None:
+        self._groups = groups
+        self._without: set[int] = set()  # ids of process groups that can't tell
+
+    def look(self) -> str | None:
+        """Returns a sentence about the first group that has failed, or None."""
+        for group in self._groups():
+            process_group = group.process_group
+            if process_group is None or id(process_group) in self._without:
+                continue
+            states = [state for backend in _backends(process_group) if (state := _error_of(backend)) is not None]
+            if not states:
+                self._without.add(id(process_group))
+            failed = next((state for state in states if state != "SUCCESS"), None)
+            if failed is not None:
+                what = f"communication over {group.axis} of ranks {list_ranks(group.ranks)}"
+                return f"{what} failed on rank {group.rank} ({failed})"
+        return None
+
+
+def _backends(process_group: Any) -> list[Any]:
+    """Returns the back ends of a process group, one for each kind of device that it serves."""
+    found: list[Any] = []
+    for device in getattr(process_group, "_device_types", None) or [torch.device("cpu")]:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found.append(process_group._get_backend(device))
+    return found
+
+
+def _error_of(backend: Any) -> str | None:
+    """Returns the name of a back end's error state (`SUCCESS` if all is well), or None if it does not tell."""
+    ask = getattr(backend, "get_error", None)
+    if ask is None:
+        return None
+    try:
+        return str(ask().name)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def who_is_lost(store: Store, world: int, deadline: float) -> str:
+    """Waits until every rank has published its state in the store, up to `deadline` (of the monotonic clock), and
+    returns a clause that names those that have not, or that have left the run."""
+    keys = [f"state/{rank}" for rank in range(world)]
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(ASK_PAUSE_S)
+    answers = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+    silent = [rank for rank in range(world) if rank not in answers]
+    clauses = [_silence(silent)] if silent else []
+    clauses += [f"rank {rank} has left ({state['left']})" for rank, state in answers.items() if "left" in state]
+    return "; ".join(clauses) or "every rank answers, so the network between them is probably disturbed"
+
+
+def _silence(ranks: list[int]) -> str:
+    who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {list_ranks(ranks)} do"
+    return f"{who} not answer (stopped or dead)"
