@@ -14,7 +14,9 @@ from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, nearest
 
 GROUPS = {
-    "train and use a model": ("init", "doctor", "train", "submit", "status", "watch", "generate", "chat", "eval"),
+    "train and use a model": (
+        "init", "doctor", "check", "train", "submit", "status", "watch", "generate", "chat", "eval",
+    ),
     "data": ("data",),
     "plan and study": (
         "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
@@ -26,6 +28,7 @@ GROUPS = {
 COMMANDS = {
     "init": "write a commented config from a few answers or flags, with a layout that fits",
     "doctor": "examine the machine and the world of ranks before a long run, and name what is off",
+    "check": "train a config's small twin on its layout and on one process, and compare every gradient",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
     "submit": "write or submit a job for Slurm or Kubernetes that trains until the run is complete",
     "status": "show how a run stands in one screen: progress, goodput, faults, newest checkpoint",
@@ -56,7 +59,7 @@ COMMANDS = {
 }
 # Those that take key=value words, which may stand before and after an option.
 MIXED = {
-    "comm", "doctor", "layout",
+    "comm", "check", "doctor", "layout",
     "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
 }  # fmt: skip
 
@@ -109,7 +112,8 @@ def run(argv: list[str]) -> int:
         epilog=module.EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     module.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    if not getattr(module, "OWN_JSON", False):
+        parser.add_argument("--json", action="store_true", help="print one JSON document")
     parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
     args = parse(argv[1:])
     args.command = shlex.join(["meshwright", *argv])

@@ -51,7 +51,7 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     dp = ranks // layout.least_world
     tune = config.tune
     width = BLOCK if tune.quantise != "none" else 8
-    model = _model(config.model, layout.pp * layout.chunks, layout.tp, width)
+    model = small_model(config, layout, width)
     tune = replace(tune, base=f"{TWIN_BASES}{name}", rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
     talks = config.objective in PACKED
     micro = 2 if config.train.micro_batch > 1 else 1
@@ -97,28 +97,47 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
     return replace(sized, replicas=replicas), ranks
 
 
-def _model(its: ModelConfig, stages: int, tp: int, unit: int) -> ModelConfig:
-    """Returns the model with two blocks a stage, of few and short heads. What it is made of stays: norms, activations,
-    positions, biases, groups of heads, experts, latent attention. Inner widths are multiples of `unit` on a tp rank."""
-    heads = HIDDEN // HEAD_DIM
-    grouped = 1 if its.kv_heads == 1 else heads // 2 if its.kv_heads < its.heads else heads
+def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelConfig:
+    """Returns the model with two blocks a stage of `layout`, of few and short heads. What it is made of stays: norms,
+    activations, positions, biases, groups of heads, windows, experts, latent attention. So does what is uneven of its
+    sizes: fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of
+    `unit` on a tp rank."""
+    its, tp = config.model, layout.tp
+    heads, grouped = _heads(config, layout)
+    hidden = heads * HEAD_DIM
     experts, latent, scaling = its.experts, its.latent, its.rope_scaling
     if experts.count:
         groups = min(2, experts.groups)
         experts = replace(
-            experts, count=8, top_k=min(2, experts.top_k), ffn=HIDDEN // 2, shared=min(1, experts.shared),
-            every=min(2, experts.every), first_dense=min(1, experts.first_dense), groups=groups, groups_used=1,
+            experts, count=max(8, layout.ep), top_k=min(2, experts.top_k), ffn=hidden // 2,
+            shared=min(1, experts.shared), every=min(2, experts.every), first_dense=min(1, experts.first_dense),
+            groups=groups, groups_used=1,
         )  # fmt: skip
     if latent.kv_rank:
         latent = replace(latent, kv_rank=16, q_rank=min(32, latent.q_rank), nope_dim=16, rope_dim=8, v_dim=16)
     if scaling.original:
         scaling = replace(scaling, original=SEQ // 2)
     unit *= tp
+    stages = layout.pp * layout.chunks
     return replace(
-        its, preset="", layers=2 * stages, hidden=HIDDEN, heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB,
-        seq=SEQ,
-        ffn=max(unit, math.ceil(HIDDEN * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
-        rope_scaling=scaling, predictions=0,
+        its, preset="", hf="", layers=max(2, math.ceil(len(its.window_pattern) / stages)) * stages, hidden=hidden,
+        heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB + int(its.vocab % config.layout.tp > 0), seq=SEQ,
+        ffn=max(unit, math.ceil(hidden * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
+        rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.windowed else its.window,
         token_types=0 if its.kind == "glm" else its.token_types,
         t5=replace(its.t5, encoder_layers=0, decoder_seq=0),
     )  # fmt: skip
+
+
+def _heads(config: Config, layout: LayoutConfig) -> tuple[int, int]:
+    """Returns the heads and key-value heads of a small model: as many as tp and cp can divide, grouped where the
+    model's are, and with copies where it has fewer key-value heads than tp ranks."""
+    its, tp = config.model, layout.tp
+    least = HIDDEN // HEAD_DIM
+    heads = math.ceil(least / (tp * layout.cp)) * tp * layout.cp
+    if its.kv_heads == 1 or its.kv_heads == its.heads:
+        return heads, 1 if its.kv_heads == 1 else heads
+    if its.kv_heads < config.layout.tp and tp > 1:
+        return heads, max(1, tp // 2)
+    grouped = heads // 2
+    return (heads, grouped) if grouped and grouped % tp == 0 else (2 * heads, heads)

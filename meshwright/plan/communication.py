@@ -24,6 +24,7 @@ from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.layout import Layout
 from meshwright.layout.layout import INNER, REPLICAS
+from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.models.description import REFERENCE, field_elements, fields_read, passed, stages_of
 from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
 from meshwright.plan.answers import answer_collectives
@@ -346,6 +347,11 @@ def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
     return all_ranks(checked_job(config, world, **step))
+
+
+def unplanned_axes(config: Config) -> set[str]:
+    """Returns the axes whose bytes depend on the tokens: what experts exchange is not known beforehand."""
+    return {"ep", EP_NODE, EP_ACROSS, "etp", "edp"} if config.model.experts.count else set()
 
 
 def predict_step(config: Config, world: int, **step: Any) -> dict[str, Traffic]:

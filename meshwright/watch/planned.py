@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.sections import Config
-from meshwright.layout.params import EP_ACROSS, EP_NODE
 from meshwright.pipeline.trace import spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import predict_step
+from meshwright.plan.communication import unplanned_axes as unplanned_axes
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import Memory, largest
 from meshwright.plan.whatif import SimulatedStep, step_of, step_spans
@@ -35,11 +35,6 @@ def step_kind(config: Config, step: int) -> dict[str, int]:
     if config.layout.replicas > 1:
         return {"step": step}
     return {"step": every} if every and step % every == 0 else {}
-
-
-def unplanned_axes(config: Config) -> set[str]:
-    """What experts exchange depends on the tokens, so that it is not known beforehand."""
-    return {"ep", EP_NODE, EP_ACROSS, "etp", "edp"} if config.model.experts.count else set()
 
 
 def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,0 +1,197 @@
+"""`meshwright check`: does a config's layout compute what one process computes? No torch until ranks start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.check_page import as_json, page
+from meshwright.cli.files import write
+from meshwright.cli.ranks import place_in_launcher, start
+from meshwright.config.exact_twin import STEPS, Checked, exact_twin, full_size
+from meshwright.config.load import load_config
+from meshwright.config.recipes import read_recipe, recipe_names
+from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.sections import Config
+from meshwright.errors import UserError, notice, plural
+from meshwright.plan.agreement import judge
+from meshwright.plan.job import checked_job
+from meshwright.plan.memory import largest
+from meshwright.show.units import seconds
+from meshwright.train.launch import warm_up
+
+EXAMPLES = """example:
+  meshwright check config.yaml
+  meshwright check config.yaml layout.tp=2 layout.pp=2 zero.stage=1 --nproc 8
+  meshwright check llama3-70b --json found.json
+  meshwright check config.yaml --model my/hf-folder
+  meshwright check config.yaml --model own_model.py      (model_provider, datasets_provider, forward_step)
+  meshwright check config.yaml --nproc 8 --full          (the real sizes and precision, on this machine's devices)
+
+A small twin of the config trains a few steps in float64, on one process and on the layout, and every gradient of every
+step is compared. Exit code 0 if all agree, 1 if not, with the first and the worst parameter; 2 if the input is wrong.
+Features that lose something by design are replaced by their exact counterparts, and the page says which."""
+
+OWN_JSON = True  # its --json names a file
+EXACT = 1e-10  # relative to a parameter's largest element
+# Of --full, by precision: what another order of additions explains over a few steps.
+ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
+RANK_BYTES = 500 * 2**20  # of a process with torch and a twin
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml|RECIPE", help="a config file, or a recipe's name")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, as for train")
+    ranks = "ranks to start (default: as many as the layout has, fewer where this machine can't run them)"
+    parser.add_argument("--nproc", type=int, metavar="N", help=ranks)
+    model = "check a Hugging Face folder's model, or a Python file with the three providers of `pretrain`"
+    parser.add_argument("--model", metavar="DIR|FILE.py", help=model)
+    full = "the config's own sizes and precision on this machine's devices, against a tolerance for its rounding"
+    parser.add_argument("--full", action="store_true", help=full)
+    tolerance = f"the largest difference to accept (default {EXACT:g}; with --full by the precision)"
+    parser.add_argument("--tolerance", type=float, metavar="X", help=tolerance)
+    parser.add_argument("--json", metavar="FILE", help="write everything that was compared (-: print it)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if place_in_launcher(args):
+        raise UserError("check starts its own ranks: leave out torchrun or srun")
+    if args.nproc is not None and args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc} must be at least 1")
+    if args.tolerance is not None and not 0.0 <= args.tolerance < 1.0:
+        raise UserError(f"--tolerance {args.tolerance:g} must be at least 0 and below 1, e.g. 1e-6")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="meshwright-check-") as scratch:
+        args.scratch = Path(scratch)
+        args.checked = checked = checked_from(args)
+        check(checked.config, checked.world, TRAINING_RULES)
+        if checked.world > 1:
+            warm_up()
+        _prepare(checked, args.scratch)
+        notice(f"one process trains {plural(checked.alone.train.steps, 'step')}")
+        if code := start(1, reference, args):
+            return code
+        ranks = plural(checked.world, "rank")
+        notice(f"{ranks} train the same steps, {seconds(time.monotonic() - begin)} after the start")
+        if code := start(checked.world, as_rank, args):
+            return code
+        found = judged(args)
+    found |= {"seconds": time.monotonic() - begin}
+    if args.json and args.json != "-":
+        write(Path(args.json), lambda: json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found) if args.json == "-" else page(found), flush=True)
+    return int(not found["agree"])
+
+
+def checked_from(args: argparse.Namespace) -> Checked:
+    """Returns what is run in place of the config."""
+    words = list(args.overrides)
+    if args.model and Path(args.model).is_dir():
+        words.append(f"model.hf={args.model}")
+    elif args.model and not (args.model.endswith(".py") and Path(args.model).is_file()):
+        raise UserError(f"--model {args.model} is neither a folder nor a Python file: name one of them")
+    config = load_config(args.config, words)
+    devices = devices_of(args, config)
+    check(config, devices, TRAINING_RULES)
+    if args.full or (args.model and args.model.endswith(".py")):
+        return full_size(config, args.nproc or devices, exact=not args.full)
+    most = args.nproc or ranks_here()
+    checked = exact_twin(config, devices, most, given=args.nproc is not None)
+    if not config.tune.adapts:
+        return checked
+    base = str(args.scratch / "base")
+    split, one = (replace(c, tune=replace(c.tune, base=base)) for c in (checked.config, checked.alone))
+    return replace(checked, config=split, alone=one)
+
+
+def devices_of(args: argparse.Namespace, config: Config) -> int:
+    """Returns the devices of a run: a recipe's, or twice the least that the layout takes, so that dp is checked too."""
+    if args.config in recipe_names() and not Path(args.config).is_file():
+        devices = read_recipe(args.config).devices
+        if devices % config.layout.least_world == 0:
+            return devices
+    least, experts = config.layout.least_world, config.layout.ep * (config.layout.etp or config.layout.tp)
+    dp = next(dp for dp in range(2, 2 + 2 * experts) if least // config.layout.pp * dp % experts == 0)
+    return least * dp
+
+
+def ranks_here() -> int:
+    """Returns the ranks that this machine runs at once: by its memory, at most 8 or the number of its cores."""
+    from meshwright.device import host_memory_bytes
+
+    return max(2, min(int(host_memory_bytes() // RANK_BYTES), max(8, os.cpu_count() or 1)))
+
+
+def _prepare(checked: Checked, scratch: Path) -> None:
+    """Writes the weights that adapters change."""
+    base = checked.config.tune.base
+    if checked.config.tune.adapts and base.startswith(str(scratch)):
+        from meshwright.checkpoint.first_weights import write_first_weights
+
+        write_first_weights(checked.config.model, Path(base), checked.config.train.seed)
+
+
+def providers_of(args: argparse.Namespace) -> Any:
+    """Returns the providers of the file that --model names, else ours."""
+    from meshwright.train.checking import Providers
+
+    if not args.model or not args.model.endswith(".py"):
+        return Providers()
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("checked_model", args.model)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = ("model_provider", "forward_step", "datasets_provider")
+    if missing := [name for name in names if not hasattr(module, name)]:
+        raise UserError(f"{args.model} has no {missing[0]}: define it as for `meshwright.pretrain`")
+    return Providers(*(getattr(module, name) for name in names))
+
+
+def reference(args: argparse.Namespace) -> None:
+    from meshwright.train.checking import run_reference
+
+    run_reference(args.checked.alone, args.scratch, providers_of(args), STEPS)
+
+
+def as_rank(args: argparse.Namespace) -> None:
+    from meshwright.train.checking import run_rank
+
+    run_rank(args.checked.config, args.scratch, providers_of(args), STEPS)
+
+
+def judged(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads what all ranks found and returns the page's figures."""
+    from meshwright.train.checking import REFERENCE, Steps
+
+    checked: Checked = args.checked
+    one = Steps.read(args.scratch / REFERENCE)
+    ranks = [Steps.read(args.scratch / f"rank-{rank}.json") for rank in range(checked.world)]
+    rounding = ROUNDING[checked.config.train.precision] if args.full else EXACT
+    tolerance = rounding if args.tolerance is None else args.tolerance
+    own = bool(args.model and args.model.endswith(".py"))
+    verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not own)
+    measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
+    return as_json(args.config, checked, verdict) | {"memory": None if own else memory_of(checked, measured)}
+
+
+def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
+    """Returns the planned peak of the fullest rank, and the measured one; on a CPU, which does not measure it, the one
+    of a dry run."""
+    job = checked_job(checked.config, checked.world)
+    memory = largest(job)
+    if measured:
+        return {"planned": int(memory.peak), "measured": max(measured), "how": "measured"}
+    from meshwright.device import Device
+    from meshwright.dryrun.run_rank import run_rank
+
+    rank = job.layout.rank_at(pp=memory.pp_rank)
+    dry = run_rank(checked.config, checked.world, rank, Device("meta"))
+    return {"planned": int(memory.peak), "measured": dry.most["peak"], "how": "dry run (a CPU does not measure it)"}

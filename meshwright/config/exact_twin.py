@@ -1,0 +1,216 @@
+"""What `meshwright check` runs in place of a config: a small twin of it in float64, whose layout fits the machine and
+whose features are exact, and the same model on one process. Everything that was changed is said. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from meshwright.config.blocks import ExpertsConfig
+from meshwright.config.comm import GatherConfig, ReduceConfig
+from meshwright.config.replicas import LocalConfig
+from meshwright.config.scales import LossScaleConfig
+from meshwright.config.sections import (
+    CheckpointConfig,
+    Config,
+    ContextConfig,
+    LayoutConfig,
+    OffloadConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+from meshwright.config.twin import MICRO_BATCHES, PEAK_LR, small_model
+from meshwright.errors import UserError, plural
+from meshwright.layout.packed import BLOCK
+from meshwright.schedule.kinds import KINDS
+
+STEPS = 3  # whose gradients are compared; one more step counts the bytes
+CAPACITY = "model.experts.capacity: none (which tokens are dropped depends on the layout)"
+BUCKET_MIB = 0.05  # several buckets even of a small model
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A config to check on `world` ranks, the same on one process, and sentences about what was changed."""
+
+    config: Config
+    alone: Config
+    world: int
+    changes: tuple[str, ...]
+
+
+def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
+    """Returns the twin of a run on `devices` devices for at most `most` ranks; with `given`, for exactly so many."""
+    exact, changes = with_exact_features(config)
+    # A run's replicas have become data-parallel ranks.
+    layout, world, words = fitting_layout(exact.layout, devices, most, given)
+    small = small_model(replace(config, layout=exact.layout), layout, BLOCK if exact.tune.quantise != "none" else 8)
+    sized = _sizes(exact.layout, devices), _sizes(layout, world)
+    shrunk = [f"{axis} {was} -> {now}" for axis, was in sized[0].items() if (now := sized[1][axis]) != was]
+    if shrunk:
+        changes.append(f"layout: {', '.join(shrunk)} ({words})")
+    changes.append(
+        f"model: {config.model.layers} -> {small.layers} layers, hidden {config.model.hidden} -> {small.hidden}, "
+        f"seq {config.model.seq} -> {small.seq} (so that it fits this machine; the parts stay)"
+    )
+    dp = world // layout.least_world
+    micro = 2 if config.train.micro_batch > 1 else 1
+    if layout.grid is not None:
+        micro = max(micro, layout.grid.rows(layout.grid.inner))
+    batch = dp * micro * MICRO_BATCHES * (layout.pp if KINDS[exact.pipeline.schedule].takes(2) else 1)
+    split = replace(
+        exact, model=small, layout=layout, pipeline=_pipeline(exact, layout), context=_context(exact, layout),
+        train=replace(exact.train, global_batch=batch, micro_batch=micro),
+        tune=replace(exact.tune, rank=min(4, exact.tune.rank), alpha=0.0) if exact.tune.adapts else exact.tune,
+        comm=replace(exact.comm, bucket_mib=BUCKET_MIB),
+    )  # fmt: skip
+    return Checked(split, alone(split), world, tuple(changes))
+
+
+def alone(config: Config) -> Config:
+    """Returns the same model and steps for one process: no layout, sharding or recomputation, and a whole step as one
+    micro-batch where no loss is computed within a micro-batch."""
+    train = config.train
+    within = config.model.experts.count and config.model.experts.aux_level == "batch"
+    micro = train.micro_batch if within else train.global_batch
+    return replace(
+        config, layout=LayoutConfig(), pipeline=PipelineConfig(), context=ContextConfig(), zero=ZeroConfig(),
+        recompute=RecomputeConfig(),
+        train=replace(train, micro_batch=micro, server=type(train.server)()),
+        comm=replace(config.comm, algorithm=type(config.comm.algorithm)(), gather=GatherConfig(), switches=()),
+    )  # fmt: skip
+
+
+def _sizes(layout: LayoutConfig, world: int) -> dict[str, int]:
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "chunks")}
+    return {"dp": world // layout.least_world, **sizes}
+
+
+def with_exact_features(config: Config) -> tuple[Config, list[str]]:
+    """Returns the config in float64 with the exact counterpart of every feature that loses something by design, or
+    draws random numbers, and a sentence for each that was changed."""
+    c, m, t = config, config.model, config.train
+    changes = []
+
+    def change(applies: object, sentence: str) -> None:
+        if applies:
+            changes.append(sentence)
+
+    change(t.precision != "fp64", f"train.precision: {t.precision} -> fp64 (rounding would hide small errors)")
+    change(t.ramp, "train.ramp: left out (every step has the same batch)")
+    change(c.drops, "dropout: off (the layouts draw different numbers)")
+    change(m.experts.capacity is not None, CAPACITY)
+    change(c.comm.reduce.compresses, f"{c.comm.reduce.words}: plain sums (compression loses some of a gradient)")
+    change(c.comm.gather.kind != "plain", f"comm.gather.kind: {c.comm.gather.kind} -> plain (rounded weights differ)")
+    change(c.layout.replicas > 1, f"layout.replicas: {c.layout.replicas} -> data-parallel ranks (steps of their own)")
+    change(t.server.staleness, "train.server.staleness: 0 (gradients that come late are others)")
+    offloads = (c.zero.offload.optimizer, c.zero.offload.params) != ("none", "none") or c.recompute.offload
+    change(offloads, "offloading: off (a copy elsewhere; no number depends on it)")
+    change(t.compile == "true", "train.compile: false (a compiler adds in another order)")
+    change(c.pipeline.split, "pipeline.split: even (the twin has other layers)")
+    model = replace(m, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0, experts=_dropless(m.experts))
+    train = TrainConfig(
+        steps=STEPS + 1, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed, precision="fp64",
+        clip=t.clip, compile="false", local=LocalConfig(), server=replace(t.server, staleness=0),
+    )  # fmt: skip
+    exact = replace(
+        c, model=model, train=train, layout=replace(c.layout, replicas=1), tune=replace(c.tune, dropout=0.0),
+        comm=replace(
+            c.comm, reduce=ReduceConfig(), gather=replace(c.comm.gather, kind="plain", block=GatherConfig.block),
+            emulate=type(c.comm.emulate)(),
+        ),
+        zero=replace(c.zero, offload=OffloadConfig()), recompute=replace(c.recompute, offload=False),
+        optimizer=replace(c.optimizer, lr=PEAK_LR, master_dtype="fp32", state_dtype="fp32"),
+        lr=replace(c.lr, warmup=1, decay=0, min=0.0), loss_scale=LossScaleConfig(),
+        faults=type(c.faults)(), checkpoint=CheckpointConfig(every=0), run=RunConfig(dir=c.run.dir, device="cpu"),
+    )  # fmt: skip
+    return exact, changes
+
+
+def _dropless(experts: ExpertsConfig) -> ExpertsConfig:
+    return replace(experts, capacity=None)
+
+
+def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> tuple[LayoutConfig, int, str]:
+    """Returns the layout for at most `most` ranks, its world, and why it was shrunk. dp shrinks first, then the largest
+    of the others; none that is larger than 1 becomes smaller than 2."""
+    sizes = {"tp": its.tp, "pp": its.pp, "cp": its.cp}
+    dp, grid = max(1, devices // its.least_world), its.tp_grid
+    while dp * math.prod(sizes.values()) > most and (dp > 2 or max(sizes.values()) > 2):
+        if dp > 2:
+            dp = _half(dp)
+            continue
+        axis = max(sizes, key=lambda name: sizes[name])
+        sizes[axis] = _half(sizes[axis])
+        if axis == "tp" and grid:
+            grid = tuple(min(2, side) for side in grid)
+            sizes["tp"] = math.prod(grid)
+            if grid == its.tp_grid:
+                break
+    least = math.prod(sizes.values())
+    if given:
+        if most % least:
+            axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+            raise UserError(f"--nproc {most} is not a multiple of the {least} ranks of {axes}: try --nproc {least}")
+        dp = most // least
+    world = dp * least
+    etp = min(its.etp, sizes["tp"]) if its.etp else 0
+    spread = [ep for ep in range(2, its.ep + 1) if world // sizes["pp"] % ((etp or sizes["tp"]) * ep) == 0]
+    node = its.node_size
+    if node and (world % node or node >= world):
+        node = max(1, world // 2)
+    layout = replace(
+        its, tp=sizes["tp"], pp=sizes["pp"], cp=sizes["cp"], tp_grid=grid,
+        ep=max((ep for ep in spread if ep <= 8), default=its.ep), etp=etp, chunks=min(2, its.chunks),
+        node_size=node,
+    )  # fmt: skip
+    why = f"--nproc {most}" if given else f"this machine runs {plural(most, 'rank')} at once"
+    return layout, world, why
+
+
+def _half(size: int) -> int:
+    return size // 2 if size % 2 == 0 else max(2, size // 2)
+
+
+def _pipeline(config: Config, layout: LayoutConfig) -> PipelineConfig:
+    encoder = min(config.pipeline.encoder_stages, layout.pp * layout.chunks - 1)
+    return PipelineConfig(config.pipeline.schedule, encoder_stages=max(0, encoder))
+
+
+def _context(config: Config, layout: LayoutConfig) -> ContextConfig:
+    if config.context.kind != "hybrid":
+        return config.context
+    inner = math.gcd(config.context.inner, layout.cp)
+    return replace(config.context, inner=inner if inner > 1 else layout.cp)
+
+
+def full_size(config: Config, world: int, exact: bool) -> Checked:
+    """Returns the config at its own sizes for `world` ranks, with few steps; with `exact`, in float64 and with exact
+    features. Random draws and batches that grow are left out either way."""
+    changes: list[str] = []
+    if exact:
+        config, changes = with_exact_features(config)
+    else:
+        if config.drops:
+            changes.append("dropout: off (the layouts draw different numbers)")
+        if config.model.experts.capacity is not None:
+            changes.append(CAPACITY)
+        if config.layout.replicas > 1:
+            raise UserError("--full can't compare replicas that take steps of their own: set layout.replicas=1")
+        model = replace(
+            config.model, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0,
+            experts=_dropless(config.model.experts),
+        )  # fmt: skip
+        config = replace(
+            config, model=model, tune=replace(config.tune, dropout=0.0),
+            train=replace(config.train, steps=STEPS + 1, ramp=()), lr=replace(config.lr, warmup=1, decay=0),
+            checkpoint=CheckpointConfig(every=0),
+        )  # fmt: skip
+    changes.append(f"train.steps: {STEPS + 1}")
+    one = alone(config)
+    if not exact:  # one device has no room for a whole step at once
+        one = replace(one, train=replace(one.train, micro_batch=config.train.micro_batch), recompute=config.recompute)
+    return Checked(config, one, world, tuple(changes))

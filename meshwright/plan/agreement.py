@@ -1,0 +1,105 @@
+"""Judges the steps of a layout beside those of one process: losses, norms, gradients and bytes. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config.sections import Config
+from meshwright.plan.communication import predict_step, unplanned_axes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a layout is from one process. `gradients` has the largest error of every parameter over all steps and
+    ranks, in the order of the model, and `first_step` the step that first showed one beyond the tolerance."""
+
+    tolerance: float
+    losses: tuple[tuple[float, float], ...]  # (one process, the layout) of each step
+    norms: tuple[tuple[float, float], ...]
+    gradients: Mapping[str, float]
+    parameters: Mapping[str, float]
+    first_step: int | None
+    # Wire bytes by axis, planned (None: they depend on the tokens) and recorded.
+    comm: Mapping[str, tuple[int | None, int]]
+    documents: float | None = None  # how far one document moved another's logits, where documents are kept apart
+
+    @property
+    def differing(self) -> list[str]:
+        """The parameters whose gradients differ, in the order of the model; else those that differ after the steps."""
+        found = [name for name, error in self.gradients.items() if error > self.tolerance]
+        return found or [name for name, error in self.parameters.items() if error > self.tolerance]
+
+    @property
+    def worst(self) -> str:
+        """The parameter with the largest error."""
+        errors = self.gradients if any(e > self.tolerance for e in self.gradients.values()) else self.parameters
+        return max(errors or self.gradients, key=lambda name: (errors or self.gradients)[name], default="")
+
+    @property
+    def complaints(self) -> list[str]:
+        """What differs, a sentence each; the parameters come first."""
+        found = []
+        if names := self.differing:
+            errors = self.gradients if names[0] in _above(self.gradients, self.tolerance) else self.parameters
+            what = f"gradients, from step {self.first_step}" if errors is self.gradients else "values after the steps"
+            found.append(
+                f"{len(names)} of {len(errors)} parameters differ in their {what}: the first is {names[0]} (off by "
+                f"{errors[names[0]]:.1e}), the worst {self.worst} (off by {errors[self.worst]:.1e})"
+            )
+        for what, pairs in (("loss", self.losses), ("gradient norm", self.norms)):
+            wrong = [step for step, (a, b) in enumerate(pairs, 1) if difference(a, b) > self.tolerance]
+            if wrong:
+                one, layout = pairs[wrong[0] - 1]
+                found.append(f"the {what} of step {wrong[0]} is {layout:.6g}, and {one:.6g} on one process")
+        for axis, (planned, recorded) in self.comm.items():
+            if planned is not None and planned != recorded:
+                found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
+        if self.documents is not None and not self.documents <= self.tolerance:
+            found.append(f"another first document moves the logits of the next ones by {self.documents:.1e}")
+        return found
+
+
+def _above(errors: Mapping[str, float], tolerance: float) -> set[str]:
+    return {name for name, error in errors.items() if error > tolerance}
+
+
+def difference(one: float, other: float) -> float:
+    """Returns the relative difference of two numbers; infinite where only one of them is a number."""
+    if one == other or (one != one and other != other):
+        return 0.0
+    found = abs(one - other) / max(abs(one), 1e-300)
+    return found if found == found else math.inf
+
+
+def judge(
+    config: Config, world: int, tolerance: float, reference: Any, ranks: Sequence[Any], plans: bool = True
+) -> Verdict:
+    """Compares the steps of all ranks (`train.checking.Steps`) with those of one process. With `plans`, the bytes are
+    compared with the plan's."""
+    gradients = _largest(reference.names, [step for rank in ranks for step in rank.gradients])
+    by_step = [max((max(step.values(), default=0.0) for step in steps), default=0.0)
+               for steps in zip(*(rank.gradients for rank in ranks), strict=True)]  # fmt: skip
+    first = next((number for number, error in enumerate(by_step, 1) if error > tolerance), None)
+    one = ranks[0]
+    comm: dict[str, tuple[int | None, int]] = {axis: (None, counts["wire_bytes"]) for axis, counts in one.comm.items()}
+    if plans:
+        planned = predict_step(config, world, samples=one.samples, monitored=one.monitored)
+        unknown = unplanned_axes(config)
+        for axis in dict.fromkeys([*planned, *one.comm]):
+            said = planned[axis].wire_bytes if axis in planned else 0
+            comm[axis] = (None if axis in unknown else said, comm.get(axis, (None, 0))[1])
+    moved = [rank.documents for rank in ranks if rank.documents is not None]
+    return Verdict(
+        tolerance, tuple(zip(reference.losses, one.losses, strict=True)),
+        tuple(zip(reference.norms, one.norms, strict=True)), gradients,
+        _largest(reference.names, [rank.parameters for rank in ranks]), first, comm, max(moved, default=None),
+    )  # fmt: skip
+
+
+def _largest(names: Sequence[str], found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the largest error of every parameter among the ranks that hold some of it, in the order of `names`."""
+    held = {name: [errors[name] for errors in found if name in errors] for name in names}
+    return {name: max(errors) for name, errors in held.items() if errors}
