@@ -17,6 +17,7 @@ from tests.nccl.checks import check_exact, check_same
 from tests.nccl.exact_cases import EXACT_CASES, Exact
 from tests.nccl.fault_cases import FAULT_CASES, Fault, check_fault
 from tests.nccl.lanes import Found, Lane, Shared, Verdict
+from tests.nccl.run_cases import RUN_CASES, Story, check_story
 from tests.nccl.same_cases import SAME_CASES, Same
 from tests.nccl.transports import Transport
 from tests.nccl.worlds import CaseFailed
@@ -27,11 +28,13 @@ WIDTH = 76
 
 Case = Any  # has `name`, `subject` and `ranks`
 
-CHECKS: dict[type, Callable[[Lane, Any], Found]] = {Exact: check_exact, Same: check_same, Fault: check_fault}
+CHECKS: dict[type, Callable[[Lane, Any], Found]] = {
+    Exact: check_exact, Same: check_same, Story: check_story, Fault: check_fault,
+}  # fmt: skip
 
 
 def all_cases() -> list[Case]:
-    return [*EXACT_CASES, *SAME_CASES, *FAULT_CASES]
+    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *FAULT_CASES]
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int] = (1, 1)) -> list[Case]:
