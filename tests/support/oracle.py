@@ -60,10 +60,12 @@ def load_into(trainer: Trainer, reader: Reader, model_only: bool = False) -> Non
 
 
 def make_trainer(
-    config: Config, rank: int = 0, world: int = 1, data: Any = None, process_groups: dict[str, Any] | None = None
-) -> Trainer:
+    config: Config, rank: int = 0, world: int = 1, data: Any = None, process_groups: dict[str, Any] | None = None,
+    device: Device | None = None,
+) -> Trainer:  # fmt: skip
     check(config, world)
-    ctx: Context = build_context(config, rank, world, Device("cpu"), process_groups=process_groups, trains=True)
+    device = device or Device("cpu")
+    ctx: Context = build_context(config, rank, world, device, process_groups=process_groups, trains=True)
     data = data or made_for(config)
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, data)
 
@@ -97,17 +99,20 @@ class Reference:
         return {name: value for name, value in self.moments.items() if name.startswith(f"{kind}/")}
 
 
-def solo(exact: Config, single: Config, data: Any = None) -> Reference:
-    """The reference of a config without any layout, given in float64 and in fp32."""
-    trainer = make_trainer(exact, data=data)
+def exact_reference(trainer: Trainer) -> Reference:
+    """Returns what the trainer of one process finds in float64; there are no fp32 losses."""
     gradients = gather_global(true_gradients(trainer))
     results = [trainer.step() for _ in range(STEPS_64)]
     norms, counted = [result.grad_norm for result in results], counted_of(results[1:])
     after, states = gather_global(parameters(trainer)), gather_global(moments(trainer))
-    validation = validation_loss(trainer)
+    return Reference(gradients, norms, counted, after, states, validation_loss(trainer), [])
+
+
+def solo(exact: Config, single: Config, data: Any = None) -> Reference:
+    """The reference of a config without any layout, given in float64 and in fp32."""
+    found = exact_reference(make_trainer(exact, data=data))
     trainer = make_trainer(single, data=data)
-    losses = [trainer.step().loss for _ in range(STEPS_32)]
-    return Reference(gradients, norms, counted, after, states, validation, losses)
+    return replace(found, losses=[trainer.step().loss for _ in range(STEPS_32)])
 
 
 def counted_of(results: Sequence[StepResult]) -> list[float]:
@@ -136,13 +141,13 @@ class Outcome:
     validation: float = 0.0
     losses: float = 0.0
 
-    def complaints(self) -> list[str]:
+    def complaints(self, exact: float = EXACT) -> list[str]:
         found = []
         for what in ("gradients", "overlapped", "parameters", "moments"):
             error, name = getattr(self, what)
-            if error > EXACT:
+            if error > exact:
                 found.append(f"{what}: {name} is off by {error:.1e}")
-        for what, limit in (("norm", EXACT), ("counted", EXACT), ("validation", EXACT), ("losses", LOSSES)):
+        for what, limit in (("norm", exact), ("counted", exact), ("validation", exact), ("losses", LOSSES)):
             if getattr(self, what) > limit:
                 found.append(f"{what}: off by {getattr(self, what):.1e}")
         return found
@@ -172,18 +177,24 @@ def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
 
 def compare(exact: Trainer, single: Trainer, reference: Reference, steps: int = STEPS_32) -> Outcome:
     """All of it: also moments and validation loss after STEPS_64 steps, and fp32 losses of `steps`."""
+    o = compare_states(exact, reference)
+    losses = relative([single.step().loss for _ in range(steps)], reference.losses[:steps])
+    return replace(o, losses=losses)
+
+
+def compare_states(exact: Trainer, reference: Reference) -> Outcome:
+    """`compare_steps`, and the moments and the validation loss after them."""
     o = compare_steps(exact, reference)
     states = max(worst([p for p in moments(exact) if p[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
                  for kind in ("exp_avg", "exp_avg_sq")) if reference.moments else (0.0, "")  # fmt: skip
     validation = relative([validation_loss(exact)], [reference.validation])
-    losses = relative([single.step().loss for _ in range(steps)], reference.losses[:steps])
-    return replace(o, moments=states, validation=validation, losses=losses)
+    return replace(o, moments=states, validation=validation)
 
 
-def complaints(outcomes: Sequence[Outcome]) -> list[str]:
+def complaints(outcomes: Sequence[Outcome], exact: float = EXACT) -> list[str]:
     """What is wrong on any rank, each said once with the first rank that says it."""
     found: dict[str, str] = {}
     for rank, outcome in enumerate(outcomes):
-        for complaint in outcome.complaints():
+        for complaint in outcome.complaints(exact):
             found.setdefault(complaint.split(":")[0], f"rank {rank}: {complaint}")
     return list(found.values())

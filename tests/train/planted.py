@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
+from meshwright.sharding.remainders import tensors_of
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.loop import Hook
 from meshwright.train.pretrain import pretrain
@@ -51,7 +52,7 @@ def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
         factor = fault.factor * fault.growth ** been.total()
         if fault.whole:
             return x * factor
-        at = torch.arange(x.numel()).view(x.shape) == 3
+        at = torch.arange(x.numel(), device=x.device).view(x.shape) == 3
         return torch.where(at, factor * (1 + x.detach().abs().max()), x)
 
     part = module.get_submodule(fault.module)
@@ -68,6 +69,24 @@ def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
         return (*result[:-1], x) if isinstance(result, tuple) else x
 
     part.forward = forward  # type: ignore[method-assign]
+
+
+class Flip(Hook):
+    """Flips one bit of a parameter, or of one of its moments, on one rank, just before a step."""
+
+    def __init__(self, rank: int, step: int, name: str, state: str = "param", bit: int = 7) -> None:
+        self.rank, self.step, self.name, self.state, self.bit = rank, step, name, state, bit
+        self.trainer: Any = None
+
+    def before(self, step: int) -> None:
+        trainer = self.trainer
+        if step != self.step or trainer.ctx.rank != self.rank:
+            return
+        for state in trainer.optimizer.tensors():
+            for slot in state.buffer.slots:
+                if state.name == self.state and slot.record.name == self.name:
+                    low, high = state.holds(slot)
+                    tensors_of(state.values(slot, low, high))[0].view(torch.int32)[:1].bitwise_xor_(1 << self.bit)
 
 
 def run(folder: Path, fault: Fault | None = None, hooks: tuple[Hook, ...] = (), **sections: Any) -> Any:

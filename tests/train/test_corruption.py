@@ -10,31 +10,11 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.plan.communication import predict_step
-from meshwright.sharding.remainders import tensors_of
 from meshwright.train.corruption import Divergence, checksum, divergences
-from meshwright.train.loop import Hook
 from tests.support.ranks import run_ranks
-from tests.train.planted import events, lines, numbers, run
+from tests.train.planted import Flip, events, lines, numbers, run
 
 FAULTS = {"faults": {"check_every": 4}}
-
-
-class Flip(Hook):
-    """Flips one bit of a parameter, or of one of its moments, on one rank, just before a step."""
-
-    def __init__(self, rank: int, step: int, name: str, state: str = "param", bit: int = 7) -> None:
-        self.rank, self.step, self.name, self.state, self.bit = rank, step, name, state, bit
-        self.trainer: Any = None
-
-    def before(self, step: int) -> None:
-        trainer = self.trainer
-        if step != self.step or trainer.ctx.rank != self.rank:
-            return
-        for state in trainer.optimizer.tensors():
-            for slot in state.buffer.slots:
-                if state.name == self.state and slot.record.name == self.name:
-                    low, high = state.holds(slot)
-                    tensors_of(state.values(slot, low, high))[0].view(torch.int32)[:1].bitwise_xor_(1 << self.bit)
 
 
 def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""A lane runs cases one after another; several lanes run side by side. It keeps the worlds that its cases share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.nccl.transports import TRANSPORTS, Transport
+from tests.nccl.worlds import World
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one case. `worst`: the largest difference, where numbers are compared; `note`: what is wrong."""
+
+    name: str
+    ranks: int
+    ok: bool
+    seconds: float = 0.0
+    worst: float | None = None
+    sent: int | None = None  # bytes that the busiest rank put on the wire in a step
+    note: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check returns: the largest difference, the bytes of a step, and complaints; none means that it passed."""
+
+    complaints: list[str]
+    worst: float | None = None
+    sent: int | None = None
+
+
+class Shared:
+    """References that all lanes use, each found once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any:
+        with self._lock:
+            return self._found.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        with self._lock:
+            self._found[key] = value
+
+
+class Lane:
+    """The worlds of one lane: that of the present cases, one process for references, and Gloo's ranks beside it."""
+
+    def __init__(self, transport: Transport, shared: Shared, keep: Path | None = None) -> None:
+        self.transport, self.shared, self.keep = transport, shared, keep
+        self._worlds: dict[tuple[str, int], World] = {}
+
+    def world(self, ranks: int, transport: Transport | None = None) -> World:
+        """Returns the world of so many ranks, which is started unless it stands. Of each transport at most one of
+        several ranks stands at a time: idle ranks hold memory of the device."""
+        transport = transport or self.transport
+        key = (transport.name, ranks)
+        if key not in self._worlds:
+            for other in [other for other in self._worlds if other[0] == transport.name and other[1] > 1 and ranks > 1]:
+                self._worlds.pop(other).close()
+            self._worlds[key] = World(ranks, transport)
+        return self._worlds[key]
+
+    def gloo(self, ranks: int) -> World:
+        """Returns ranks on Gloo that are not those of the case itself."""
+        key = ("reference", ranks)
+        if key not in self._worlds:
+            for other in [other for other in self._worlds if other[0] == "reference"]:
+                self._worlds.pop(other).close()
+            self._worlds[key] = World(ranks, TRANSPORTS["gloo"])
+        return self._worlds[key]
+
+    def folder(self, name: str) -> Path:
+        """Returns an empty folder for the files of a case."""
+        word = name.replace("/", "-")
+        if self.keep is not None:
+            path = self.keep / word
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            return path
+        return Path(tempfile.mkdtemp(prefix=f"meshwright-{word}-"))
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+        self._worlds = {}

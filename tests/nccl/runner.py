@@ -1,0 +1,175 @@
+"""Runs cases in several lanes, prints a line for each and a table of all."""
+
+from __future__ import annotations
+
+import json
+import platform
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.nccl.checks import check_exact, check_same
+from tests.nccl.exact_cases import EXACT_CASES, Exact
+from tests.nccl.fault_cases import FAULT_CASES, Fault, check_fault
+from tests.nccl.lanes import Found, Lane, Shared, Verdict
+from tests.nccl.run_cases import RUN_CASES, Story, check_story
+from tests.nccl.same_cases import SAME_CASES, Same
+from tests.nccl.transports import Transport
+from tests.nccl.worlds import CaseFailed
+
+BATCH = 16  # cases of one number of ranks that a lane takes at a time
+LANES = {"nccl": 4, "gloo": 1}
+WIDTH = 76
+
+Case = Any  # has `name`, `subject` and `ranks`
+
+CHECKS: dict[type, Callable[[Lane, Any], Found]] = {
+    Exact: check_exact, Same: check_same, Story: check_story, Fault: check_fault,
+}  # fmt: skip
+
+
+def all_cases() -> list[Case]:
+    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *FAULT_CASES]
+
+
+def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int] = (1, 1)) -> list[Case]:
+    """Returns the cases whose name contains one of the patterns, and of them every n-th for a shard k of n."""
+    exact = {case.name: case for case in cases}
+    if patterns and all(pattern in exact for pattern in patterns):
+        found = [exact[pattern] for pattern in patterns]
+    else:
+        found = [case for case in cases if not patterns or any(pattern in case.name for pattern in patterns)]
+    number, of = shard
+    return found[number - 1 :: of]
+
+
+def batches(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases that can share a world, the largest worlds first; those that start processes of their own stand alone."""
+    by_world: dict[int, list[Case]] = {}
+    alone = []
+    for case in cases:
+        if isinstance(case, Exact | Same):
+            by_world.setdefault(case.ranks, []).append(case)
+        else:
+            alone.append([case])
+    found = []
+    for _, same in sorted(by_world.items(), reverse=True):
+        found += [same[first : first + BATCH] for first in range(0, len(same), BATCH)]
+    # Processes that wait for a timeout need no processor: they run beside the others from the start.
+    return [each for pair in _alternating(found, alone) for each in pair]
+
+
+def _alternating(many: list[list[Case]], alone: list[list[Case]]) -> Iterable[list[list[Case]]]:
+    for number in range(max(len(many), len(alone))):
+        yield [*many[number : number + 1], *alone[number : number + 1]]
+
+
+def judge(lane: Lane, case: Case) -> Verdict:
+    """Runs one case. After a failure of a rank, the lane's worlds are of no use to the next one."""
+    begun = time.monotonic()
+    try:
+        found = CHECKS[type(case)](lane, case)
+    except CaseFailed as error:
+        lane.close()
+        found = Found([str(error)])
+    except Exception:
+        lane.close()
+        found = Found([traceback.format_exc()])
+    took = time.monotonic() - begun
+    note = "; ".join(found.complaints)
+    return Verdict(case.name, case.ranks, not note, took, found.worst, found.sent, note)
+
+
+class Runner:
+    """Runs cases on a transport. `say` gets each line; verdicts come in the order in which cases end."""
+
+    def __init__(
+        self, transport: Transport, lanes: int = 0, say: Callable[[str], None] = print, keep: Path | None = None
+    ) -> None:
+        self.transport, self.lanes, self.say = transport, lanes or LANES[transport.name], say
+        self.keep = keep
+        self.verdicts: list[Verdict] = []
+        self._lock = threading.Lock()
+
+    def run(self, cases: Sequence[Case]) -> list[Verdict]:
+        left: queue.Queue[list[Case]] = queue.Queue()
+        for batch in batches(cases):
+            left.put(batch)
+        self.say(header())
+        shared = Shared()
+        threads = [threading.Thread(target=self._serve, args=(left, shared), daemon=True) for _ in range(self.lanes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.verdicts
+
+    def _serve(self, left: queue.Queue[list[Case]], shared: Shared) -> None:
+        lane = Lane(self.transport, shared, self.keep)
+        try:
+            while True:
+                try:
+                    batch = left.get_nowait()
+                except queue.Empty:
+                    return
+                for case in batch:
+                    verdict = judge(lane, case)
+                    with self._lock:
+                        self.verdicts.append(verdict)
+                        self.say(line(verdict))
+        finally:
+            lane.close()
+
+
+def header() -> str:
+    return f"{'case':{WIDTH}} {'ranks':>5} {'worst':>8} {'sent':>10} {'s':>6}  verdict"
+
+
+def line(verdict: Verdict) -> str:
+    """Returns e.g. `layout/dp2-tp1-pp1-1f1b-gpt-tied   2  4.4e-16   1,234,567   1.2  ok`."""
+    worst = "" if verdict.worst is None else f"{verdict.worst:.1e}"
+    sent = "" if verdict.sent is None else f"{verdict.sent:,}"
+    first = verdict.note.strip().splitlines()[0] if verdict.note else ""
+    if "Traceback" in first:
+        first = f"{first} {verdict.note.strip().splitlines()[-1]}"
+    word = "ok" if verdict.ok else f"FAILED {first[:300]}"
+    return f"{verdict.name:{WIDTH}} {verdict.ranks:5} {worst:>8} {sent:>10} {verdict.seconds:6.1f}  {word}"
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Returns a line for each subject: how many passed, the worst difference, the seconds."""
+    by_subject: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_subject.setdefault(verdict.name.split("/")[0], []).append(verdict)
+    lines = [f"{'subject':14} {'cases':>5} {'passed':>6} {'ranks':>6} {'worst':>8} {'s':>7}"]
+    for subject, each in [*by_subject.items(), ("all", list(verdicts))]:
+        worst = [v.worst for v in each if v.worst is not None]
+        ranks = sorted({v.ranks for v in each})
+        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]) if ranks else ""
+        figure = f"{max(worst):.1e}" if worst else ""
+        passed, seconds = sum(v.ok for v in each), sum(v.seconds for v in each)
+        lines.append(f"{subject:14} {len(each):5} {passed:6} {span:>6} {figure:>8} {seconds:7.0f}")
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the figures were found on."""
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def report(transport: Transport, verdicts: Sequence[Verdict], path: Path, seconds: float) -> None:
+    """Writes everything as JSON."""
+    found = {"transport": transport.name, **machine(), "seconds": seconds, "command": sys.argv,
+             "cases": [verdict.plain() for verdict in verdicts]}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
