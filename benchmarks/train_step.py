@@ -37,7 +37,7 @@ from meshwright.train.batches import sample_ids  # noqa: E402
 from meshwright.train.context import build_context  # noqa: E402
 from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
 from meshwright.train.pretrain import build_modules  # noqa: E402
-from meshwright.train.processes import find_place, join, leave  # noqa: E402
+from meshwright.train.processes import enter, find_place, leave  # noqa: E402
 from meshwright.train.step import Trainer  # noqa: E402
 
 
@@ -94,9 +94,9 @@ def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callabl
 
 def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     """Runs alternating rounds; returns the median ratio of tokens/s and its spread."""
-    torch.set_num_threads(args.threads)
     place = find_place()
-    join(place, "gloo", 600.0)
+    enter(place, "cpu", "gloo", 600.0)
+    torch.set_num_threads(args.threads)  # after `enter`, which sets them to a rank's share of the cores
     config = config_for(PEERS[peer], args)
     steps = sides(config, peer, place.rank, place.world)
     for step in steps.values():

@@ -47,8 +47,8 @@ class _Bucket:
 
 def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     """Returns, by chunk of a pipeline rank, what exists while backward works on each unit, in the order of forward."""
-    zero, one = job.config.zero, job.micro_batches == 1
-    key = ("whole", zero if (zero.stage >= 2 or one) and job.stack.own else None, one, pp_rank)
+    zero, one, released = job.config.zero, job.micro_batches == 1, job.releases_gradients
+    key = ("whole", zero if (zero.stage >= 2 and job.stack.own) or released else None, one, pp_rank)
     if key not in job.known:
         packing = packing_of(job, pp_rank)
         if key[1] is None:
@@ -69,7 +69,7 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
     made: list[list[_Bucket]] = []
     for buffer in packing.buffers:
         stage, shards = division_of(buffer, job.layout, job.config.zero)
-        gradient = buffer.gradient if buffer.trained and (stage >= 2 or job.micro_batches == 1) else 0
+        gradient = buffer.gradient if buffer.trained and (stage >= 2 or job.releases_gradients) else 0
         share = gradient / shards if job.micro_batches > 1 else 0.0  # of later micro-batches, to be added
         weight = buffer.weight if stage == 3 else 0
         late = stage == 2 and isinstance(job.model, PlannedModel)

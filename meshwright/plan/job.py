@@ -145,6 +145,12 @@ class Job:
         return max(1, samples // (self.layout.dp * self.config.train.micro_batch))
 
     @property
+    def releases_gradients(self) -> bool:
+        """Whether whole gradients in ZeRO stages 0 and 1 have memory from backward to the update only
+        (`train.step.releases_grads`)."""
+        return self.stack.own and self.micro_batches == 1 and not self.host
+
+    @property
     def declared_terms(self) -> int:
         """The number of declared terms of the loss; 0 where there is one, which needs no declaration."""
         own = len(self.model.terms)

@@ -179,7 +179,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     kept = max(forwards)
     # Gradients that come while activations go are counted where they are there; an update needs all of them.
     later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
-    later *= job.stack.own and job.micro_batches == 1
+    later *= job.releases_gradients
     most = max(Moment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
     buffers = 0.0
     for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):

@@ -174,13 +174,13 @@ class FlatBuffer:
         grad_dtype: torch.dtype,
         params_at: tuple[str, Path],
         seed: int,
-        one_micro_batch: bool,
+        releases_grads: bool,
         align: int = ALIGN,
     ) -> None:
         """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file.
         Parameters begin at multiples of `align` elements."""
         self.key, self.split = key, split
-        self.releases_grads = key.trained and (split.stage >= 2 or one_micro_batch)
+        self.releases_grads = key.trained and (split.stage >= 2 or releases_grads)
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
         elements = bucket_elements(bucket_bytes, dtype.itemsize)
         units = [item.unit for item in named] if split.stage == 3 else None
@@ -405,14 +405,14 @@ def build_buffers(
     params_at: tuple[str, Path] = ("none", Path()),
     seed: int = 0,
     mixed_in: tuple[Layout, int] | None = None,
-    one_micro_batch: bool = False,
+    releases_grads: bool = False,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
     """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
     `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
     parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
     `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
-    layout, where the reducer mixes elements, and the reducer's `align`. `one_micro_batch` says that a step has one on
-    each rank."""
+    layout, where the reducer mixes elements, and the reducer's `align`. `releases_grads` says that
+    whole gradients in stages 0 and 1 have memory only from a step's backward to its update."""
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -425,7 +425,7 @@ def build_buffers(
     keyed = backward_order(
         named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, layout))
     )
-    bucket, more = bucket_mib * 2**20, (grad_dtype, params_at, seed, one_micro_batch)
+    bucket, more = bucket_mib * 2**20, (grad_dtype, params_at, seed, releases_grads)
     buffers = [
         FlatBuffer(key, items, split_of(key), bucket, *more, align if key.compressed else ALIGN)
         for key, items in keyed.items()

@@ -68,12 +68,13 @@ class DataParallel:
         grad_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         overlap: OverlapConfig | None = None,
-        one_micro_batch: bool = False,
+        releases_grads: bool = False,
         outer: ReducerPlan = PLAIN_REDUCER,
         gather: GatherConfig | None = None,
     ) -> None:
         """Moves the modules' parameters into buffers. `seed` initialises those that have no memory yet. `outer`: how
-        parameters are summed over `layout.replicas`, if at all."""
+        parameters are summed over `layout.replicas`, if at all. `releases_grads`: gradients in stages 0 and 1 have
+        memory only from a step's backward to its update, which needs steps of one micro-batch."""
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
         modules, self._zero = list(modules), zero or ZeroConfig()
@@ -84,7 +85,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            (mesh.layout, align) if (align := mixing(reducer, outer)) else None, one_micro_batch,
+            (mesh.layout, align) if (align := mixing(reducer, outer)) else None, releases_grads,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()

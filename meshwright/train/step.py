@@ -82,7 +82,7 @@ class Trainer:
         own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
-            config.comm.overlap, one_micro_batch=micro_batches(ctx, len(own)) == 1,
+            config.comm.overlap, releases_grads=releases_grads(ctx, len(own)),
             outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
@@ -400,6 +400,13 @@ def validation_unit(ctx: Context) -> int:
 def micro_batches(ctx: Context, samples: int) -> int:
     """The micro-batches in which the ranks that train together take so many samples."""
     return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
+
+
+def releases_grads(ctx: Context, samples: int) -> bool:
+    """Whether whole gradients in ZeRO stages 0 and 1 have memory from backward to the update only."""
+    # Later micro-batches add to the gradients of the first, and a CPU keeps them too: a page that was returned to the
+    # system costs ten times as much to write as one that was kept.
+    return micro_batches(ctx, samples) == 1 and not is_host(ctx.config, ctx.device)
 
 
 @torch.no_grad()

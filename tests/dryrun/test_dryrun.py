@@ -355,3 +355,19 @@ def test_gradients_of_one_micro_batch_come_while_activations_go(world: int, sect
         assert ran.most["peak"] == pytest.approx(said.most["peak"], rel=0.03)
         if "recompute" not in sections:
             assert ran.most["peak"] < 0.97 * (sum(ran.states.values()) + ran.most["activations"])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_keep_their_memory_on_a_cpu(stage: int) -> None:
+    """A page that is returned to the system costs ten times as much to write as one that was kept."""
+    model = {"layers": 16, "hidden": 256, "seq": 128, "vocab": 512}
+    train = {"precision": "fp32", "global_batch": 2}
+    config = small_config(model=model, train=train, zero={"stage": stage}, run={"device": "cpu"})
+    ran, said = run_rank(config, 2, 0, Device("meta")), expected(checked_job(config, 2), 0)
+    assert compare(0, ran, said)["equal"]
+    assert ran.most["peak"] == pytest.approx(said.most["peak"], rel=0.03)
+    trainer = make_trainer(small_config(train={"global_batch": 1}, run={"device": "cpu"}))
+    for _ in range(2):
+        trainer.step()
+        trainer.data_parallel.begin(1)
+        assert all(bucket.grads.allocated for bucket in trainer.data_parallel.buckets)

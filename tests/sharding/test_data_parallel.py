@@ -34,10 +34,10 @@ class Net(nn.Module):
 class Run(PlainReducer):
     """A net whose every parameter is a bucket, with the launches and contributions noted in order."""
 
-    def __init__(self, one_micro_batch: bool = False) -> None:
+    def __init__(self, releases_grads: bool = False) -> None:
         self.net, self.events = Net(), list[str]()
         mesh = Mesh(Layout(world=1), 0)
-        self.parallel = DataParallel([self.net], mesh, 1e-5, self, one_micro_batch=one_micro_batch)
+        self.parallel = DataParallel([self.net], mesh, 1e-5, self, releases_grads=releases_grads)
         (self.buffer,) = self.parallel.buffers
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Any) -> Any:
@@ -144,7 +144,7 @@ def test_frozen_parameters_have_a_place_but_no_gradient() -> None:
 def test_gradients_of_one_micro_batch_have_memory_from_the_first_one_on() -> None:
     """Before backward no bucket has memory, during it those do that were reached; the results are those of gradients
     that stay, also where a parameter gets none."""
-    run, seen = Run(one_micro_batch=True), []
+    run, seen = Run(releases_grads=True), []
     buckets = run.buffer.buckets
 
     def look(grad: Tensor) -> None:
