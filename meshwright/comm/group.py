@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -105,12 +106,13 @@ class Group:
 
     def _call(
         self, op: str, whole: Tensor, launch: Callable[[], Any], wait: bool = False, peer: int | None = None,
-        wire: int | None = None, times: int = 1,
+        wire: int | None = None, times: int = 1, noted: str = "", delayed: bool = True,
     ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number.
         `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload. `times`: so many
-        tensors of that size are one call."""
+        tensors of that size are one call. `noted`: the op's name in the flight record, where it is not the ledger's.
+        `delayed`: emulated links delay the call; else `launch` sees to that."""
         ledger, payload = self.ledger, times * whole.nbytes
         tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node, wire)
         label, ranks = self.label, self.ranks
@@ -118,9 +120,9 @@ class Group:
             ranks = (self.rank, peer) if op == "send" else (peer, self.rank)
             label = f"{label} {ranks[0]}>{ranks[1]}"
         phase, layer = ledger.current_phase, ledger.current_layer
-        call = self.flight.begin(RecordedCall(label, self.axis, op, phase, layer, payload, ranks, peer))
+        call = self.flight.begin(RecordedCall(label, self.axis, noted or op, phase, layer, payload, ranks, peer))
         try:
-            if self.links is None:
+            if self.links is None or not delayed:
                 work = launch()
             else:
                 sent = wire_bytes("send" if peer is not None else op, payload, self.size) if wire is None else wire
@@ -242,7 +244,36 @@ class Group:
             return _All(dist.batch_isend_irecv(ops), moves)
 
         # A call of all, of which none may be missing.
-        return self._call("send", first, launch, times=len(moves))
+        return self._call("send", first, launch, times=len(moves), noted="shift")
+
+    def exchange(self, sent: Tensor, to: int, found: Tensor, source: int) -> Pending:
+        """Begins to send `sent` to place `to` and to receive `found` from place `source`, as one call. Every rank of
+        the group must make it, also one that has nothing to send or to receive: an empty tensor stays here.
+
+        NCCL's own sends meet their receives: it makes a communicator for each pair at its first transfer, and waits
+        there for the other rank. In a ring whose ranks all send first, nobody ever comes to receive. One batch has no
+        order inside, and goes over the communicator of the whole group."""
+        group, links = self.process_group, self.links
+        ends: list[tuple[str, Any, Tensor, int]] = []
+        if sent.numel():
+            ends.append(("send", dist.isend, sent, self.ranks[to]))
+        if found.numel():
+            ends.append(("receive", dist.irecv, found, self.ranks[source]))
+
+        def launch() -> _All:
+            if not ends or sent.is_meta:  # a dry run has nothing to send
+                return _All([], ends)
+            return _All(dist.batch_isend_irecv([dist.P2POp(op, x, peer, group) for _, op, x, peer in ends]), ends)
+
+        def launch_delayed() -> _All:
+            """Emulated links delay each end by itself. Only Gloo is emulated, whose sends wait for nobody."""
+            assert links is not None
+            begun = [links.begin(name, x.nbytes, self.ranks, peer, partial(op, x, peer, group))
+                     for name, op, x, peer in ends]  # fmt: skip
+            return _All(begun, ends)
+
+        chosen = launch if links is None else launch_delayed
+        return self._call("send", sent, chosen, noted="exchange", delayed=False)
 
 
 class _All:

@@ -7,10 +7,9 @@ torch, so that the planner can ask it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.comm.algorithms import neighbours_on_node, ring_order, rounds_of
+from meshwright.comm.algorithms import Pieces, neighbours_on_node, ring_order, rounds_of
 from meshwright.comm.pick import fastest, links_of
 from meshwright.sharding.reducers import PlainReducer
 
@@ -32,6 +31,7 @@ class AlgorithmReducer(PlainReducer):
         self, kind: str, node_size: int = 1, links: LinkConfig | None = None, switches: Sequence[int] = ()
     ) -> None:
         self.kind, self.node_size, self.links, self.switches = kind, node_size, links, switches
+        self.steps: dict[tuple[Any, ...], list[Step]] = {}  # of all sums so far, by group, algorithm, op and device
 
     def chosen(self, op: str, payload: int, size: int, on_node: int) -> str:
         """Returns the algorithm of a sum of so many bytes over a group of so many ranks."""
@@ -99,26 +99,75 @@ class ThroughOne:
             self._out.copy_(grads.view(group.size, -1)[max(0, group.index)])
 
 
+class Step(NamedTuple):
+    """One round, with the pieces of either side as `_pieces_index` gives them; `adds`: what arrives is added."""
+
+    to: int
+    sent: slice | Tensor
+    source: int
+    received: slice | Tensor
+    arriving: int  # the number of pieces
+    adds: bool
+
+
 class Rounds:
     """A sum that is made when it is waited for."""
 
     def __init__(self, reducer: AlgorithmReducer, op: str, out: Tensor, grads: Tensor, group: Group) -> None:
         self._op, self._out, self._grads, self._group = op, out, grads, group
+        self._reducer = reducer
         self._on_node = neighbours_on_node(group.ranks, reducer.node_size)
-        self._order = ring_order(group.ranks, reducer.node_size, reducer.switches)
         self.kind = reducer.chosen(op, grads.nbytes, group.size, self._on_node)
 
     def wait(self) -> None:
         group, pieces = self._group, self._grads.view(self._group.size, -1)
         if not group.alone:
-            for each, adds in rounds_of(self.kind, group.size, group.index, self._op, self._on_node, self._order):
-                sent, found = pieces[list(each.sent)], pieces.new_empty(len(each.received), pieces.shape[1])
-                send, receive = partial(group.send, sent, each.to), partial(group.receive, found, each.source)
-                # Of two ranks that send to each other the first sends first: their messages may pass one at a time.
-                first = each.to != each.source or group.index < each.to
-                for pending in [call() for call in ((send, receive) if first else (receive, send))]:
-                    pending.wait()
-                received = list(each.received)
-                pieces[received] = pieces[received] + found if adds else found
+            for step in self._steps(pieces.device):
+                # What is gathered into one place arrives there; other pieces pass through a buffer.
+                direct = isinstance(step.received, slice) and not step.adds
+                found = pieces[step.received] if direct else pieces.new_empty(step.arriving, pieces.shape[1])
+                group.exchange(_taken(pieces, step.sent), step.to, found, step.source).wait()
+                if not direct:
+                    _put(pieces, step.received, found, step.adds)
         if self._op == "reduce_scatter":
             self._out.copy_(pieces[max(0, group.index)])
+
+    def _steps(self, device: Any) -> list[Step]:
+        """Returns the rounds of this rank, made at the first sum of their kind: their indices stay on the device."""
+        group, known, key = self._group, self._reducer.steps, (self._group.name, self.kind, self._op, device)
+        if key not in known:
+            order = ring_order(group.ranks, self._reducer.node_size, self._reducer.switches)
+            rounds = rounds_of(self.kind, group.size, group.index, self._op, self._on_node, order)
+            known[key] = [
+                Step(each.to, _pieces_index(each.sent, device), each.source, _pieces_index(each.received, device),
+                     len(each.received), adds)
+                for each, adds in rounds
+            ]  # fmt: skip
+        return known[key]
+
+
+def _pieces_index(pieces: Pieces, device: Any) -> slice | Tensor:
+    """Returns a slice of neighbouring pieces, else their numbers on the device. (A list as an index would be copied
+    there at every use, and the host would wait for it.)"""
+    first = pieces[0] if pieces else 0
+    if pieces == tuple(range(first, first + len(pieces))):
+        return slice(first, first + len(pieces))
+    import torch
+
+    from meshwright.device import upload
+
+    return upload(torch.tensor(pieces), device)
+
+
+def _taken(pieces: Tensor, index: slice | Tensor) -> Tensor:
+    return pieces[index] if isinstance(index, slice) else pieces.index_select(0, index)
+
+
+def _put(pieces: Tensor, index: slice | Tensor, found: Tensor, adds: bool) -> None:
+    """Writes what arrived over the pieces, or adds it to them."""
+    if isinstance(index, slice):
+        pieces[index].add_(found)
+    elif adds:
+        pieces.index_add_(0, index, found)
+    else:
+        pieces.index_copy_(0, index, found)

@@ -70,8 +70,9 @@ class Signs:
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         sums, elements = blocks(x.abs(), self.block).sum(-1), x.shape[1]
-        sizes = torch.full(sums.shape[1:], min(self.block, elements), dtype=x.dtype, device=x.device)
-        sizes[-1] = elements - (sums.shape[1] - 1) * sizes[0]
+        block, count = min(self.block, elements), sums.shape[1]
+        sizes = torch.full((count,), block, dtype=x.dtype, device=x.device)
+        sizes[-1:].fill_(elements - (count - 1) * block)  # the last block may be shorter
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
         codes = ((x >= 0).view(x.shape[0], -1, 8) * weights).sum(-1, dtype=torch.uint8)
         return torch.cat([codes, (sums / sizes).float().view(torch.uint8)], dim=1)
