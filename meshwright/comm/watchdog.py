@@ -5,6 +5,10 @@ Each rank runs two threads. The *timer* only looks at this rank's flight record,
 ever. When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store;
 every rank that hears it publishes its state; the first one reads those it needs, writes the message, and all end with
 EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
+
+A rank that compiles is late and not lost, however long it takes. It says so in the store at every look, and the others
+count their time from the last such sign; the signs stop when the rank dies or is stopped. The connection is not the one
+that torch has: a request that waits there, e.g. for a peer of a new communicator, would hold up the listener.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import socket
 import sys
@@ -30,12 +35,19 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import COMPILING_S, Mesh
+from meshwright.device import Device
+from meshwright.errors import notice
 
 EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
-PUBLISHED_CALLS = 8  # how many of its last ones a rank publishes in the store; the files hold the whole flight record
+# How many of its last calls a rank publishes in the store, beside those around the stuck one; its file holds more.
+PUBLISHED_CALLS = 8
+# One counter in the store carries both what a listener must hear, so that it asks once per look: it grows by one with
+# every sign of a rank that compiles, and by ALARM with an alarm.
+ALARM = 1 << 40
 STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
 
+CPU = Device("cpu")
 _NUMBERS = itertools.count()
 
 
@@ -65,9 +77,12 @@ class Watchdog:
     """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
 
     def __init__(
-        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None
-    ) -> None:
-        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
+        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None,
+        device: Device = CPU,
+    ) -> None:  # fmt: skip
+        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store.
+        `device`: the one whose events the calls are marked with."""
+        self.device = device
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
         # Each rank makes one request per interval, so the store gets about a thousand per second at most.
@@ -79,6 +94,10 @@ class Watchdog:
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
         self._overdue: RecordedCall | None = None
         self._heard = time.monotonic()  # when the store last answered
+        self._signs, self._compiled = 0, -math.inf  # the signs of compiling ranks, and when the last one was heard
+        self._compiles = False  # whether this rank did at the last look
+        self._excused: tuple[str, int] | None = None  # the call of which it was said why it takes long
+        self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
         self._error: BaseException | None = None
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -118,17 +137,27 @@ class Watchdog:
         held = self.flight.holding()
         return {
             "rank": self.rank,
-            "numbers": dict(self.flight.numbers),
+            "numbers": self.flight.begun(held),
             "holding": held.plain() if held else None,
+            "around": [call.plain() for call in self._around(held)],
+            "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
             "last": [call.plain() for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
+    def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
+        """Returns the calls around the one that holds up this rank, and around the one that the alarm is about."""
+        places = [(held.group, held.number)] if held else []
+        if self._asked is not None and self._asked not in places:
+            places.append(self._asked)
+        return [call for place in places for call in self.flight.around(*place)]
+
     # The timer's thread.
 
     def _time(self) -> None:
-        while (held := self.flight.holding(self.timeout)) is None:
+        self.device.make_current()
+        while (held := self._overdue_call()) is None:
             if self._stopping.wait(self._pause()):
                 return
         self._overdue = held
@@ -139,10 +168,18 @@ class Watchdog:
         if not self._stopping.is_set():
             self._speak_alone(held)
 
+    def _overdue_call(self) -> RecordedCall | None:
+        """Returns a call that has held up the program for too long. Where ranks compile, the time counts anew."""
+        held, now = self.flight.holding(self.timeout), time.monotonic()
+        if held is None or held.since is None:
+            return None
+        excused = now - self._compiled < self.timeout and now - held.since < self.timeout + COMPILING_S
+        return None if excused else held
+
     def _pause(self) -> float:
         """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
         oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
-        left = self.interval if oldest is None else oldest + self.timeout - time.monotonic()
+        left = self.interval if oldest is None else max(oldest, self._compiled) + self.timeout - time.monotonic()
         return min(self.interval, max(left, 0.02))
 
     # The listener's thread: everything that uses the store.
@@ -150,16 +187,15 @@ class Watchdog:
     def _listen(self) -> None:
         assert self._store is not None
         store = self._store
+        self.device.make_current()
         try:
             while not self._stopping.is_set():
                 self._wake.wait(self.interval)
                 if self._overdue is not None:
                     self._raise_alarm(store, self._overdue)
                 elif not self._stopping.is_set():
-                    if store.check(["alarm"]):
-                        self._answer(store)
-                    self._heard = time.monotonic()
-            if isinstance(self._error, CommError) and store.check(["alarm"]):
+                    self._look(store)
+            if isinstance(self._error, CommError) and store.add("signs", 0) >= ALARM:
                 self._answer(store)
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
@@ -168,12 +204,36 @@ class Watchdog:
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
+    def _look(self, store: Store) -> None:
+        """Hears an alarm, and which ranks compile; says so of this one."""
+        began, self._compiles = self._compiles, is_compiling()
+        if self._compiles and not began:
+            store.set("compiling", str(self.rank))
+        signs = store.add("signs", int(self._compiles))
+        self._heard = time.monotonic()
+        if signs >= ALARM:
+            self._answer(store)
+        if signs > self._signs:
+            self._signs, self._compiled = signs, self._heard
+        if self._compiled > self._heard - self.timeout and (held := self.flight.holding(self.timeout)) is not None:
+            self._excuse(store, held)
+
+    def _excuse(self, store: Store, held: RecordedCall) -> None:
+        """Says once, on one of the ranks that wait in a call, why it takes so long."""
+        if (held.group, held.number) == self._excused:
+            return
+        self._excused = held.group, held.number
+        if store.add(f"excused/{held.group}/{held.number}", 1) == 1:
+            who = f"rank {store.get('compiling').decode()} is compiling"
+            notice(f"{held.describe()} has waited for more than {self.timeout:g} s: {who}, so this is no hang")
+
     def _raise_alarm(self, store: Store, call: RecordedCall) -> None:
         self._alarmed.set()
-        if store.add("alarms", 1) > 1:
+        if store.add("signs", ALARM) >= 2 * ALARM:
             self._answer(store)
             return
-        store.set("alarm", str(self.rank))
+        self._asked = call.group, call.number
+        store.set("alarm", json.dumps(self._asked))
         self._publish(store)
         deadline = time.monotonic() + self.grace
 
@@ -193,6 +253,8 @@ class Watchdog:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
         self._alarmed.set()
         try:
+            group, number = json.loads(store.get("alarm"))
+            self._asked = group, number
             self._publish(store)
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
         except RuntimeError:
@@ -272,6 +334,30 @@ class Watchdog:
         walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
         places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]
         return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
+
+
+def watched(
+    mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None
+) -> Watchdog:
+    """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
+    that the first rank may be the one that keeps the store."""
+    store = open_store() if mesh.layout.world > 1 else None
+    return Watchdog(mesh, timeout, store, folder, store_keeper() if own_world else None, device)
+
+
+# Files of torch that have a frame on the stack only while something is compiled, and not while it runs.
+_COMPILER = tuple(
+    os.path.join("torch", *name) for name in
+    (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"), ("_inductor", "async_compile.py"))
+)  # fmt: skip
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles in any thread of this process; backward is compiled in autograd's threads."""
+    return any(
+        frame.f_code.co_filename.endswith(_COMPILER)
+        for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)
+    )  # fmt: skip
 
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
