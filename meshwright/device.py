@@ -76,10 +76,16 @@ class Device:
         kind = Device.find(wanted).kind
         if kind in WITHOUT_STREAMS:
             return Device(kind)
-        module = getattr(torch, kind)
-        device = Device(kind, local_rank % module.device_count())
-        module.set_device(device.index)
+        device = Device(kind, local_rank % getattr(torch, kind).device_count())
+        device.make_current()
         return device
+
+    def make_current(self) -> None:
+        """Makes this device the current one of the calling thread, as every thread that asks it anything must do first.
+        A new thread has the machine's first device: a query there takes a context of some hundred MiB from it, and can
+        block behind a collective that hangs."""
+        if self.module is not None:
+            self.module.set_device(self.index)
 
     @property
     def torch(self) -> torch.device:

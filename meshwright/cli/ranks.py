@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from meshwright.comm.process import quiet_torch
 from meshwright.errors import UserError
 from meshwright.train.launch import guarded, launch
 from meshwright.train.processes import Place, find_place
@@ -24,6 +25,7 @@ def run_as_rank(
 ) -> int:
     """Runs as one rank started by torchrun or srun. A mistake that `prepare` finds is the same on every rank, so one
     rank per machine reports it."""
+    quiet_torch()
     try:
         prepare(place)
     except UserError:

@@ -53,7 +53,7 @@ def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str
     by_place: dict[str, list[int]] = {}
     for rank, state in missing.items():
         by_place.setdefault(_place(state), []).append(rank)
-    end = OTHER_END.get(call["op"])
+    end = None if call["peer"] is None else OTHER_END.get(call["op"])
     what = "did not arrive" + (f" with the matching {end}" if end else "")
     return [
         f"{ranks_named(ranks)} {what}: {'it' if len(ranks) == 1 else 'each'} {place}"
@@ -69,21 +69,33 @@ def _place(state: State | None) -> str:
     held = state.get("holding")
     if held:
         return f"waits in {describe_call(held)}"
-    return f"is outside any collective, in {state.get('at') or 'an unknown place'}"
+    doing = "is compiling" if state.get("compiling") else "is outside any collective"
+    return f"{doing}, in {state.get('at') or 'an unknown place'}"
 
 
 def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> str:
-    expected = OTHER_END.get(call["op"], call["op"])
     for rank, state in states.items():
-        calls = [] if state is None else state.get("last", [])
-        other = next((c for c in calls if _key(c) == _key(call)), None)
-        if other and (other["op"] != expected or other["payload"] != call["payload"]):
+        other = _recorded(state, call)
+        if other and not _fits(call, other, is_peer=rank == call["peer"]):
             return f"rank {rank} has called {describe_call(other)} there, so the ranks disagree"
     return "every rank of it arrived, so the network or a device is probably stuck"
 
 
+def _fits(call: dict[str, Any], other: dict[str, Any], is_peer: bool) -> bool:
+    """Whether another rank's call of the same number is the same call, or the other end of the same transfer."""
+    expected = OTHER_END[call["op"]] if is_peer else call["op"]
+    # Ranks may give an all_to_all different numbers of rows.
+    return other["op"] == expected and (other["payload"] == call["payload"] or expected == "all_to_all")
+
+
 def _arrived(state: State | None, call: dict[str, Any]) -> bool:
     return state is not None and state.get("numbers", {}).get(call["group"], 0) >= call["number"]
+
+
+def _recorded(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns a rank's own record of a call, if it has published it."""
+    known = [] if state is None else [*state.get("around", []), *state.get("last", [])]
+    return next((each for each in known if _key(each) == _key(call)), None)
 
 
 def _waits_in(state: State | None, call: dict[str, Any]) -> bool:

@@ -10,11 +10,13 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from meshwright.comm.process import CONNECTIONS, file_limit
 from meshwright.comm.watchdog import open_store, store_keeper
 from meshwright.errors import UserError, notice
 
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0  # of waiting, until it is said, and said again
 ARRIVED = "arrived"
+OTHER_FILES = 64  # that a process has open besides connections to the store, about
 
 
 def meet(rank: int, world: int, first_on_node: bool, host: str, port: int, limit: timedelta) -> Store | None:
@@ -43,13 +45,19 @@ def _wait_for_all(store: Store, come: int, world: int, where: str, limit: float)
         time.sleep(0.02)
         waited, come = time.monotonic() - begun, store.add(ARRIVED, 0)
         if waited >= limit:
-            raise UserError(
-                f"only {come} of {world} ranks met at {where} within {waited:.0f} s: start all ranks, with the same "
-                "MASTER_ADDR and MASTER_PORT"
-            )
+            missed = f"only {come} of {world} ranks met at {where} within {waited:.0f} s"
+            raise UserError(f"{missed}: {_remedy(world, file_limit())}")
         if waited >= next_word and come < world:
             notice(f"waiting for {world - come} of {world} ranks at {where}, {waited:.0f} s")
             next_word += NEXT_WORD_S
+
+
+def _remedy(world: int, files: int) -> str:
+    """Says what to do about ranks that did not come. `files`: how many the store's process may open."""
+    start = "start all ranks, with the same MASTER_ADDR and MASTER_PORT"
+    if files < 0 or files > CONNECTIONS * world + OTHER_FILES:
+        return f"{start} (the limit of {files} open files is enough)" if files >= 0 else start
+    return f"the limit of {files} open files is too low for {world} ranks, raise it where rank 0 runs (ulimit -n)"
 
 
 @contextmanager

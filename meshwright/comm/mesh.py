@@ -20,10 +20,17 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.layout.layout import INNER, REPLICAS
 
+COMPILING_S = 1800.0  # a rank that compiles is waited for at most so much longer than for others
+
 
 def torch_limit(timeout: float) -> timedelta:
-    """Returns torch's own time limit for calls, longer than the watchdog's `timeout`: the watchdog reports first."""
+    """Returns torch's own time limit for meeting, longer than the watchdog's `timeout`: the watchdog reports first."""
     return timedelta(seconds=2 * timeout + 30)
+
+
+def call_limit(timeout: float) -> timedelta:
+    """Returns torch's own time limit for calls: it must not end those that the watchdog lets wait."""
+    return torch_limit(timeout) + timedelta(seconds=COMPILING_S)
 
 
 class Mesh:
@@ -41,7 +48,7 @@ class Mesh:
         `timeout`: seconds until the watchdog reports a call; torch's own limit stands behind it."""
         self.layout, self.rank = layout, rank
         self.ledger, self.flight = Ledger(), FlightRecord()
-        self._limit = torch_limit(timeout) if timeout else None
+        self._limit = call_limit(timeout) if timeout else None
         self._given = {layout.without_ones(name): group for name, group in (made_elsewhere or {}).items()}
         if unused := self._given.keys() - set(layout.step_groups()):
             known = ", ".join(layout.step_groups())

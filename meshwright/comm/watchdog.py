@@ -7,6 +7,10 @@ every rank that hears it publishes its state; the first one reads those it needs
 EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
 A call that fails, or a process group that reports an error, raises the same alarm at once: a rank is lost, and the one
 that does not answer is named (`lost_ranks.py`).
+
+A rank that compiles is late and not lost, however long it takes. It says so in the store at every look, and the others
+count their time from the last such sign; the signs stop when the rank dies or is stopped. The connection is not the one
+that torch has: a request that waits there, e.g. for a peer of a new communicator, would hold up the listener.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import socket
 import sys
@@ -34,13 +39,20 @@ from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
 from meshwright.comm.lost_ranks import ErrorPoll, who_is_lost
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import COMPILING_S, Mesh
+from meshwright.device import Device
+from meshwright.errors import notice
 
 EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
-PUBLISHED_CALLS = 8  # how many of its last ones a rank publishes in the store; the files hold the whole flight record
+# How many of its last calls a rank publishes in the store, beside those around the stuck one; its file holds more.
+PUBLISHED_CALLS = 8
+# One counter in the store carries both what a listener must hear, so that it asks once per look: it grows by one with
+# every sign of a rank that compiles, and by ALARM with an alarm.
+ALARM = 1 << 40
 HANG_TOLD = "1"  # what `told` holds after a hang, whose message is out; after a loss it holds the message
 STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
 
+CPU = Device("cpu")
 _NUMBERS = itertools.count()
 
 
@@ -70,9 +82,12 @@ class Watchdog:
     """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
 
     def __init__(
-        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None
-    ) -> None:
-        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store."""
+        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None,
+        device: Device = CPU,
+    ) -> None:  # fmt: skip
+        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store.
+        `device`: the one whose events the calls are marked with."""
+        self.device = device
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
         # Each rank makes one request per interval, so the store gets about a thousand per second at most.
@@ -86,6 +101,10 @@ class Watchdog:
         self._errors = ErrorPoll(lambda: list(mesh.groups.values()))
         self._broken: str | None = None  # what a process group says of its failure
         self._heard = time.monotonic()  # when the store last answered
+        self._signs, self._compiled = 0, -math.inf  # the signs of compiling ranks, and when the last one was heard
+        self._compiles = False  # whether this rank did at the last look
+        self._excused: tuple[str, int] | None = None  # the call of which it was said why it takes long
+        self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
         self._error: BaseException | None = None
         self._store_gone = False
         self._alarmed, self._ending = threading.Event(), threading.Lock()
@@ -126,18 +145,28 @@ class Watchdog:
         held = self.flight.holding()
         return {
             "rank": self.rank,
-            "numbers": dict(self.flight.numbers),
+            "numbers": self.flight.begun(held),
             "holding": held.plain() if held else None,
+            "around": [call.plain() for call in self._around(held)],
+            "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
             "last": [call.plain() for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
+    def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
+        """Returns the calls around the one that holds up this rank, and around the one that the alarm is about."""
+        places = [(held.group, held.number)] if held else []
+        if self._asked is not None and self._asked not in places:
+            places.append(self._asked)
+        return [call for place in places for call in self.flight.around(*place)]
+
     # The timer's thread.
 
     def _time(self) -> None:
+        self.device.make_current()
         held: RecordedCall | None = None
-        while (broken := self._errors.look()) is None and (held := self.flight.holding(self.timeout)) is None:
+        while (broken := self._errors.look()) is None and (held := self._overdue_call()) is None:
             if self._stopping.wait(self._pause()):
                 return
         self._broken, self._overdue = broken, held
@@ -152,10 +181,18 @@ class Watchdog:
         elif held is not None:
             self._speak_alone(held)
 
+    def _overdue_call(self) -> RecordedCall | None:
+        """Returns a call that has held up the program for too long. Where ranks compile, the time counts anew."""
+        held, now = self.flight.holding(self.timeout), time.monotonic()
+        if held is None or held.since is None:
+            return None
+        excused = now - self._compiled < self.timeout and now - held.since < self.timeout + COMPILING_S
+        return None if excused else held
+
     def _pause(self) -> float:
         """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
         oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
-        left = self.interval if oldest is None else oldest + self.timeout - time.monotonic()
+        left = self.interval if oldest is None else max(oldest, self._compiled) + self.timeout - time.monotonic()
         return min(self.interval, max(left, 0.02))
 
     # The listener's thread: everything that uses the store.
@@ -163,6 +200,7 @@ class Watchdog:
     def _listen(self) -> None:
         assert self._store is not None
         store = self._store
+        self.device.make_current()
         try:
             while not self._stopping.is_set():
                 self._wake.wait(self.interval)
@@ -171,9 +209,7 @@ class Watchdog:
                 elif self._overdue is not None:
                     self._raise_alarm(store, self._overdue)
                 elif not self._stopping.is_set():
-                    if store.check(["alarm"]):
-                        self._answer(store)
-                    self._heard = time.monotonic()
+                    self._look(store)
             if isinstance(self._error, CommError):
                 self._tell_loss(store, str(self._error))
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
@@ -186,12 +222,36 @@ class Watchdog:
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
 
+    def _look(self, store: Store) -> None:
+        """Hears an alarm, and which ranks compile; says so of this one."""
+        began, self._compiles = self._compiles, is_compiling()
+        if self._compiles and not began:
+            store.set("compiling", str(self.rank))
+        signs = store.add("signs", int(self._compiles))
+        self._heard = time.monotonic()
+        if signs >= ALARM:
+            self._answer(store)
+        if signs > self._signs:
+            self._signs, self._compiled = signs, self._heard
+        if self._compiled > self._heard - self.timeout and (held := self.flight.holding(self.timeout)) is not None:
+            self._excuse(store, held)
+
+    def _excuse(self, store: Store, held: RecordedCall) -> None:
+        """Says once, on one of the ranks that wait in a call, why it takes so long."""
+        if (held.group, held.number) == self._excused:
+            return
+        self._excused = held.group, held.number
+        if store.add(f"excused/{held.group}/{held.number}", 1) == 1:
+            who = f"rank {store.get('compiling').decode()} is compiling"
+            notice(f"{held.describe()} has waited for more than {self.timeout:g} s: {who}, so this is no hang")
+
     def _raise_alarm(self, store: Store, call: RecordedCall) -> None:
         self._alarmed.set()
-        if store.add("alarms", 1) > 1:
+        if store.add("signs", ALARM) >= 2 * ALARM:
             self._answer(store)
             return
-        store.set("alarm", str(self.rank))
+        self._asked = call.group, call.number
+        store.set("alarm", json.dumps(self._asked))
         self._publish(store)
         deadline = time.monotonic() + self.grace
 
@@ -210,11 +270,11 @@ class Watchdog:
     def _tell_loss(self, store: Store, what: str) -> None:
         """Ends the run since `what` failed: the first rank that notices asks all ranks, and names who is not there."""
         self._alarmed.set()
-        if store.add("alarms", 1) > 1:
+        if store.add("signs", ALARM) >= 2 * ALARM:
             self._answer(store)
             return
         begun = time.monotonic()
-        store.set("alarm", str(self.rank))
+        store.set("alarm", json.dumps(None))  # no call is late
         self._publish(store)
         message = f"{what}; {who_is_lost(store, self.world, begun + self.grace)}"
         time.sleep(max(0.0, begun + LAUNCHER_SEES_S - time.monotonic()))
@@ -224,6 +284,8 @@ class Watchdog:
         """Publishes this rank's state and stays until the message is out (or the store is gone)."""
         self._alarmed.set()
         try:
+            call = json.loads(store.get("alarm"))
+            self._asked = None if call is None else (call[0], call[1])
             self._publish(store)
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
             told = store.get("told").decode()
@@ -319,6 +381,30 @@ class Watchdog:
         walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
         places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]
         return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
+
+
+def watched(
+    mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None
+) -> Watchdog:
+    """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
+    that the first rank may be the one that keeps the store."""
+    store = open_store() if mesh.layout.world > 1 else None
+    return Watchdog(mesh, timeout, store, folder, store_keeper() if own_world else None, device)
+
+
+# Files of torch that have a frame on the stack only while something is compiled, and not while it runs.
+_COMPILER = tuple(
+    os.path.join("torch", *name) for name in
+    (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"), ("_inductor", "async_compile.py"))
+)  # fmt: skip
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles in any thread of this process; backward is compiled in autograd's threads."""
+    return any(
+        frame.f_code.co_filename.endswith(_COMPILER)
+        for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)
+    )  # fmt: skip
 
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep

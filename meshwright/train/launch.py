@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.ending import LAUNCHER_SEES_S, report_losses_by
+from meshwright.comm.process import quiet_torch, raise_file_limit
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
 from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
@@ -56,7 +57,8 @@ def warm_up() -> None:
     The server that forks them ignores requests to stop: a scheduler sends those to every process of a job, and without
     the server all ranks would look dead.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stack traces of lost peers, beside our sentences
+    raise_file_limit()
+    quiet_torch()
     multiprocessing.set_forkserver_preload(PRELOAD)
     _keep_sockets_short()
     with stops_handled_by(signal.SIG_IGN):

@@ -20,7 +20,7 @@ from meshwright.checkpoint.base import begin_with_folder, digest, read_base, wit
 from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, model_folder
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
-from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.comm.watchdog import watched
 from meshwright.config.blocks import seconds_of
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
@@ -129,9 +129,7 @@ def pretrain(
     comm = config.comm
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
-    store = open_store() if place.world > 1 else None
-    keeper = store_keeper() if own_world else None
-    with Watchdog(ctx.mesh, comm.timeout, store, folder=Path(config.run.dir) / "flight", keeper=keeper):
+    with watched(ctx.mesh, comm.timeout, device, own_world, folder=Path(config.run.dir) / "flight"):
         ctx, source = with_told_base(ctx, source)
         config = ctx.config
         modules = build_modules(ctx, model_provider)

@@ -119,8 +119,10 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     from meshwright.comm.lost_ranks import leave_errors_to_us
     from meshwright.comm.meeting import meet
     from meshwright.comm.mesh import torch_limit
+    from meshwright.comm.process import prepare_process
     from meshwright.device import Device, limit_threads
 
+    prepare_process(timeout)
     limit_threads(place.local_world)
     device = Device.choose(kind, place.local_rank if place.device is None else place.device)
     if precision is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.resume import load_checkpoint
-from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.comm.watchdog import watched
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.train.context import build_context
@@ -36,9 +36,8 @@ def replay(
     check(config, place.world, TRAINING_RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
-    store = open_store() if place.world > 1 else None
     results = []
-    with Watchdog(ctx.mesh, comm.timeout, store, keeper=store_keeper() if joined else None):
+    with watched(ctx.mesh, comm.timeout, device, joined):
         modules = build_modules(ctx, model_provider)
         data, valid, _ = datasets_provider(ctx, (0, 0, 0))
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, forward_step), data, valid)

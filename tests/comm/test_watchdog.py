@@ -9,13 +9,16 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from meshwright.comm.flight import RecordedCall
 from meshwright.comm.hang import explain
-from meshwright.comm.mesh import Mesh
-from meshwright.comm.watchdog import EXIT_CODE, open_store
+from meshwright.comm.mesh import COMPILING_S, Mesh, call_limit
+from meshwright.comm.watchdog import EXIT_CODE, Watchdog, is_compiling, open_store
+from meshwright.layout import Layout
 from tests.comm.hanging import Ended, run_hanging
 
 TIMEOUT = 2.0
@@ -171,6 +174,105 @@ def test_no_false_alarm_on_a_slow_run(tmp_path: Path) -> None:
     ends = run_hanging(2, slow, tmp_path, timeout=1.2, pp=2)
     assert [(end.code, end.stderr) for end in ends] == [(0, "")] * 2
     assert not (tmp_path / "flight").exists()
+
+
+def compiles(mesh: Mesh, folder: str, seconds: float, stops: bool) -> None:
+    """Rank 1 comes to the call late, since it compiles; the compiler takes as long as it is told to."""
+    warm(mesh)
+    begun = Path(folder) / "begun"
+
+    def slow_compiler(graph: Any, inputs: Any) -> Any:
+        begun.touch()
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        return graph.forward
+
+    if mesh.rank == 1:
+        torch.compile(lambda x: x + 1, backend=slow_compiler)(torch.ones(2))
+    while not begun.exists():
+        time.sleep(0.02)
+    mesh.world.all_reduce(torch.ones(4))
+
+
+@pytest.mark.wide
+def test_no_alarm_while_a_rank_compiles(tmp_path: Path) -> None:
+    ends = run_hanging(3, compiles, tmp_path, str(tmp_path), 12.0, False, timeout=5.0)
+    assert [end.code for end in ends] == [0] * 3, ends
+    said = "".join(end.stderr for end in ends)
+    what = "all_reduce number 2 over world (startup, 16 bytes) has waited for more than 5 s"
+    assert said == f"{what}: rank 1 is compiling, so this is no hang\n"
+
+
+@pytest.mark.wide
+def test_a_rank_that_is_stopped_while_it_compiles_is_found(tmp_path: Path) -> None:
+    ends = run_hanging(3, compiles, tmp_path, str(tmp_path), 0.0, True, timeout=TIMEOUT, stopped=1)
+    assert "rank 1 did not arrive: it does not answer (stopped or dead)" in message([ends[0], ends[2]])
+    assert [ends[0].code, ends[2].code] == [EXIT_CODE] * 2
+
+
+class Signs:
+    """A store in which another rank gives signs that it compiles."""
+
+    def __init__(self) -> None:
+        self.given, self.counts = 0, dict[str, int]()
+
+    def add(self, key: str, amount: int) -> int:
+        if key == "signs":
+            self.given += amount
+            return self.given
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+    def get(self, key: str) -> bytes:
+        assert key == "compiling"
+        return b"3"
+
+
+def test_the_time_counts_from_the_last_sign_of_a_rank_that_compiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a clock of its own: a call that waits from second 100 on, with a timeout of 10 s."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    mesh, store = Mesh(Layout(1), 0), Signs()
+    watchdog = Watchdog(mesh, 10.0, None)
+    call = mesh.flight.begin(RecordedCall("tp:0", "tp", "all_reduce", "forward", 0, 64, (0, 1), started=now))
+
+    def looked(at: float, signs: int) -> bool:
+        """Whether the call is overdue at a time at which another rank has given so many more signs."""
+        nonlocal now
+        now, store.given = at, store.given + signs
+        watchdog._look(store)  # type: ignore[arg-type]
+        return watchdog._overdue_call() is call
+
+    assert not looked(105.0, 1)
+    assert not looked(112.0, 1) and not looked(121.9, 0)
+    assert capsys.readouterr().err.startswith("all_reduce number 1 over tp (forward, layer 0, 64 bytes) has waited for")
+    assert looked(122.0, 0), "ten seconds after the last sign"
+    assert not looked(123.0, 1) and capsys.readouterr().err == "", "it is said once"
+    assert looked(110.0 + COMPILING_S, 1), "nobody compiles for ever"
+    assert store.counts == {"excused/tp:0/1": 1}
+
+
+def test_compiled_code_that_runs_is_not_taken_for_a_compiler() -> None:
+    found: list[bool] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        found.append(is_compiling())
+
+        def run(*args: Any) -> Any:
+            found.append(is_compiling())
+            return graph.forward(*args)
+
+        return run
+
+    torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(2))
+    assert found == [True, False]
+
+
+def test_torch_lets_a_call_wait_as_long_as_the_watchdog_does() -> None:
+    assert call_limit(5.0).total_seconds() > 5.0 + COMPILING_S + Watchdog(Mesh(Layout(1), 0), 5.0, None).grace
 
 
 def test_a_clean_end_is_silent_though_the_store_s_keeper_is_done_first(tmp_path: Path) -> None:
