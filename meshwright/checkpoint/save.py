@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +38,10 @@ from meshwright.sharding.buffers import SideState, Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
 
-POLL_S = 0.02
+POLL_S, LONGEST_POLL_S = 0.02, 1.0  # between two looks, the first time and at last
+# How long the rank that commits waits for the next rank's part to appear. It is no limit of a whole save, which takes
+# as long as the disk needs, and has nothing to do with comm.timeout.
+PART_WAIT_S = 1800.0
 FAILED = ".failed"  # marks that a rank could not write its part: the save never counts, and no rank waits for it
 
 
@@ -181,20 +184,33 @@ def commit(
     fmt.remove_unfinished(folder, before=step)
 
 
-def wait_for(paths: list[Path], patience: float) -> None:
-    """Waits until all exist, within limits: a rank that died would otherwise keep everybody waiting for ever."""
-    end = time.monotonic() + patience
-    for path in paths:
-        while not path.exists():
-            if path.with_suffix(FAILED).exists():
-                raise UserError(f"{path.stem} could not write its part of the checkpoint")
-            if time.monotonic() > end:
-                missing = ", ".join(p.name for p in paths if not p.exists())
-                raise UserError(
-                    f"the checkpoint was not completed within {patience:.0f} s: {paths[0].parent} lacks {missing}; "
-                    "see whether a rank has stopped, or raise comm.timeout"
-                )
-            time.sleep(POLL_S)
+def wait_for(
+    paths: list[Path],
+    patience: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until all of these files of one folder exist. `patience` limits the seconds since the last one appeared: a
+    rank that died would otherwise keep everybody waiting for ever."""
+    folder, missing, since, pause = paths[0].parent, list(paths), clock(), POLL_S
+    while True:
+        # One listing tells of all files but the first, which is looked up: a network disk may show an old listing.
+        there = set(os.listdir(folder)) if folder.is_dir() else set()
+        left = [path for n, path in enumerate(missing) if path.name not in there and (n or not path.exists())]
+        if not left:
+            return
+        if failed := next((path.stem for path in left if path.with_suffix(FAILED).name in there), None):
+            raise UserError(f"{failed} could not write its part of the checkpoint")
+        if len(left) < len(missing):
+            missing, since, pause = left, clock(), POLL_S
+        elif clock() - since > patience:
+            names = ", ".join(path.name for path in left[:8]) + (" and more" if len(left) > 8 else "")
+            raise UserError(
+                f"no further part of the checkpoint appeared within {patience:.0f} s: {folder} lacks {names}; see "
+                "whether a rank has stopped, or whether the disk is away"
+            )
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_POLL_S)
 
 
 FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
@@ -214,7 +230,6 @@ class Saver:
         self._error: BaseException | None = None  # of the last save
         self._failures = 0  # one after the other
         self._last = False  # whether the save under way is the run's last one
-        self._patience = trainer.ctx.config.comm.timeout
         self._staging: dict[tuple[int, int], Tensor] = {}
         # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
         # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
@@ -297,7 +312,7 @@ class Saver:
                 self._staged.set()
             write_part(aside, rank, snapshot)
             if self.trainer.writes:
-                commit(self.folder, index.step, index, self.keep, self._patience, self.companions)
+                commit(self.folder, index.step, index, self.keep, PART_WAIT_S, self.companions)
         except BaseException as error:
             mark_failed(aside, rank)
             self._failures += 1
@@ -328,27 +343,42 @@ class Saver:
                 "checkpoint.async=false"
             ) from None
 
+    def _finished(self) -> bool:
+        """Waits until no rank is writing; whether all have written. Every rank must call this.
+
+        The ranks write for different times, on a slow disk longer than `comm.timeout`: so none waits inside of one
+        call for another's disk. They agree again and again, up to once a second, while their threads write. That also
+        spares the disk: only the rank that commits looks for files. A rank whose disk hangs for good is left to the
+        watchdog, which names it when it does not come to the next call."""
+        pause, end = POLL_S, time.monotonic() + 2 * PART_WAIT_S
+        while self._any(self.is_writing and time.monotonic() < end):
+            if self._thread is not None:
+                self._thread.join(pause)
+            if not self.is_writing:
+                time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
+        self._join()
+        return not self._any(self._error is not None)
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Waits until the save under way is written: by this rank or, on the rank that commits, by all."""
-        self._join()
+        """Waits until the save under way is written by all ranks and committed. Every rank must call this."""
+        if self._thread is not None:
+            self._finished()
         if self._error is not None and (self._failures > 1 or not isinstance(self._error, UserError)):
             raise self._error
 
     def committed(self) -> None:
         """Waits until the run's last save counts. Every rank calls this at the end, and none ends before all agree."""
-        self._join()
-        if self._any(self._error is not None):
-            if self.trainer.writes:
-                fmt.remove_unfinished(self.folder)
-            self._any(False)  # a barrier: no rank saves again before the folder is removed
-            self._begin()
-            self._join()
-            if self._any(self._error is not None):
-                raise self._error or SystemExit(2)
-        if self.saved_step is not None:
-            wait_for([self.folder / fmt.folder_name(self.saved_step)], self._patience)
+        if self._finished():
+            return
+        if self.trainer.writes:
+            fmt.remove_unfinished(self.folder)
+        self._any(False)  # a barrier: no rank saves again before the folder is removed
+        self._begin()
+        if not self._finished():
+            raise self._error or SystemExit(2)

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from meshwright.sharding.remainders import plain, tensors_of
 from meshwright.train.step import Trainer
 from tests.checkpoint.runs import tensors
 from tests.support.oracle import load_into, make_trainer, small_config
+from tests.support.ranks import run_ranks
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
 
@@ -273,6 +275,76 @@ def test_a_part_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None
     save.part_file(tmp_path, 1).with_suffix(save.FAILED).touch()
     with pytest.raises(UserError, match="rank-00001 could not write its part"):
         save.wait_for([tmp_path / "rank-00001.json"], 60.0)
+
+
+class Clock:
+    """A clock that only sleeping moves; at some times files appear."""
+
+    def __init__(self, folder: Path, **appear: float) -> None:
+        self.now, self.pauses, self.folder = 0.0, list[float](), folder
+        self.appear = {f"{name.replace('_', '-')}.json": at for name, at in appear.items()}
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+        for name, at in self.appear.items():
+            if at <= self.now:
+                (self.folder / name).touch()
+
+    def wait(self, patience: float) -> None:
+        save.wait_for([self.folder / name for name in self.appear], patience, lambda: self.now, self.sleep)
+
+
+def test_patience_counts_from_the_last_part_that_appeared(tmp_path: Path) -> None:
+    """The first file of the list comes last, and all of it takes three times as long as the patience."""
+    clock = Clock(tmp_path, rank_0=290.0, rank_1=95.0, rank_2=190.0)
+    clock.wait(100.0)
+    assert 290.0 <= clock.now < 292.0
+    assert max(clock.pauses) == save.LONGEST_POLL_S and len(clock.pauses) < 330, "it looks about once a second"
+
+
+def test_parts_that_do_not_come_are_named(tmp_path: Path) -> None:
+    clock = Clock(tmp_path, rank_0=50.0, rank_1=1e9, rank_2=1e9)
+    with pytest.raises(UserError, match="appeared within 100 s: .* lacks rank-1.json, rank-2.json; see whether"):
+        clock.wait(100.0)
+    assert 150.0 <= clock.now < 153.0
+
+
+def slow_commit(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
+    """Rank 0 commits only after the other rank came back from three agreements; returns what a rank looked up."""
+    looked, go = list[str](), Path(folder) / "go"
+    commit, wait_for, any_rank, calls = save.commit, save.wait_for, Saver._any, [0]
+
+    def late(*given: Any, **named: Any) -> None:
+        while not go.exists():
+            time.sleep(0.01)
+        commit(*given, **named)
+
+    def looks(paths: list[Path], *given: Any) -> None:
+        looked.extend(path.name for path in paths)
+        wait_for(paths, *given)
+
+    def agrees(saver: Saver, here: bool) -> bool:
+        found = any_rank(saver, here)
+        calls[0] += 1
+        if rank == 1 and calls[0] == 3:
+            go.touch()
+        return found
+
+    save.commit, save.wait_for = late, looks
+    Saver._any = agrees  # type: ignore[method-assign]
+    trainer = make_trainer(small_config(model=TINY, train={"global_batch": 4}), rank, world)
+    saver = Saver(trainer, Path(folder), True, "wait", 2)
+    trainer.step()
+    saver.save(last=True)
+    saver.committed()
+    return looked, len(fmt.list_checkpoints(Path(folder))) == 1
+
+
+def test_at_the_end_of_a_run_only_the_rank_that_commits_looks_at_the_disk(tmp_path: Path) -> None:
+    """The other one waits for it as long as it takes, but never inside of one call, which would look like a hang."""
+    first, other = run_ranks(2, slow_commit, str(tmp_path))
+    assert first == (["rank-00000.json", "rank-00001.json"], True) and other == ([], True)
 
 
 def test_a_folder_that_cannot_be_flushed_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
