@@ -54,6 +54,7 @@ WITHOUT_TORCH = [
     "cli.simulate", "cli.scaling", "cli.common_args", "cli.files", "cli.dryrun",
     "cli.watch", "cli.status", "cli.submit", "cli.replay", "cli.init", "cli.completion", "cli.auto_layout",
     "train.job_files",
+    "train.communicators", "comm.communicators",
     "train.run_notes", "train.loggers", "train.rank_figures", "train.speed",
 ]  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.communicators import MOST_BLOCKS, PP, PP_BACK, WORLD, Communicator, is_urgent, shared_by_world
 from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group
@@ -31,6 +32,15 @@ def torch_limit(timeout: float) -> timedelta:
 def call_limit(timeout: float) -> timedelta:
     """Returns torch's own time limit for calls: it must not end those that the watchdog lets wait."""
     return torch_limit(timeout) + timedelta(seconds=COMPILING_S)
+
+
+def nccl_options(group: str, new: Callable[[], Any]) -> Any:
+    """Returns the options of a group's communicators on NCCL; `new` makes those that it has by default."""
+    options = new()
+    options.is_high_priority_stream = is_urgent(group)
+    if group in MOST_BLOCKS:
+        options.config.max_ctas = MOST_BLOCKS[group]
+    return options
 
 
 class Mesh:
@@ -57,7 +67,8 @@ class Mesh:
         self._links: EmulatedLinks | None = None
         for name in layout.step_groups():
             self.group(name)
-        self.tp, self.pp, self.world = self.group("tp"), self.group("pp"), self.group("world")
+        self.tp, self.pp, self.world = self.group("tp"), self.group(PP), self.group(WORLD)
+        self.pp_back = self._make_back()
         self.samples, self.tokens = self.group("dp"), self.group("cp")
         # The ranks that train together: one replica's, where there are several.
         self.inner = self.group(INNER) if layout.replicas > 1 else self.world
@@ -78,10 +89,32 @@ class Mesh:
         ranks = self.layout.group(name, self.rank)
         if not ranks and self.layout.size(name) > 1 and name not in self._given:
             # torch names a group after the number of groups its maker has made before, so every rank makes as many.
-            dist.new_group([self.rank], timeout=self._limit, use_local_synchronization=True)
+            self._new(name, [self.rank])
         process_group = self._given.get(name)
+        twin = shared_by_world(self.layout) if name == WORLD else None
+        if process_group is None and twin is not None and twin not in self._given:
+            process_group = self.group(twin).process_group
         if process_group is None and len(ranks) > 1:
-            process_group = dist.new_group(list(ranks), timeout=self._limit, use_local_synchronization=True)
+            process_group = self._new(name, ranks)
+        return self._group(name, ranks, process_group)
+
+    def _make_back(self) -> Group:
+        """Makes the group of the pipeline's gradients. Its calls are counted under `pp`, as activations are."""
+        if self.pp.alone:
+            return self.pp
+        back = self._group(PP, self.pp.ranks, self._new(PP_BACK, self.pp.ranks))
+        back.label = f"{PP_BACK}:{back.ranks[0]}"  # the two are two sequences of calls to the flight record
+        self.groups[PP_BACK] = back
+        return back
+
+    def _new(self, name: str, ranks: Sequence[int]) -> Any:
+        """Makes a process group, of which its back end makes the communicators when it is first used."""
+        options = nccl_options(name, dist.ProcessGroupNCCL.Options) if dist.get_backend() == "nccl" else None
+        return dist.new_group(
+            list(ranks), timeout=self._limit, pg_options=options, use_local_synchronization=True
+        )  # fmt: skip
+
+    def _group(self, name: str, ranks: tuple[int, ...], process_group: Any) -> Group:
         crosses = self.layout.crosses_node(ranks)
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses, self._links)
 
@@ -96,6 +129,24 @@ class Mesh:
         self._links = EmulatedLinks(config, self.rank, node_size, adapters)
         for group in self.groups.values():
             group.links = self._links
+
+    def warm_up(
+        self, wanted: Sequence[Communicator], device: torch.device, notice: Callable[[str], object] | None = None
+    ) -> None:
+        """Connects communicators with one tiny call each, in the order given, which must be that of all ranks. A back
+        end that connects a group when it is first used would otherwise do so in the middle of the first step, when the
+        device's memory is full. `notice` is told before what it takes."""
+        if notice is not None and wanted:
+            notice(f"Connecting {len(wanted)} communicators of this rank, between {len(self.world.ranks)} ranks ...")
+        number = torch.zeros(1, device=device)
+        for each in wanted:
+            group = self.groups[each.group] if each.group == PP_BACK else self.group(each.group)
+            if not each.is_pair:
+                group.all_reduce(number)
+            elif each.ranks[0] == self.rank:
+                group.send(number, group.ranks.index(each.ranks[1])).wait()
+            else:
+                group.receive(number, group.ranks.index(each.ranks[0])).wait()
 
     def is_first(self, *axes: str) -> bool:
         """Whether this rank is the first of its group over each of these axes (or in none). Makes no process group."""

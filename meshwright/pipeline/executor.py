@@ -84,8 +84,11 @@ class Executor:
         shares: Shares | None = None,
         compiled: bool = False,
         overlaps: bool = True,
+        pp_back: Group | None = None,
     ) -> None:
+        """`pp_back`: the group of the gradients, where they are not sent over `pp` as activations are."""
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
+        self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction
         self.stages = [stage_of(module) for module in modules]
         self.streams, self.shares, self.compiled = streams, shares, compiled
         self.in_flight = SENDS_IN_FLIGHT if overlaps else 0
@@ -292,7 +295,7 @@ class _Run:
         assert action.peer is not None
         for _, x in sorted((outputs or self.grads[key]).items()):
             x = x.detach().contiguous()
-            self.sends.append((self.executor.pp.send(x, action.peer), x))
+            self.sends.append((self.executor.pipes[direction].send(x, action.peer), x))
         self._forget(direction, key)
         while len(self.sends) > self.executor.in_flight:
             self.sends.popleft()[0].wait()
@@ -308,5 +311,8 @@ class _Run:
         else:
             outputs = self.outputs[action.micro_batch, action.chunk].items()
             buffers = {name: x.empty_gradient() for name, x in outputs if has_gradient(name, x.dtype)}
-        pendings = [e.pp.receive(x, action.peer) for _, x in sorted(buffers.items())]
+        # On NCCL a posted receive is a kernel that holds multiprocessors until the tensor comes, so these communicators
+        # have few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would save those too, but the tensor
+        # could then not travel while this rank computes.
+        pendings = [e.pipes[direction].receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.comm.communicators import Communicator
 from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
@@ -17,10 +18,15 @@ from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
 from meshwright.sharding.fragments import fragment_bounds
 from meshwright.sharding.placement import RING, copy_axis, piece_size
+from meshwright.train.communicators import communicators
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
-COMMUNICATOR_GIB = 0.8  # NCCL's buffers for all channels, per axis that communicates
+# Device memory of an NCCL communicator, from the sizes in its source: a connection has about 9 MiB of buffers in each
+# channel (4 MiB for large messages, 5 for small ones), and a ring with trees has three to five connections. So 16 to 24
+# channels take 0.4 to 0.9 GiB, where a node's links need fewer buffers, and two to four channels 0.05 to 0.2 GiB. Not
+# measured: nvidia-smi before and after `Mesh.warm_up` would tell.
+COMMUNICATOR_GIB, SMALL_COMMUNICATOR_GIB = 0.8, 0.1
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 
 
@@ -267,5 +273,22 @@ def context_gib(job: Job, cluster: Cluster) -> float:
     """Returns the GiB outside the allocator: context and communication buffers, or on a CPU the program itself."""
     if cluster.device.units == 1:
         return PROGRAM_GIB
-    axes = sum(job.layout.size(axis) > 1 for axis in ("tp", "pp", "dp-cp"))
-    return job.stack.base_gib + COMMUNICATOR_GIB * axes
+    return job.stack.base_gib + communicators_gib(job)
+
+
+def communicators_gib(job: Job) -> float:
+    """Returns the GiB of the communicators of the rank that has the most of them."""
+    if not job.stack.own:  # another program's are not known: one for each axis
+        return COMMUNICATOR_GIB * sum(job.layout.size(axis) > 1 for axis in ("tp", "pp", "dp-cp"))
+    key = ("communicators", job.config.zero)
+    if key not in job.known:
+        # Ranks differ by their stage alone: the ends share an embedding, and the others have two neighbours.
+        stages = {0, min(1, job.layout.pp - 1), job.layout.pp - 1, *job.layout.first_and_last}
+        ranks = [job.layout.rank_at(pp=stage) for stage in stages]
+        job.known[key] = max(sum(map(_gib, communicators(job.config, job.layout, rank))) for rank in ranks)
+    found: float = job.known[key]
+    return found
+
+
+def _gib(communicator: Communicator) -> float:
+    return SMALL_COMMUNICATOR_GIB if communicator.is_small else COMMUNICATOR_GIB

@@ -51,9 +51,9 @@ def verify(table: Table) -> None:
 
     Complete: each (micro-batch, chunk) produces its activations and, in a table that trains, both halves of its
     gradient, each exactly once and after what it needs, and releases the activations; what crosses ranks is sent once
-    after it is made and received once before it is used. Safe: any two ranks list their common transfers in the same
-    order, and all lists run to their end both when sends are buffered and when each blocks until its receive is
-    reached.
+    after it is made and received once before it is used. Safe: any two ranks list their common transfers of one
+    direction in the same order, and all lists run to their end both when sends are buffered and when each blocks until
+    its receive is reached.
     """
     _check_placement(table)
     for rank in range(table.pp):
@@ -180,14 +180,16 @@ def _tensor(table: Table, rank: int, transfer: Action) -> Tensor:
 
 
 def _check_pairs(table: Table) -> None:
-    """Any two ranks must list their common transfers in one order, or point-to-point calls would mix up."""
-    common: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    """Any two ranks must list their common transfers of one direction in one order, or point-to-point calls would mix
+    up. Activations and gradients go over groups of their own, whose calls don't wait for each other's."""
+    common: dict[tuple[int, int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(table.ranks):
         for action in actions:
             if action.peer is not None:
-                common[rank, action.peer].append(action)
-    for (rank, peer), mine in common.items():
-        for ours, theirs in zip(mine, common[peer, rank], strict=True) if rank < peer else ():
+                direction = SENDS.get(action.op) or RECEIVES[action.op]
+                common[rank, action.peer, direction].append(action)
+    for (rank, peer, direction), mine in common.items():
+        for ours, theirs in zip(mine, common[peer, rank, direction], strict=True) if rank < peer else ():
             if _tensor(table, rank, ours) != _tensor(table, peer, theirs):
                 raise AssertionError(
                     f"rank {rank}: {ours} meets rank {peer}: {theirs}: "

@@ -27,7 +27,7 @@ from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.disk import refused
-from meshwright.errors import UserError, plural
+from meshwright.errors import UserError, notice, plural
 from meshwright.layout.params import stream_seed
 from meshwright.models.description import stages_of
 from meshwright.models.stage import LossCounts
@@ -39,6 +39,7 @@ from meshwright.sharding.buffers import foreign_record
 from meshwright.sharding.reducers import Reducer
 from meshwright.train.adapting import Adapting
 from meshwright.train.bad_steps import BadSteps
+from meshwright.train.communicators import communicators
 from meshwright.train.compiling import blocks_together, compile_blocks
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.corruption import ReplicaCheck
@@ -130,6 +131,7 @@ def pretrain(
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
     with watched(ctx.mesh, comm.timeout, device, own_world, folder=Path(config.run.dir) / "flight"):
+        connect(ctx)
         ctx, source = with_told_base(ctx, source)
         config = ctx.config
         modules = build_modules(ctx, model_provider)
@@ -143,6 +145,13 @@ def pretrain(
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
+
+
+def connect(ctx: Context) -> None:
+    """Connects this rank's communicators before the model takes the device's memory."""
+    wanted = communicators(ctx.config, ctx.layout, ctx.rank)
+    says = ctx.rank == 0 and ctx.device.module is not None  # a CPU's take milliseconds
+    ctx.mesh.warm_up(wanted, ctx.device.torch, notice if says else None)
 
 
 def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:

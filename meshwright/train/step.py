@@ -97,7 +97,9 @@ class Trainer:
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
         compiled = compiles(config, ctx.device)
         overlap = config.comm.overlap
-        self.executor = Executor(self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline)
+        self.executor = Executor(
+            self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline, ctx.mesh.pp_back
+        )
         # One thread reads for both: they may be one dataset, which need not be made for two.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts

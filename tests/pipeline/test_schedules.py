@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.errors import UserError
 from meshwright.schedule.kinds import KINDS, build
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, Action, Op, Table
-from meshwright.schedule.verify import verify
+from meshwright.schedule.verify import _check_pairs, verify
 
 SHORT = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.SEND_FORWARD: "sF", Op.RECV_FORWARD: "rF"}
 SHORT |= {Op.SEND_BACKWARD: "sB", Op.RECV_BACKWARD: "rB"}
@@ -216,6 +217,16 @@ def test_verify_finds_a_deadlock_that_buffers_would_hide() -> None:
         ranks.append(tuple(late))
     with pytest.raises(AssertionError, match="deadlock when sends block .*: rank 0 at send_forward"):
         verify(replace(table, ranks=tuple(ranks)))
+
+
+def test_only_transfers_of_one_direction_have_one_order() -> None:
+    """Activations and gradients go over different groups, so a pair may list the two in different orders."""
+    common = [action for action in TABLE.ranks[1] if action.peer == 2]
+    both = next((one, other) for one, other in pairwise(common) if one.op is not other.op)
+    _check_pairs(edited(TABLE, 1, lambda actions: swap(actions, *both)))
+    forward = [action for action in common if action.op is Op.SEND_FORWARD]
+    with pytest.raises(AssertionError, match="different orders"):
+        _check_pairs(edited(TABLE, 1, lambda actions: swap(actions, *forward[:2])))
 
 
 def test_verify_checks_the_frame() -> None:
