@@ -61,8 +61,8 @@ def main() -> int:
         from meshwright.device import accelerator_count
 
         if not accelerator_count():
-            print("there is no GPU here: add --transport gloo", file=sys.stderr)
-            return 2
+            print("skipped: there is no GPU here (--transport gloo runs the same cases without one)")
+            return 0
     begun = time.monotonic()
     runner = Runner(transport, args.lanes, lambda text: print(text, flush=True), args.keep)
     verdicts = runner.run(cases)

@@ -59,7 +59,7 @@ class Fault:
         return f"{self.subject}/{self.label}-{self.layout}-rank{p.rank}"
 
 
-def config_of(folder: Path, device: str, layout: str, layers: int = 4, **more: dict[str, Any]) -> Any:
+def config_of(folder: Path, device: str, named: str, layers: int = 4, /, **more: dict[str, Any]) -> Any:
     """A small run in float64 that saves every second step in the background, and validates every fourth."""
     write_documents(folder / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     base: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def config_of(folder: Path, device: str, layout: str, layers: int = 4, **more: d
         "run": {"dir": str(folder / "run"), "tensorboard": False, "device": device, "eval_every": 4,
                 "eval_samples": 8},
     }  # fmt: skip
-    for name, keys in (*LAYOUTS[layout].items(), *more.items()):
+    for name, keys in (*LAYOUTS[named].items(), *more.items()):
         base[name] = base.get(name, {}) | keys
     return small_config(**base)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nccl.checks import check_exact, check_same
+from tests.nccl.elastic_cases import ELASTIC_CASES
 from tests.nccl.exact_cases import EXACT_CASES, Exact
 from tests.nccl.fault_cases import FAULT_CASES, Fault, check_fault
 from tests.nccl.lanes import Found, Lane, Shared, Verdict
@@ -34,7 +35,7 @@ CHECKS: dict[type, Callable[[Lane, Any], Found]] = {
 
 
 def all_cases() -> list[Case]:
-    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *FAULT_CASES]
+    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *ELASTIC_CASES, *FAULT_CASES]
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int] = (1, 1)) -> list[Case]:

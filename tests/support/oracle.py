@@ -172,7 +172,8 @@ def true_gradients(trainer: Trainer) -> Pairs:
 
 def _whole(trainer: Trainer, buffer: FlatBuffer, shares: list[torch.Tensor]) -> Iterator[tuple[Slot, torch.Tensor]]:
     """The local tensors of all parameters from the shares of the ranks that divide them."""
-    for bucket, share in zip(buffer.buckets, shares, strict=True):
+    for bucket, offloaded in zip(buffer.buckets, shares, strict=True):
+        share = offloaded.to(trainer.ctx.device.torch)  # NCCL gathers no host memory
         flat = share.new_empty(bucket.stop - bucket.start)
         trainer.data_parallel.groups(buffer).shards.all_gather(flat, share.contiguous())
         for slot in bucket.slots:
