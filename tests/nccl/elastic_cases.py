@@ -132,4 +132,4 @@ def _undisturbed(lane: Lane, folder: Path, config: Any) -> Found:
     return Found([] if error <= EXACT else [f"losses differ by {error:.1e} from an undisturbed run"], error)
 
 
-ELASTIC_CASES = [Story("elastic", "launcher-returns", ranks, check_returning) for ranks in (2, 4)]
+ELASTIC_CASES = [Story("elastic", f"launcher-returns-{ranks}", ranks, check_returning) for ranks in (2, 4)]
