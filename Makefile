@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all bench lint docs clean
+.PHONY: setup demo test test-all test-nccl bench lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +27,12 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest
+
+# One GPU is enough, and with TRANSPORT=gloo none; SHARD=1/3 runs a third of the cases, CASES=fault/ those of that name.
+TRANSPORT ?= nccl
+SHARD ?= 1/1
+test-nccl: setup
+	$(BIN)/python -m tests.nccl --transport $(TRANSPORT) --shard $(SHARD) --json runs/nccl-suite.json $(CASES)
 
 demo: setup
 	test -f data-cache/stdlib.idx || $(BIN)/meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048

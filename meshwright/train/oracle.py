@@ -45,7 +45,8 @@ def whole_locals(
     trainer: Trainer, buffer: FlatBuffer, shares: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
     """Yields the local tensors of all parameters from the shares of the ranks that divide them."""
-    for bucket, share in zip(buffer.buckets, shares, strict=True):
+    for bucket, stored in zip(buffer.buckets, shares, strict=True):
+        share = stored.to(trainer.ctx.device.torch)  # offloaded shares: NCCL gathers no host memory
         flat = share.new_empty(bucket.stop - bucket.start)
         trainer.data_parallel.groups(buffer).shards.all_gather(flat, share.contiguous())
         for slot in bucket.slots:

@@ -49,13 +49,15 @@ class Exact:
         sections = self._sized(self.case.alone("fp64"), transport)
         for section, keys in BETWEEN_RANKS.items():
             sections[section] = {key: value for key, value in sections[section].items() if key not in keys}
+        if self.large:
+            sections["train"]["micro_batch"] = 1  # all samples at once would take gigabytes of scores
         return sections
 
     def _sized(self, sections: dict[str, dict[str, Any]], transport: Transport) -> dict[str, dict[str, Any]]:
         if self.large:
             size = MESSAGE[transport.name]
             # Few and narrow heads: the weights stay small while the messages do not.
-            sections["model"] |= {"seq": size, "hidden": size, "head_dim": 4, "ffn": 16}
+            sections["model"] |= {"seq": size, "hidden": size, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 16}
         if "offload" in sections.get("zero", {}):  # worlds run side by side
             folder = Path(tempfile.gettempdir()) / f"meshwright-{transport.name}-{self.case.name}"
             sections["zero"]["offload"] = sections["zero"]["offload"] | {"path": str(folder)}

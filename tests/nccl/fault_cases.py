@@ -48,6 +48,7 @@ class Fault:
     says: str = ""
     names: bool = True
     gloo_codes: tuple[int, ...] = ()  # on Gloo these, and then nothing is asked of the logs
+    timeout: float = TIMEOUT_S  # comm.timeout
     limit: float = TIMEOUT_S + MORE_S
     ranks: int = 4
     layers: int = 4
@@ -59,7 +60,7 @@ class Fault:
         return f"{self.subject}/{self.label}-{self.layout}-rank{p.rank}"
 
 
-def config_of(folder: Path, device: str, layout: str, layers: int = 4, **more: dict[str, Any]) -> Any:
+def config_of(folder: Path, device: str, named: str, layers: int = 4, /, **more: dict[str, Any]) -> Any:
     """A small run in float64 that saves every second step in the background, and validates every fourth."""
     write_documents(folder / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     base: dict[str, dict[str, Any]] = {
@@ -71,7 +72,7 @@ def config_of(folder: Path, device: str, layout: str, layers: int = 4, **more: d
         "run": {"dir": str(folder / "run"), "tensorboard": False, "device": device, "eval_every": 4,
                 "eval_samples": 8},
     }  # fmt: skip
-    for name, keys in (*LAYOUTS[layout].items(), *more.items()):
+    for name, keys in (*LAYOUTS[named].items(), *more.items()):
         base[name] = base.get(name, {}) | keys
     return small_config(**base)
 
@@ -79,7 +80,8 @@ def config_of(folder: Path, device: str, layout: str, layers: int = 4, **more: d
 def check_fault(lane: Lane, case: Fault) -> Found:
     """Starts the ranks, waits for the fault, and looks at how and when each of the others ends."""
     folder = lane.folder(case.name)
-    config = config_of(folder, lane.transport.device, case.layout, case.layers)
+    comm = {"timeout": case.timeout, "bucket_mib": 0.02} | LAYOUTS[case.layout].get("comm", {})
+    config = config_of(folder, lane.transport.device, case.layout, case.layers, comm=comm)
     (folder / "config.yaml").write_text(to_yaml(config))
     plant = case.plant
     processes = Processes(
@@ -168,9 +170,10 @@ def _wrong() -> Iterator[Fault]:
     slow = r"rank 1 did not arrive[^;]*(outside any collective, in \S+:\d+|does not answer)"
     yield Fault("sleep-data", "tp2", Plant(1, "data", "sleep"), says=slow)
     # The others learn of it at once: nobody waits for a timeout.
-    yield Fault("raise", "tp2", Plant(1, "forward", "raise"), (LOST, 1), "a planted error", False, limit=10.0)
-    yield Fault("raise", "pp4", Plant(1, "forward", "raise"), (LOST, 1), "a planted error", False, limit=10.0)
-    yield Fault("leave", "tp2", Plant(1, "forward", "leave"), (LOST, 1, 3), names=False, limit=10.0)
+    soon: dict[str, Any] = {"names": False, "timeout": 60.0, "limit": 20.0}
+    for layout in ("tp2", "pp4"):
+        yield Fault("raise", layout, Plant(1, "forward", "raise"), (LOST, 1), "a planted error", **soon)
+    yield Fault("leave", "tp2", Plant(1, "forward", "leave"), (LOST, 1, 3), **soon)
 
 
 FAULT_CASES = [*_lost(), *_wrong()]

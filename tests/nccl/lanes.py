@@ -12,6 +12,8 @@ from typing import Any
 from tests.nccl.transports import TRANSPORTS, Transport
 from tests.nccl.worlds import World
 
+MOST_RUNS = 16  # cases of one world
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -65,20 +67,21 @@ class Lane:
         """Returns the world of so many ranks, which is started unless it stands. Of each transport at most one of
         several ranks stands at a time: idle ranks hold memory of the device."""
         transport = transport or self.transport
-        key = (transport.name, ranks)
-        if key not in self._worlds:
-            for other in [other for other in self._worlds if other[0] == transport.name and other[1] > 1 and ranks > 1]:
-                self._worlds.pop(other).close()
-            self._worlds[key] = World(ranks, transport)
-        return self._worlds[key]
+        return self._standing((transport.name, ranks), transport)
 
     def gloo(self, ranks: int) -> World:
         """Returns ranks on Gloo that are not those of the case itself."""
-        key = ("reference", ranks)
+        return self._standing(("reference", ranks), TRANSPORTS["gloo"])
+
+    def _standing(self, key: tuple[str, int], transport: Transport) -> World:
+        kind, ranks = key
+        rivals = [other for other in self._worlds if other[0] == kind and other[1] > 1 and ranks > 1 and other != key]
+        # Each case leaves threads of its process groups behind.
+        worn = [key] if key in self._worlds and self._worlds[key].runs >= MOST_RUNS else []
+        for other in (*rivals, *worn):
+            self._worlds.pop(other).close()
         if key not in self._worlds:
-            for other in [other for other in self._worlds if other[0] == "reference"]:
-                self._worlds.pop(other).close()
-            self._worlds[key] = World(ranks, TRANSPORTS["gloo"])
+            self._worlds[key] = World(ranks, transport)
         return self._worlds[key]
 
     def folder(self, name: str) -> Path:

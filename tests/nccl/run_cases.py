@@ -155,8 +155,12 @@ def check_healed(lane: Lane, case: Story, fault: Fault | None, flip: Flip | None
     told = events(folder / "planted", "fault")
     if [event["rank"] for event in told] != [rank] or not re.search(words, told[0]["text"]):
         return Found([f"it says {[event['text'] for event in told]}, not that it was rank {rank}: {words}"])
-    same = numbers(folder / "planted") == numbers(folder / "clean")
-    return Found([] if same else ["the run differs from one without the fault"])
+    ours, theirs = (numbers(folder / name) for name in ("planted", "clean"))
+    if device == "cpu" and ours != theirs:
+        return Found(["the run differs from one without the fault"])
+    # A GPU adds up the rows of an embedding's gradient in any order, so two runs in fp32 are equal to rounding alone.
+    error = relative([line["loss"] for line in ours], [line["loss"] for line in theirs])
+    return Found([] if error <= 1e-5 else [f"the losses differ by {error:.1e} from those without the fault"], error)
 
 
 def check_command(
@@ -262,7 +266,6 @@ def _commands() -> Iterator[Story]:
     yield command("bench-8", 8, ["comm", "bench", "--tp", "2", "--pp", "2", *sizes])
     # A machine with other work on it may be found too slow, which is exit code 1.
     yield command("doctor", 4, ["doctor", "--seconds", "2"], (0, 1))
-    yield command("savings", 4, ["comm", "savings", "config.yaml", "--steps", "2"], train=short, zero={"stage": 0})
     trace = {"train": short, "faults": {"check_every": 2}, "layout": {"tp": 2, "pp": 2}}
     yield command("trace", 4, ["train", "config.yaml", "run.trace=true"], **trace)
     adaptive = {"bucket_mib": 0.02, "reduce": {"adaptive": True}}

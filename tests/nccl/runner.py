@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import queue
 import sys
@@ -10,10 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.nccl.checks import check_exact, check_same
+from tests.nccl.elastic_cases import ELASTIC_CASES
 from tests.nccl.exact_cases import EXACT_CASES, Exact
 from tests.nccl.fault_cases import FAULT_CASES, Fault, check_fault
 from tests.nccl.lanes import Found, Lane, Shared, Verdict
@@ -34,7 +37,7 @@ CHECKS: dict[type, Callable[[Lane, Any], Found]] = {
 
 
 def all_cases() -> list[Case]:
-    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *FAULT_CASES]
+    return [*EXACT_CASES, *SAME_CASES, *RUN_CASES, *ELASTIC_CASES, *FAULT_CASES]
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int] = (1, 1)) -> list[Case]:
@@ -86,17 +89,29 @@ def judge(lane: Lane, case: Case) -> Verdict:
 
 
 class Runner:
-    """Runs cases on a transport. `say` gets each line; verdicts come in the order in which cases end."""
+    """Runs cases on a transport. `say` gets each line; verdicts come in the order in which cases end.
+
+    After `limit` seconds no case is begun any more, so that a machine that is lent for some minutes gives its verdicts;
+    `left` names the cases that were not run. `path`: where everything is written as JSON after every case.
+    """
 
     def __init__(
-        self, transport: Transport, lanes: int = 0, say: Callable[[str], None] = print, keep: Path | None = None
-    ) -> None:
+        self, transport: Transport, lanes: int = 0, say: Callable[[str], None] = print, keep: Path | None = None,
+        limit: float = math.inf, path: Path | None = None,
+    ) -> None:  # fmt: skip
         self.transport, self.lanes, self.say = transport, lanes or LANES[transport.name], say
-        self.keep = keep
+        self.keep, self.limit, self.path = keep, limit, path
         self.verdicts: list[Verdict] = []
+        self.left: list[str] = []
+        self.begun = time.monotonic()
         self._lock = threading.Lock()
 
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
     def run(self, cases: Sequence[Case]) -> list[Verdict]:
+        self.left = [case.name for case in cases]
         left: queue.Queue[list[Case]] = queue.Queue()
         for batch in batches(cases):
             left.put(batch)
@@ -118,12 +133,25 @@ class Runner:
                 except queue.Empty:
                     return
                 for case in batch:
-                    verdict = judge(lane, case)
-                    with self._lock:
-                        self.verdicts.append(verdict)
-                        self.say(line(verdict))
+                    if self.seconds > self.limit:
+                        return
+                    self._note(judge(lane, case))
         finally:
             lane.close()
+
+    def _note(self, verdict: Verdict) -> None:
+        with self._lock:
+            self.verdicts.append(verdict)
+            self.left.remove(verdict.name)
+            self.say(line(verdict))
+            if self.path is not None:
+                self._report(self.path)
+
+    def _report(self, path: Path) -> None:
+        found = {"transport": self.transport.name, **machine(), "seconds": self.seconds, "command": sys.argv,
+                 "cases": [verdict.plain() for verdict in self.verdicts], "left": self.left}  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def header() -> str:
@@ -157,6 +185,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+@cache
 def machine() -> dict[str, Any]:
     """Returns what the figures were found on."""
     import torch
@@ -165,11 +194,3 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found |= {"device": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     return found
-
-
-def report(transport: Transport, verdicts: Sequence[Verdict], path: Path, seconds: float) -> None:
-    """Writes everything as JSON."""
-    found = {"transport": transport.name, **machine(), "seconds": seconds, "command": sys.argv,
-             "cases": [verdict.plain() for verdict in verdicts]}  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -13,9 +13,9 @@ from typing import Any
 from meshwright.config.comm import KINDS
 
 EXACT = 1e-9
-# Relative differences of losses and norms. Eight bits of mantissa give 4e-3 for one product, three bits 6e-2; the mean
-# over the tokens of a step is far nearer.
-PRODUCTS = {"bf16": 1e-2, "fp8": 5e-2}
+# Relative differences of losses and norms. Rounding to eight bits of mantissa is off by up to 4e-3, to four bits by
+# 6e-2, and a CPU and a GPU add up products in different orders.
+PRODUCTS = {"bf16": 2e-2, "fp8": 6e-2}
 KEYS: dict[str, dict[str, Any]] = {
     "topk": {"ratio": 0.1, "block": 32}, "threshold": {"ratio": 0.1}, "powersgd": {"rank": 2},
     **{kind: {"block": 32} for kind in ("fp8", "int8", "int4", "onebit")},

@@ -83,7 +83,7 @@ class World:
     """`ranks` processes that wait for cases. After a failure it is of no use: start another one."""
 
     def __init__(self, ranks: int, transport: Transport) -> None:
-        self.ranks, self.transport = ranks, transport
+        self.ranks, self.transport, self.runs = ranks, transport, 0
         self.folder = tempfile.mkdtemp(prefix="meshwright-world-")
         self._pipes, self._children = [], []
         for rank in range(ranks):
@@ -98,6 +98,7 @@ class World:
     def run(self, body: Body, *args: Any, each: list[Any] | None = None, patience: float = 0.0) -> list[Any]:
         """Returns what body(rank, world, *args) returns on each rank. `each` holds one more argument for each rank."""
         patience = patience or self.transport.patience
+        self.runs += 1
         for rank, pipe in enumerate(self._pipes):
             pipe.send((body, args if each is None else (*args, each[rank])))
         results: dict[int, Any] = {}
