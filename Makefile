@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all bench lint docs clean
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadfile
+
+.PHONY: setup demo test test-all test-wide test-trust bench lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -23,10 +27,20 @@ lint: setup
 	$(BIN)/mypy meshwright
 
 test: setup
-	$(BIN)/python -m pytest -m 'not wide'
+	$(PYTEST) -m 'not wide' $(PARALLEL)
 
+# SHARD=2/6 runs the second of six parts.
 test-all: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) $(PARALLEL) $(if $(SHARD),--shard $(SHARD))
+
+# The wide tests of the areas that the change touches, for MINUTES; CI_BASE names the commit to compare with.
+MINUTES ?= 40
+test-wide: setup
+	$(BIN)/python -m tests.support.areas --minutes $(MINUTES) --workers $(WORKERS)
+
+# The quick tests ten times: in random orders, at several times since the machine's start, beside a load.
+test-trust: setup
+	$(BIN)/python -m tests.support.trust -- $(PARALLEL)
 
 demo: setup
 	test -f data-cache/stdlib.idx || $(BIN)/meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
