@@ -24,7 +24,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy meshwright
+	$(BIN)/mypy meshwright benchmarks examples
+	$(BIN)/mypy tests
 
 test: setup
 	$(PYTEST) -m 'not wide' $(PARALLEL)
@@ -51,13 +52,11 @@ docs: setup
 	$(BIN)/python -m pip install --quiet '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 
+# Those that need neither a GPU nor data, the first against plain PyTorch, DDP, fully_shard and, where it is installed,
+# DeepSpeed. BENCH=--quick only tries them.
+BENCHMARKS := train_step zero_stages checkpoint startup recording generate tensor_pieces host_time faults predicted_steps
 bench: setup
-	$(BIN)/python benchmarks/train_step.py
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/recording.py
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/generate.py
-	$(BIN)/python benchmarks/predicted_steps.py
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(BENCH); done
 
 clean:
 	rm -rf $(VENV)
