@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all test-nccl bench lint docs clean
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist loadfile
+
+.PHONY: setup demo test test-all test-wide test-trust test-nccl bench lint docs clean
 
 setup: $(VENV)/.ready
 
@@ -20,19 +24,29 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy meshwright
+	$(BIN)/mypy meshwright benchmarks examples
+	$(BIN)/mypy tests
 
 test: setup
-	$(BIN)/python -m pytest -m 'not wide'
+	$(PYTEST) -m 'not wide' $(PARALLEL)
 
+# SHARD=2/6 runs the second of six parts.
 test-all: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) $(PARALLEL) $(if $(SHARD),--shard $(SHARD))
+
+# The wide tests of the areas that the change touches, for MINUTES; CI_BASE names the commit to compare with.
+MINUTES ?= 40
+test-wide: setup
+	$(BIN)/python -m tests.support.areas --minutes $(MINUTES) --workers $(WORKERS)
+
+# The quick tests ten times: in random orders, at several times since the machine's start, beside a load.
+test-trust: setup
+	$(BIN)/python -m tests.support.trust -- $(PARALLEL)
 
 # One GPU is enough, and with TRANSPORT=gloo none; SHARD=1/3 runs a third of the cases, CASES=fault/ those of that name.
 TRANSPORT ?= nccl
-SHARD ?= 1/1
 test-nccl: setup
-	$(BIN)/python -m tests.nccl --transport $(TRANSPORT) --shard $(SHARD) --json runs/nccl-suite.json $(CASES)
+	$(BIN)/python -m tests.nccl --transport $(TRANSPORT) $(if $(SHARD),--shard $(SHARD)) --json runs/nccl-suite.json $(CASES)
 
 demo: setup
 	test -f data-cache/stdlib.idx || $(BIN)/meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
@@ -43,13 +57,11 @@ docs: setup
 	$(BIN)/python -m pip install --quiet '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 
+# Those that need neither a GPU nor data, the first against plain PyTorch, DDP, fully_shard and, where it is installed,
+# DeepSpeed. BENCH=--quick only tries them.
+BENCHMARKS := train_step zero_stages checkpoint startup recording generate tensor_pieces host_time faults predicted_steps
 bench: setup
-	$(BIN)/python benchmarks/train_step.py
-	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/recording.py
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/generate.py
-	$(BIN)/python benchmarks/predicted_steps.py
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py $(BENCH); done
 
 clean:
 	rm -rf $(VENV)

@@ -12,7 +12,6 @@ constant at a time and keeps what helps.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from meshwright.plan.stack import STACKS
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import published  # noqa: E402
+from common import BenchParser, finish  # noqa: E402
 
 STACK_FILE = FOLDER.parent / "stacks.yaml"
 
@@ -185,13 +185,13 @@ def write(values: Values) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--cross-validate", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
-    args = parser.parse_args()
+    args = parser.parse(csv=Path(__file__).parent / "published_mixtures.csv", rounds=1)
     cases = []
     for row in published.read_rows(args.csv):
         if published.is_mixture(row):  # what they do beside the planner's formulas would spoil the constants
@@ -202,12 +202,15 @@ def main() -> None:
             continue
         if case.measured_s and case.outcome == "ok":
             cases.append(case)
+    if not cases:
+        print("the table has no run that could be fitted: nothing was measured")
+        return
     values = current()
     if args.fit:
         values = fit(cases, start(), args.rounds)
         for constant, value in values.items():
             print(f"{constant.label:70} {value:.3g}")
-    report(cases, values, "all rows")
+    found = {"rows": len(cases), "mean_error": report(cases, values, "all rows")}
     if args.write:
         write(values)
     if args.cross_validate:
@@ -220,6 +223,8 @@ def main() -> None:
             tested.append((mean, len(out)))
         total = sum(mean * n for mean, n in tested) / sum(n for _, n in tested)
         print(f"\nmean absolute error on rows whose source was left out: {100 * total:.2f} %")
+        found["mean_error_left_out"] = total
+    finish(args, found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ are; and save and load bandwidth as ratios against torch.distributed.checkpoint 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -23,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from common import BenchParser, finish
 
 from meshwright.checkpoint.format import folder_name
-from meshwright.checkpoint.load import Reader, read_into, take_over
+from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.device import Device
@@ -71,11 +71,10 @@ def forget(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse(hidden=64, rounds=1)
     torch.set_num_threads(1)
     trainer = make_trainer(args.hidden)
     trainer.step()
@@ -119,7 +118,7 @@ def measure(
     def load() -> None:
         reader = Reader(ours)
         read_into(trainer, reader, model_only=False)
-        take_over(trainer, reader, model_only=False)
+        complete_load(trainer, reader, model_only=False)
 
     def plain_save() -> None:
         dcp.save(tensors, checkpoint_id=theirs, no_dist=True)
@@ -144,9 +143,6 @@ def report(rows: dict[str, list[float]], size: int, args: argparse.Namespace) ->
         "bytes": size, "rounds": args.rounds, "stall_share": ratio("stall", "sync"), "save_ratio": ratio("dcp", "sync"),
         "load_ratio": ratio("dcp_load", "load"), "step_beside_a_save": ratio("beside", "alone"),
     }  # fmt: skip
-    if args.json:
-        print(json.dumps(result))
-        return
     print(
         f"{size / 1e6:.0f} MB, median of {args.rounds} rounds: an asynchronous save blocks the loop for "
         f"{100 * result['stall_share']:.1f} % of a synchronous one's time; the step beside it takes "
@@ -154,6 +150,7 @@ def report(rows: dict[str, list[float]], size: int, args: argparse.Namespace) ->
         f"save {result['save_ratio']:.2f} x, "
         f"load {result['load_ratio']:.2f} x the bandwidth"
     )
+    finish(args, result)
 
 
 if __name__ == "__main__":

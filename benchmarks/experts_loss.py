@@ -11,7 +11,6 @@ seen twice.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import BenchParser, finish, tokens
 
 from meshwright.show.chart import Chart, svg
 
@@ -35,6 +35,10 @@ SHAPE = [
 # Three of eight experts and one for all tokens, each a quarter as wide as the dense MLP. With weights that add up to 3
 # they begin as large as it.
 MIXTURE = ["count=8", "top_k=3", "shared=1", "ffn=96", "scale=3", "aux_loss=0.1"]
+
+TINY = [
+    "model.layers=1", "model.hidden=32", "model.heads=2", "model.seq=32", "train.global_batch=4", "train.micro_batch=4",
+]  # fmt: skip
 
 Lines = list[dict[str, Any]]
 
@@ -57,32 +61,35 @@ def averaged(metrics: Lines) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("prefix", help="token files, without .bin")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before balance is counted")
+    parser.add_argument("--words", nargs="*", default=[], help="further keys of the config")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses")
-    args = parser.parse_args()
+    args = parser.parse(prefix=None, steps=12, warmup=6, words=TINY)
     seed = f"train.seed={args.seed}"
-    with tempfile.TemporaryDirectory() as folder:
-        plain, dense = run(args.prefix, args.steps, Path(folder) / "dense", [seed])
-        words = [seed, *(f"model.experts.{word}" for word in MIXTURE)]
-        metrics, mixed = run(args.prefix, args.steps, Path(folder) / "mixture", words)
-    report(dense, mixed, metrics)
+    with tempfile.TemporaryDirectory() as folder, tokens(args) as prefix:
+        plain, dense = run(prefix, args.steps, Path(folder) / "dense", [seed, *args.words])
+        words = [seed, *(f"model.experts.{word}" for word in MIXTURE), *args.words]
+        metrics, mixed = run(prefix, args.steps, Path(folder) / "mixture", words)
+    report(dense, mixed, metrics, args.warmup)
+    finish(args, {"dense": dense, "mixture": mixed})
     if args.svg:
         lines = {"dense": averaged(plain), "mixture": averaged(metrics)}
         args.svg.write_text(svg(Chart(f"Training loss, means of {MEAN} steps", "step", "loss", lines)))
 
 
-def report(dense: Lines, mixed: Lines, metrics: Lines) -> None:
+def report(dense: Lines, mixed: Lines, metrics: Lines, warmup: int) -> None:
     print("| validation loss at step | dense | mixture |\n|---|---|---|")
     for one, other in zip(dense, mixed, strict=True):
         print(f"| {one['step']} | {one['loss']:.4f} | {other['loss']:.4f} |")
-    later = [line["experts"] for line in metrics[WARMUP:]]
+    later = [line["experts"] for line in metrics[warmup:]]
     busiest = [max(line["busiest"]) for line in later]
     rows = np.array([line["rows"] for line in later]).sum(0)
     print(
-        f"\nbusiest expert over the mean, after {WARMUP} steps: {statistics.mean(busiest):.2f} per step in the worst "
+        f"\nbusiest expert over the mean, after {warmup} steps: {statistics.mean(busiest):.2f} per step in the worst "
         f"block (1.5 or more in {sum(each >= 1.5 for each in busiest)} of {len(busiest)} steps), "
         f"{statistics.mean(busiest[-50:]):.2f} over the last 50 steps, {(rows.max(1) / rows.mean(1)).max():.2f} over "
         "all these steps together"

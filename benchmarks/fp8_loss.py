@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
+from typing import Any
 
 import torch
+from common import BenchParser, finish, tokens
 
 from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.config.load import config_from
@@ -57,7 +58,7 @@ def losses(prefix: str, train: dict[str, str], args: argparse.Namespace) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("prefix")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=12)
@@ -68,13 +69,15 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=100, help="steps; a short one lets rounding alone change the run")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights")
     parser.add_argument("--device", default="auto")
-    args = parser.parse_args()
-    base = 0.0
-    for name, train in RUNS.items():
-        found = losses(args.prefix, train, args)
-        last = statistics.mean(found[-10:])
-        base = base or last
-        print(json.dumps({"run": name, "last": last, "against_bf16": last / base - 1, "losses": found}), flush=True)
+    args = parser.parse(prefix=None, steps=10, layers=1, hidden=128, seq=16, batch=1, warmup=2, device="cpu")
+    rows: list[dict[str, Any]] = []
+    with tokens(args) as prefix:
+        for name, train in RUNS.items():
+            found = losses(prefix, train, args)
+            last = statistics.mean(found[-10:])
+            base = rows[0]["last"] if rows else last
+            rows.append({"run": name, "last": last, "against_bf16": last / base - 1, "losses": found})
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

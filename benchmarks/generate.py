@@ -11,7 +11,6 @@ first (it reads the keys and values of all tokens before it, beside all weights)
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import BenchParser, finish
 
 from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
@@ -109,23 +109,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse(tokens=4, rounds=1, layers=1, hidden=64)
     torch.set_num_threads(1)
     r = measure(args)
-    if args.json:
-        print(json.dumps(r))
-        return
     print(
         f"token {r['tokens']} against token 1, median of {r['rounds']} rounds: {r['cached']:.2f} x the time with the "
         f"cache ({r['first_ms']:.1f} and {r['last_ms']:.1f} ms), {r['uncached']:.1f} x without it; against "
         f"transformers' generation of the same weights: {r['speed']:.2f} x tokens/s"
     )
+    finish(args, r)
 
 
 if __name__ == "__main__":

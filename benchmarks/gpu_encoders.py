@@ -11,9 +11,7 @@ the host takes to launch one of our steps: where it is more than the kernels' su
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import BenchParser, finish, gpu_or_leave  # noqa: E402
 from plain_encoders import plain_step  # noqa: E402
 
 from meshwright.bench import floor, step  # noqa: E402
@@ -104,17 +103,19 @@ def run(case: str, device: Device, steps: int, tiny: bool, together: str) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--together", default="auto", help="train.compile_together (default: auto)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the calls")
-    args = parser.parse_args()
+    args = parser.parse(device="cpu", tiny=True, steps=1)
+    if args.quick:
+        gpu_or_leave(args)  # compiling both loops on a CPU takes minutes
     torch.set_float32_matmul_precision("high")
     device = Device.choose(args.device)
-    for case in args.cases:
-        print(json.dumps(run(case, device, args.steps, args.tiny, args.together)), flush=True)
+    rows = [run(case, device, args.steps, args.tiny, args.together) for case in args.cases]
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

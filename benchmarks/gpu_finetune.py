@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from common import BenchParser, finish, gpu_or_leave
 
 from meshwright.bench.models import BENCH_MODELS, bench_config
 from meshwright.bench.step import make_trainer
@@ -229,23 +230,24 @@ def compared(results: list[Measured]) -> list[Measured]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--model", default="8b", choices=sorted(BENCH_MODELS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--one", help="run this case in this process")
-    args = parser.parse_args()
+    args = parser.parse(model="tiny", steps=1)
     if args.one:
         print(json.dumps(run_case(args.one, args.model, args.device, args.steps)), flush=True)
         return
+    if args.device == "cuda":
+        gpu_or_leave(args)
     results = []
     for case in args.cases:
         begin = time.time()
         results.append(in_its_own_process(case, args) | {"seconds": round(time.time() - begin, 1)})
-        print(json.dumps(results[-1]), flush=True)
-    for line in compared(results):
-        print(json.dumps(line), flush=True)
+    results += compared(results)
+    finish(args, results, rows=results)
 
 
 if __name__ == "__main__":

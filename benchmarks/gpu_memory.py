@@ -8,8 +8,6 @@ whose other ranks are not there. Uncompiled blocks; the most that was allocated 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +15,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from common import BenchParser, finish, gpu_or_leave
 
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
@@ -95,11 +94,12 @@ def in_a_process(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("cases", nargs="*", help="words of the cases' names (default: all)")
     parser.add_argument("--compiled", action="store_true", help="measure compiled blocks too")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse(cases=["llama-1b"])
+    gpu_or_leave(args)
+    rows = []
     for name in CASES:
         if args.cases and not any(word in name for word in args.cases):
             continue
@@ -107,18 +107,8 @@ def main() -> None:
         if args.compiled and "error" not in found:
             again = in_a_process(measure, name, True)
             found |= {f"compiled_{key}": again.get(key, float("nan")) for key in ("measured_gib", "said_gib", "ratio")}
-        if args.json or "error" in found:
-            print(json.dumps(found), flush=True)
-        else:
-            more = ""
-            if args.compiled:
-                more = ", compiled {compiled_measured_gib:.2f} GiB, said {compiled_said_gib:.2f}, {compiled_ratio:.3f}"
-                more = more.format(**found)
-            print(
-                f"{name:<55} measured {found['measured_gib']:6.2f} GiB, said {found['said_gib']:6.2f} GiB "
-                f"({found['ratio']:.3f}){more}, {found['seconds']:.0f} s",
-                flush=True,
-            )
+        rows.append(found)
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

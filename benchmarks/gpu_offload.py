@@ -6,10 +6,10 @@ at which states were moved, and what the bus gives in both directions at once.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
+from common import BenchParser, finish, gpu_or_leave
 
 from meshwright.config.load import config_from
 from meshwright.device import Device
@@ -37,11 +37,12 @@ def bus_rate(device: torch.device, mib: int = 512) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--buffer-mib", type=float, default=256.0)
-    args = parser.parse_args()
+    args = parser.parse(layers=2, steps=1)
+    gpu_or_leave(args)
     config = config_from({
         "model": {
             "layers": args.layers, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000,
@@ -64,15 +65,18 @@ def main() -> None:
         f"{weights / 1e9:.2f}B parameters: {weights * 18 / 2**30:.0f} GiB of weights, gradients and states, "
         f"{moved / 2**30:.0f} of them in host memory; set up in {time.perf_counter() - begin:.0f} s", flush=True,
     )  # fmt: skip
+    rows = []
     for _ in range(args.steps):
         result = trainer.step()
         update = result.phases["optimizer"]
+        share = moved / update / rate
+        rows.append({"step": result.step, "step_s": result.step_time_s, "update_s": update, "of_bus": share})
         print(
             f"step {result.step}: loss {result.loss:.4f}, {result.step_time_s:.2f} s, update {update:.2f} s: "
             f"{moved / update / 1e9:.1f} GB/s each way, {moved / update / rate:.2f} of the bus's {rate / 1e9:.1f}",
             flush=True,
         )  # fmt: skip
-    print(f"most on the device: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    finish(args, {"parameters": weights, "peak_gib": torch.cuda.max_memory_allocated() / 2**30, "steps": rows})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import json
 import subprocess
 import sys
 
+from common import BenchParser, finish, gpu_or_leave
+
 CASES: dict[str, list[str]] = {
     "3b, tp 2": ["--model", "3b", "--tp", "2"],
     "3b, tp 8": ["--model", "3b", "--tp", "8"],
@@ -22,6 +24,8 @@ CASES: dict[str, list[str]] = {
 
 
 def main() -> None:
+    args = BenchParser(__doc__).parse()
+    gpu_or_leave(args)
     rows = []
     for name, words in CASES.items():
         command = [sys.executable, "-m", "meshwright", "bench", "step", *words, "--overlap", "both", "--json"]
@@ -33,11 +37,7 @@ def main() -> None:
             "longer": pieces["step_ms"] / plain["step_ms"] - 1.0, "kinds_ms": [plain["kinds_ms"], pieces["kinds_ms"]],
         }  # fmt: skip
         rows.append(found)
-        print(json.dumps(found), flush=True)
-    for row in rows:
-        without, with_pieces = row["step_ms"]
-        print(f"{row['case']:<20} {without:8.1f} -> {with_pieces:8.1f} ms, {100 * row['longer']:+.1f} %   "
-              f"cut: {', '.join(row['cut']) or 'none'}", file=sys.stderr)  # fmt: skip
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ plain loop runs in bf16 autocast, once for each model and number of micro-batche
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import BenchParser, finish, gpu_or_leave  # noqa: E402
 from plain_llama import plain_step  # noqa: E402
 
 from meshwright.bench import floor, step  # noqa: E402
@@ -66,13 +65,14 @@ def case_config(case: str) -> Config:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--no-plain", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse(cases=["1b:bf16:1"], steps=1)
     torch.set_float32_matmul_precision("high")
-    device = Device.choose("cuda")
+    gpu_or_leave(args)
+    device, rows = Device.choose("cuda"), []
     others: dict[tuple[str, int], dict[str, float]] = {}
     floors: dict[Any, floor.Floor] = {}
     for case in args.cases:
@@ -84,7 +84,8 @@ def main() -> None:
         found = ours(config, device, args.steps, floors) | (others.get(key, {}) if whole else {})
         if "plain_ms" in found:
             found["speedup"] = found["plain_ms"] / found["step_ms"]
-        print(json.dumps({"case": case, "seconds": time.time() - begin} | found), flush=True)
+        rows.append({"case": case, "seconds": time.time() - begin} | found)
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

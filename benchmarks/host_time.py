@@ -10,9 +10,7 @@ launch per bucket on a GPU, and something else on a CPU), of that the forward, a
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import os
 import pstats
 import sys
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import BenchParser, finish  # noqa: E402
 from plain_encoders import plain_step  # noqa: E402
 
 from meshwright.bench import step  # noqa: E402
@@ -40,11 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(case: str, layers: int, together: int) -> Config:
+def config_of(case: str, layers: int, together: int, compiled: str) -> Config:
     model = {**CASES[case], **TINY, "layers": layers}
     if case == "t5":
         model["t5"] = {"encoder_layers": layers // 2, "decoder_seq": 4}
-    train = {"precision": "bf16", "micro_batch": 1, "global_batch": 1, "steps": 10**6, "compile": "true"}
+    train = {"precision": "bf16", "micro_batch": 1, "global_batch": 1, "steps": 10**6, "compile": compiled}
     train |= {"compile_together": together}
     data = {"prefixes": ["made"]}
     run, lr = {"device": "cpu"}, {"schedule": "constant"}
@@ -96,24 +95,27 @@ def ours(config: Config, steps: int, top: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--together", type=int, default=1, help="blocks that are compiled as one graph")
     parser.add_argument("--plain", action="store_true", help="also time a plain compiled loop of BERT and T5")
+    parser.add_argument("--compile", choices=["true", "false"], default="true", help="train.compile")
     parser.add_argument("--top", type=int, default=0, help="print so many functions of a profile")
-    args = parser.parse_args()
+    args = parser.parse(cases=["gpt"], layers=2, steps=2, compile="false")
     torch.set_num_threads(1)
+    rows = []
     for case in args.cases:
-        config = config_of(case, args.layers, args.together)
+        config = config_of(case, args.layers, args.together, args.compile)
         told: dict[str, Any] = {"case": case, "layers": args.layers, **ours(config, args.steps, args.top)}
         torch._dynamo.reset()
         if args.plain and case in ("bert", "t5"):
             work = plain_step(config.model, 1, torch.device("cpu"), update=False)
             told |= {"plain_ms": quartile_ms(work, args.steps), "plain_functions": functions(work)}
             torch._dynamo.reset()
-        print(json.dumps(told), flush=True)
+        rows.append(told)
+    finish(args, rows, rows=rows)
 
 
 if __name__ == "__main__":

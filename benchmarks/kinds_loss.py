@@ -8,10 +8,11 @@ Prints a table: the loss at the beginning and its means over 20 steps, and at th
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
+
+from common import BenchParser, finish, tokens
 
 from meshwright.config.load import config_from
 from meshwright.device import Device
@@ -48,23 +49,27 @@ def curve(prefix: str, model: dict[str, Any], steps: int) -> tuple[list[float], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("prefix")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the losses")
-    args = parser.parse_args()
+    args = parser.parse(prefix=None, steps=20)
     lines: dict[str, list[tuple[float, float]]] = {}
     at = [step for step in (50, 100, 200, 300, 400, 500, 600) if step <= args.steps]
     print("| kind | step 1 |", " | ".join(map(str, at)), "| validation |")
     print("|---|" + "---|" * (len(at) + 2))
+    found = []
     for kind in args.kinds:
-        losses, validation = curve(args.prefix, KINDS[kind], args.steps)
+        with tokens(args) as prefix:
+            losses, validation = curve(prefix, KINDS[kind], args.steps)
+        found.append({"kind": kind, "losses": losses, "validation": validation})
         ends = range(MEAN, args.steps + 1, MEAN)
         lines[kind] = [(end, statistics.fmean(losses[end - MEAN : end])) for end in ends]
         means = [statistics.fmean(losses[step - MEAN : step]) for step in at]
         print(f"| {kind} | {losses[0]:.2f} |", " | ".join(f"{mean:.2f}" for mean in means),
               f"| {', '.join(f'{loss:.2f}' for loss in validation)} |", flush=True)  # fmt: skip
+    finish(args, found)
     if args.svg:
         chart = Chart(f"Training loss, means of {MEAN} steps", "step", "loss", lines)
         args.svg.write_text(svg(chart), encoding="utf-8")

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from common import BenchParser, finish, tokens
 
 from meshwright.show.chart import Chart, svg
 
@@ -54,12 +57,12 @@ SUMS = ("dp", "replicas")  # the axes over which gradients and parameters are su
 Run = dict[str, Any]
 
 
-def run(prefix: str, name: str, seed: int) -> Run:
+def run(prefix: str, name: str, seed: int, steps: int) -> Run:
     """Trains once, and returns its losses and bytes."""
     with tempfile.TemporaryDirectory() as folder:
         empty, out = Path(folder) / "empty.yaml", Path(folder) / "run"
         empty.write_text("")
-        given = [f"data.prefixes={prefix}", f"train.steps={STEPS}", f"run.dir={out}", f"train.seed={seed}"]
+        given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={out}", f"train.seed={seed}"]
         command = [sys.executable, "-m", "meshwright", "train", str(empty), "--nproc", str(RANKS), *SHAPE, *given]
         subprocess.run([*command, *TECHNIQUES[name]], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         metrics, valid = (
@@ -73,14 +76,15 @@ def run(prefix: str, name: str, seed: int) -> Run:
     }  # fmt: skip
 
 
-def all_runs(prefix: str, results: Path, seeds: list[int]) -> list[Run]:
+def all_runs(prefix: str, args: argparse.Namespace) -> list[Run]:
+    results: Path = args.results
     found: list[Run] = []
-    for seed in seeds:
-        for name in TECHNIQUES:
+    for seed in args.seeds:
+        for name in args.techniques:
             there = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
             one = next((each for each in there if (each["technique"], each["seed"]) == (name, seed)), None)
             if one is None:
-                one = run(prefix, name, seed)
+                one = run(prefix, name, seed, args.steps)
                 with results.open("a") as file:
                     file.write(json.dumps(one) + "\n")
                 print(f"{name}, seed {seed}: {one['validation']:.4f}", file=sys.stderr, flush=True)
@@ -96,7 +100,7 @@ def spread(values: list[float]) -> str:
 def table(runs: list[Run]) -> str:
     plain = {each["seed"]: each for each in runs if each["technique"] == "plain"}
     lines = ["| technique | validation loss | against plain, same seed | sent | saved |", "|---|---|---|---|---|"]
-    for name in TECHNIQUES:
+    for name in dict.fromkeys(each["technique"] for each in runs):
         of_name = [each for each in runs if each["technique"] == name]
         losses = [each["validation"] for each in of_name]
         against = [each["validation"] - plain[each["seed"]]["validation"] for each in of_name]
@@ -114,14 +118,18 @@ def averaged(runs: list[Run], name: str) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("prefix", help="token files, without .bin")
     parser.add_argument("--results", type=Path, default=Path("less_communication_loss.jsonl"), metavar="FILE")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--techniques", nargs="+", choices=list(TECHNIQUES), default=list(TECHNIQUES))
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the training losses")
-    args = parser.parse_args()
-    runs = all_runs(args.prefix, args.results, args.seeds)
+    args = parser.parse(prefix=None, seeds=[1], steps=6, techniques=["plain", "int8"], results=Path(os.devnull))
+    with tokens(args) as prefix:
+        runs = all_runs(prefix, args)
     print(table(runs))
+    finish(args, runs)
     if args.svg:
         lines = {short: averaged(runs, name) for name, short in DRAWN.items() if short}
         title = f"Training loss, means of {MEAN} steps and {len(args.seeds)} seeds"

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common import BenchParser, finish
+
 STATE_BYTES = 16  # of a parameter: weight and gradient in bf16, master and two moments in fp32
 
 
@@ -124,16 +126,19 @@ def run(args: argparse.Namespace, place: str, group: Path | None) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit-gib", type=float, default=1.6)
     parser.add_argument("--buffer-mib", type=float, default=8.0)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to use (default: a temporary folder)")
     parser.add_argument("--child", choices=["none", "disk"], help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse(hidden=64, steps=1, limit_gib=1.0)
     if args.child:
         print(json.dumps(train(args)))
+        return
+    if args.quick and not os.access("/sys/fs/cgroup", os.W_OK):
+        print("this benchmark needs control groups, and none can be made here: nothing was measured")
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, control_group(int(args.limit_gib * 2**30)) as group:
         args.folder = Path(folder)
@@ -154,6 +159,7 @@ def main() -> None:
         f"states moved at {limited['rate'] / 1e9:.2f} GB/s, read and written together: "
         f"{limited['rate'] / limited['disk_rate']:.2f} of the disk's {limited['disk_rate'] / 1e9:.2f}"
     )
+    finish(args, {"held": held, "limited": limited, "killed without offload": isinstance(refused, int)})
 
 
 if __name__ == "__main__":

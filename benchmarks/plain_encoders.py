@@ -135,7 +135,7 @@ def plain_step(
         if m.kind == "t5":
             target = m.t5.decoder_seq
             model: nn.Module = PlainT5(m, m.t5.encoder_layers, (m.seq, target))
-            given = (ids(m.seq), ids(target), ids(target))
+            given: tuple[Tensor, ...] = (ids(m.seq), ids(target), ids(target))
         else:
             model = PlainBert(m)
             places = torch.rand(micro_batch, m.seq, device=device).argsort(1)[:, : m.predictions].sort(1)[0]

@@ -21,6 +21,7 @@ from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import BenchParser, finish  # noqa: E402
 from published import NEEDED, Prediction, predict_file, predictions_csv  # noqa: E402
 
 
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     predictions = predict_file(args.csv)
     write(args.out, lambda: predictions_csv(predictions))
     found = summary(predictions)
-    print(json.dumps(found) if args.json else report(found))
+    print(json.dumps(found) if args.json is True else report(found))
+    if args.json is None:
+        finish(args, found)
     return 0
 
 
@@ -103,6 +106,7 @@ def _cells(errors: dict[str, float]) -> tuple[str, str, str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     add_arguments(parser)
-    raise SystemExit(run(parser.parse_args()))
+    parser.set_defaults(json=None)  # a table and JSON, where the command `meshwright predict` prints one of them
+    raise SystemExit(run(parser.parse(csv=Path(__file__).parent / "published_mixtures.csv")))

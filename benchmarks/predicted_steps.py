@@ -25,6 +25,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.multiprocessing as mp
+from common import BenchParser, finish
 
 from meshwright.bench.comm import joined, measure
 from meshwright.bench.request import OPS, Request, parse_sizes
@@ -131,7 +132,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     }  # fmt: skip
     layout = Layout(RANKS, node_size=RANKS)
     request = Request(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
-    jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES)}
+    jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES[: args.shapes])}
     seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
     profiles = []
     with joined(request) as (mesh, device, place):
@@ -168,15 +169,15 @@ def summary(seen: dict[str, dict[str, list[Any]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a round and shape")
     parser.add_argument("--ways", nargs="*", choices=["dp", "tp"], default=["dp", "tp"])
     parser.add_argument("--sizes", default="1K,8K,64K,256K,1M,4M,16M,64M", help="as of the command")
     parser.add_argument("--seconds", type=float, default=0.05, help="as of the command")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
     parser.add_argument("--calm", action="store_true", help="measure while nobody else uses the machine (Linux)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, profiles included")
-    args = parser.parse_args()
+    args = parser.parse(rounds=1, steps=1, sizes="1K,64K", seconds=0.001, shapes=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -187,9 +188,6 @@ def main() -> None:
     while not ranks.join():
         pass
     rows = summary(found["rows"])
-    if args.json:
-        print(json.dumps({"results": rows, "load_before": before, **found}))
-        return
     told = f", {found['disturbed']} measurements repeated because others used the machine" if args.calm else ""
     print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps{told}")
     print("     layers hidden  seq  vocab batch family  predicted  measured  ratio")
@@ -203,6 +201,7 @@ def main() -> None:
         mine = [r["ratio"] for r in rows if r["way"] == way]
         close = sum(abs(ratio - 1) <= WITHIN for ratio in mine)
         print(f"{way}=2: {close} of {len(mine)} within {100 * WITHIN:.0f} %")
+    finish(args, {"results": rows, "load_before": before, **found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ same thread, so other programs on the machine change the ratios little; of sever
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from common import BenchParser, finish
 
 import meshwright
 from meshwright.config.load import config_from
@@ -78,7 +79,7 @@ def follow(folder: Path, done: threading.Event, spent: list[float]) -> None:
         spent.append(time.thread_time() - begun)
 
 
-def measure(names: list[str]) -> dict[str, Any]:
+def measure(names: list[str], steps: int) -> dict[str, Any]:
     spent, watched, done = Spent(), [0.0], threading.Event()
     spent.around(loop.Recording, "after", "files")
     for method in ("before", "after"):
@@ -89,7 +90,7 @@ def measure(names: list[str]) -> dict[str, Any]:
         run = Path(folder) / "run"
         config = config_from({
             "model": MODEL, "data": {"prefixes": ["none"]},
-            "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 4},
+            "train": {"steps": steps, "global_batch": 4, "micro_batch": 4},
             "run": {"dir": str(run), "device": "cpu", "loggers": names, "tensorboard": False},
             "checkpoint": {"every": 0},
         })  # fmt: skip
@@ -121,16 +122,13 @@ def median_of(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser = BenchParser(__doc__)
     names = [name for name, (_, package) in loggers.LOGGERS.items() if importlib.util.find_spec(package)]
     names = [name for name in names if name in ("csv", "tensorboard")] + [n for n in names if n in ("wandb", "trackio")]
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="runs, of which the median counts")
-    args = parser.parse_args()
-    found = median_of([measure(names) for _ in range(args.runs)])
-    if args.json:
-        print(json.dumps(found))
-        return
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = parser.parse(runs=1, steps=8)
+    found = median_of([measure(names, args.steps) for _ in range(args.runs)])
     took = f"{found['step_ms']:.0f} ms, {found['processor_ms']:.0f} ms of a processor"
     print(f"a step takes {took}; loggers: {', '.join(names)}")
     for name, share in found["shares"].items():
@@ -138,7 +136,8 @@ def main() -> None:
     print(f"  {'a step waits for, in all':<44} {100 * found['training waits for']:8.3f} %  (limit {100 * LIMIT} %)")
     watch = 100 * found["watch, of a processor"]
     print(f"  {'watch: share of a processor while it follows':<44} {watch:8.3f} %  (limit {100 * LIMIT} %)")
-    if not found["within"]:
+    finish(args, found)
+    if not found["within"] and not args.quick:
         raise SystemExit("over the limit")
 
 

@@ -9,13 +9,14 @@ what was measured, and the load of the machine before each setting, since other 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from common import BenchParser, finish
 
 from meshwright.plan.savings import saving
 from meshwright.show.units import percent, seconds
@@ -51,11 +52,12 @@ def bytes_saved(found: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--steps", type=int, default=9)
-    args = parser.parse_args()
-    settings, found = [(ranks, rates) for ranks in args.ranks for rates in RATES], []
+    parser.add_argument("--rates", type=int, default=len(RATES), help="so many of the links' rates")
+    args = parser.parse(ranks=[2], steps=1, rates=1)
+    settings, found = [(ranks, rates) for ranks in args.ranks for rates in RATES[: args.rates]], []
     for ranks, rates in settings:
         print(f"{ranks} ranks, {rates}: load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
         found.append(measure(ranks, rates, args.steps))
@@ -69,6 +71,9 @@ def main() -> None:
         print(f"| {name} | {bytes_saved(found[0], name)} | " + " | ".join(text for text, _ in cells) + " |")
     close = sum(abs(off) <= CLOSE for off in offs)
     print(f"\n{close} of {len(offs)} predictions are within 25 %; the worst is {100 * max(offs, key=abs):+.0f} %")
+    keys = ("ranks", "rates", "techniques")
+    result = [dict(zip(keys, (*setting, each), strict=True)) for setting, each in zip(settings, found, strict=True)]
+    finish(args, result)
 
 
 if __name__ == "__main__":

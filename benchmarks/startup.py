@@ -2,12 +2,12 @@
 ranks, with the bare interpreter and `import torch` for comparison. Seconds of the clock, and of a processor (user and
 system), which other programs on the machine change little.
 
-    python benchmarks/startup.py [--quick]
+    python benchmarks/startup.py
+    python benchmarks/startup.py --limits    # the first two alone; the exit code is 1 if one takes too long
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from common import BenchParser, finish
 
 CONFIG = """
 model: {layers: 4, hidden: 64, heads: 4, vocab: 257, seq: 64}
@@ -85,22 +87,26 @@ def first_step(folder: str, number: int) -> float:
     return seconds
 
 
-def main() -> None:
+def main() -> int:
+    parser = BenchParser(__doc__)
+    parser.add_argument("--limits", action="store_true", help="only what has a limit, which decides the exit code")
+    parser.add_argument("--tries", type=int, default=5)
+    args = parser.parse(tries=1)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(CONFIG)
         (Path(folder) / "text.txt").write_text("words and words " * 2000)
         (Path(folder) / "more.txt").write_text("words and more words " * 2000)
         prepare = [sys.executable, "-m", "meshwright", "data", "prepare", "text.txt", "more.txt", "--out", "tokens"]
         timed(prepare, folder)
-        quick = told(folder)
-        for name, value in quick.items():
+        found = told(folder, args.tries)
+        for name, value in found.items():
             limit = f"  (limit {LIMITS[name]} s)" if name in LIMITS else ""
             print(f"{name:<18} {value:6.3f} s{limit}")
-        if "--quick" in sys.argv:
-            print(json.dumps(quick), file=sys.stderr)
-            sys.exit(int(any(quick[name] > limit for name, limit in LIMITS.items())))
+        if args.limits:
+            finish(args, found)
+            return int(any(found[name] > limit for name, limit in LIMITS.items()))
         starts, imports = [], []
-        for number in range(5):
+        for number in range(args.tries):
             starts.append(first_step(folder, number))
             imports.append(timed([sys.executable, "-c", "import torch"], folder))
     start, torch_import = statistics.median(starts), statistics.median(imports)
@@ -108,8 +114,9 @@ def main() -> None:
         f"8 ranks from command to first step: median {start:.1f} s ({min(starts):.1f} to {max(starts):.1f}), "
         f"{start / torch_import:.1f} x one `import torch` ({torch_import:.1f} s)"
     )
-    print(json.dumps({"startup_s": start, "import_torch_s": torch_import, **quick}), file=sys.stderr)
+    finish(args, {"startup_s": start, "import_torch_s": torch_import, **found})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

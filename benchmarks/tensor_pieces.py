@@ -9,12 +9,12 @@ and backward together: microseconds, calls of Python functions, ATen operators, 
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import time
 
 import torch
+from common import BenchParser, finish
 
 from meshwright.bench.models import LLAMA_ARCHITECTURE, ranks_of
 from meshwright.bench.step import make_trainer
@@ -54,16 +54,19 @@ def figures(tp: int, pieces: bool, layers: int, least: float) -> tuple[float, in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--piece-gflop", type=float, default=0.0, help="comm.overlap.piece_gflop (default: 0, cut all)")
-    args = parser.parse_args()
+    args = parser.parse(tp=[2])
     print(f"{'':<22}{'host us':>9}{'Python':>9}{'ATen':>7}{'over tp':>9}")
+    rows = []
     for tp in args.tp:
         for pieces in (False, True):
             few, many = (figures(tp, pieces, layers, args.piece_gflop) for layers in LAYERS)
             host, python, aten, calls = ((b - a) / (LAYERS[1] - LAYERS[0]) for a, b in zip(few, many, strict=True))
             print(f"tp {tp}, {'in pieces' if pieces else 'at once':<16}{host:9.0f}{python:9.0f}{aten:7.0f}{calls:9.0f}")
+            rows.append({"tp": tp, "pieces": pieces, "host_us": host, "python": python, "aten": aten, "calls": calls})
+    finish(args, rows)
 
 
 if __name__ == "__main__":

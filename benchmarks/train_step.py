@@ -11,9 +11,7 @@ same processes on the same samples, so that noise affects both equally. A ratio 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from common import BenchParser, finish, with_ranks  # noqa: E402
 from plain_gpt import DeepSpeedLoop, PlainLoop  # noqa: E402
 
 from meshwright.config.load import config_from  # noqa: E402
@@ -122,28 +120,8 @@ def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(rank: int, world: int, port: int, queue: Any, work: Callable[..., Any], *args: Any) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    result = work(*args)
-    if rank == 0:
-        queue.put(json.dumps(result))
-
-
-def with_ranks(world: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Returns what `work` returns on the first of `world` ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(_rank, (world, port, queue, work, *args), nprocs=world, start_method="spawn")
-    return json.loads(queue.get())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--against", choices=list(PEERS), nargs="*", default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps a round and side")
@@ -151,8 +129,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse(rounds=2, steps=1, layers=1, hidden=64, micro_batch=1)
     chosen = [peer for peer in args.against if not peer.startswith("deepspeed") or find_spec("deepspeed")]
     for peer in set(args.against) - set(chosen):
         print(f"{PEERS[peer].name} is left out: deepspeed is not installed", file=sys.stderr)
@@ -160,15 +137,7 @@ def main() -> None:
     for peer in chosen:
         ranks = PEERS[peer].ranks
         results.append(measure(args, peer) if ranks == 1 else with_ranks(ranks, measure, args, peer))
-    if args.json:
-        print(json.dumps(results))
-        return
-    for r in results:
-        print(
-            f"{r['ranks']} rank(s), ZeRO stage {r['zero_stage']}, against {r['against']}: "
-            f"{r['ratio']:.3f} x tokens/s (median of {r['rounds']}, "
-            f"quartiles {r['ratio_q1']:.3f} to {r['ratio_q3']:.3f}, range {r['ratio_min']:.3f} to {r['ratio_max']:.3f})"
-        )
+    finish(args, results, rows=results)
 
 
 if __name__ == "__main__":

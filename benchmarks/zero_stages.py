@@ -10,7 +10,6 @@ same round. Bytes are those of the ranks' own tensors and of the ledger.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from train_step import with_ranks  # noqa: E402
+from common import BenchParser, finish, with_ranks  # noqa: E402
 
 from meshwright.config.load import config_from  # noqa: E402
 from meshwright.device import Device  # noqa: E402
@@ -29,20 +28,21 @@ from meshwright.dryrun.stand_ins import RandomTokens  # noqa: E402
 from meshwright.train.context import build_context  # noqa: E402
 from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
 from meshwright.train.pretrain import build_modules  # noqa: E402
-from meshwright.train.processes import find_place, join, leave  # noqa: E402
+from meshwright.train.processes import enter, find_place, leave  # noqa: E402
 from meshwright.train.step import Trainer  # noqa: E402
 
 RANKS, STAGES = 2, (0, 1, 2, 3)
 
 
-def make_trainer(stage: int, micro_batches: int, rank: int) -> Trainer:
+def make_trainer(stage: int, args: argparse.Namespace, rank: int) -> Trainer:
     config = config_from({
         "zero": {"stage": stage},
         "model": {
-            "layers": 8, "hidden": 512, "heads": 8, "seq": 256, "vocab": 8192, "norm": "rmsnorm", "mlp": "swiglu",
+            "layers": args.layers, "hidden": args.hidden, "heads": args.hidden // 64, "seq": 256, "vocab": 8192,
+            "norm": "rmsnorm", "mlp": "swiglu",
             "position": "rope", "bias": False, "tied_embeddings": False,
         },
-        "train": {"global_batch": 2 * RANKS * micro_batches, "micro_batch": 2, "steps": 10**6},
+        "train": {"global_batch": 2 * RANKS * args.micro_batches, "micro_batch": 2, "steps": 10**6},
         "lr": {"schedule": "constant"}, "data": {"prefixes": ["none"]}, "run": {"device": "cpu"},
     })  # fmt: skip
     ctx = build_context(config, rank, RANKS, Device("cpu"))
@@ -50,11 +50,12 @@ def make_trainer(stage: int, micro_batches: int, rank: int) -> Trainer:
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
 
 
-def measure(rounds: int, micro_batches: int) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rounds, micro_batches = args.rounds, args.micro_batches
     place = find_place()
-    join(place, "gloo", 600.0)
-    trainers = {stage: make_trainer(stage, micro_batches, place.rank) for stage in STAGES}
+    enter(place, "cpu", "gloo", 600.0)
+    torch.set_num_threads(1)
+    trainers = {stage: make_trainer(stage, args, place.rank) for stage in STAGES}
     results = {stage: [trainer.step() for _ in range(2)] for stage, trainer in trainers.items()}
     seconds: dict[int, list[float]] = {stage: [] for stage in STAGES}
     for number in range(rounds):
@@ -77,15 +78,13 @@ def measure(rounds: int, micro_batches: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchParser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    found = with_ranks(RANKS, measure, args.rounds, args.micro_batches)
-    if args.json:
-        print(json.dumps(found))
-        return
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    args = parser.parse(rounds=1, layers=1, hidden=64)
+    found = with_ranks(RANKS, measure, args)
     print("| stage | weights | gradients | masters and moments | on a rank's wire, a step | time of a step |")
     print("|---|---|---|---|---|---|")
     for one in found:
@@ -93,6 +92,7 @@ def main() -> None:
         sizes = (held["parameters"], held["gradients"], held["master"] + held["optimizer"])
         cells = [*(f"{size / 2**20:.1f} MiB" for size in sizes), wire, f"{one['time']:.2f}"]
         print(f"| {one['stage']} | {' | '.join(cells)} |")
+    finish(args, found)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright
 from meshwright.config.load import config_from
@@ -27,7 +29,7 @@ class GRUConfig:
     period: int = 7
 
 
-def drawn(seed, module, *args, **more):
+def drawn(seed: int, module: Callable[..., nn.Module], *args: Any, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
     return module(*args, **more)
 
@@ -38,7 +40,7 @@ class GRUStage(nn.Module):
     Each part is drawn from a seed of its own, so that every layout starts from the same weights.
     """
 
-    def __init__(self, ctx, stage) -> None:
+    def __init__(self, ctx: Any, stage: Any) -> None:
         super().__init__()
         model, own = ctx.config.model, ctx.config.extra["gru"]
         self.stage = stage
@@ -50,7 +52,7 @@ class GRUStage(nn.Module):
         shape = (ctx.config.train.micro_batch, model.seq, own.width)
         self.receives = {} if stage.first else {"state": (shape, torch.float32)}
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) if self.embed is not None else x
         for layer in self.layers:
             x = x + layer(x)[0]
@@ -69,17 +71,17 @@ class Periodic:
         return {"tokens": ids[:-1], "labels": ids[1:]}
 
 
-def model_provider(ctx, stage):
+def model_provider(ctx: Any, stage: Any) -> nn.Module:
     return GRUStage(ctx, stage)
 
 
-def datasets_provider(ctx, samples):
+def datasets_provider(ctx: Any, samples: Any) -> tuple[Periodic, Periodic, None]:
     model, own = ctx.config.model, ctx.config.extra["gru"]
     data = Periodic(model.vocab, model.seq, own.period)
     return data, data, None
 
 
-def forward_step(ctx, module, batch, received):
+def forward_step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
     out = module(batch["tokens"] if module.stage.first else received["state"])
     if not module.stage.last:
         return {"state": out}
@@ -92,17 +94,17 @@ def forward_step(ctx, module, batch, received):
 class Printed:
     """A watcher: the rank that writes the run calls it."""
 
-    def started(self, ctx):
+    def started(self, ctx: Any) -> None:
         print(f"{ctx.layout.world} ranks: dp={ctx.layout.dp} pp={ctx.layout.pp}")
 
-    def stepped(self, result):
+    def stepped(self, result: Any) -> None:
         if result.step % 20 == 0:
             print(f"step {result.step:4d}  loss {result.loss:.3f}  accuracy {result.monitored['accuracy']:.3f}")
 
-    def validated(self, line):
+    def validated(self, line: Any) -> None:
         print(f"validation loss {line['loss']:.3f}")
 
-    def finished(self):
+    def finished(self) -> None:
         print("done")
 
 

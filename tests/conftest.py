@@ -1,11 +1,93 @@
+"""Options and settings of all tests.
+
+A test gives the same result in every order, on every worker, at any time since the machine was started, and however
+busy it is. `make test-trust` runs the quick tests under each of these conditions.
+"""
+
 from __future__ import annotations
 
-# A machine that only runs the tests of its GPU may lack hypothesis, which these tests do not use.
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.clock import sitecustomize as clock
+from tests.support.cpu import CpuSeconds
+from tests.support.order import seed_of, shuffle
+from tests.support.sharding import Failures, keep_shard
+
+# A machine that only runs the tests of its GPU may lack hypothesis, which those tests do not use.
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:
     pass
 else:
-    # How long an example takes says how busy the machine is, not whether the code is right.
-    settings.register_profile("meshwright", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # How long an example takes says how busy the machine is, not whether the code is right. The examples are the same
+    # in every run: a failure can be repeated, and a change is not blamed for what another draw found.
+    settings.register_profile(
+        "meshwright", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    )
     settings.load_profile("meshwright")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of every test to FILE, as lines of JSON")
+    parser.addoption("--shuffle", metavar="SEED", help="run in the random order of this seed, or of a `random` one")
+    parser.addoption("--shard", metavar="N/M", help="run the N-th of M parts of the tests")
+    parser.addoption("--failures", metavar="FILE", help="write the name of every failed test to FILE at once")
+    parser.addoption("--clock-offset", metavar="SECONDS", help="shift time.monotonic of the tests and their processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if seed := config.getoption("--shuffle"):
+        of_worker = getattr(config, "workerinput", {})
+        config.option.shuffle = of_worker.get("shuffle") or str(seed_of(seed))
+    if offset := config.getoption("--clock-offset"):
+        paths = [str(Path(clock.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ |= {clock.VARIABLE: offset, "PYTHONPATH": os.pathsep.join(paths)}
+        clock.shift()
+    if file := config.getoption("--cpu"):
+        config.pluginmanager.register(CpuSeconds(Path(file)), "cpu-seconds")
+    if (file := config.getoption("--failures")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(Path(file)), "failures")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist the seed. It parses the command line again, and all must have one order."""
+    node.workerinput["shuffle"] = node.config.getoption("--shuffle")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed, offset = config.getoption("--shuffle"), config.getoption("--clock-offset")
+    told = [f"--shuffle {seed}"] * bool(seed) + [f"--clock-offset {offset}"] * bool(offset)
+    return f"conditions: {' '.join(told)}" if told else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--shard"):
+        keep_shard(config, items, part)
+    if seed := config.getoption("--shuffle"):
+        shuffle(items, int(seed))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the commands that repeat what failed, under the same conditions."""
+    failed = dict.fromkeys(r.nodeid for kind in ("failed", "error") for r in terminalreporter.stats.get(kind, []))
+    options = ("--shuffle", "--clock-offset")
+    given = " ".join(f"{name} {value}" for name in options if (value := config.getoption(name)))
+    for test in failed:
+        terminalreporter.write_line(f"again: {sys.executable} -m pytest {given}{' ' * bool(given)}'{test}'")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Seed every global generator, so that a test draws the same numbers whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

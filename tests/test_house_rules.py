@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.support.waiting import HANG_S
+
 PACKAGE = Path(__file__).parent.parent / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LINES = 600  # of a file, which should be about one subject
@@ -202,7 +204,7 @@ def test_what_must_start_fast_does_not_import_torch() -> None:
         "print(json.dumps(loads))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source, json.dumps(WITHOUT_TORCH)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source, json.dumps(WITHOUT_TORCH)], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [], "the first of them that imports torch"

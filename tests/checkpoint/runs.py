@@ -21,6 +21,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.verify import verify_checkpoint
 from tests.support.oracle import made_for, small_config
 from tests.support.ranks import _SERVER, _child
+from tests.support.waiting import HANG_S, until
 
 Sections = dict[str, dict[str, Any]]
 
@@ -126,9 +127,7 @@ def _plant_in_validation(die: Callable[[], None]) -> None:
         config = trainer.ctx.config
         if trainer.step_number < config.train.steps:
             return real(trainer)
-        end = time.monotonic() + 20.0
-        while trainer.step_number not in saved(Path(config.run.dir)) and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: trainer.step_number in saved(Path(config.run.dir)))
         die()
 
     Trainer.validate = validate  # type: ignore[method-assign]
@@ -153,7 +152,7 @@ class Attempt:
     def kill(self, rank: int) -> None:
         os.kill(self.ranks[rank].pid, signal.SIGKILL)
 
-    def until(self, ready: Callable[[], bool], deadline: float = 120.0) -> bool:
+    def until(self, ready: Callable[[], bool], deadline: float = HANG_S) -> bool:
         """Waits; False if the ranks came to an end first."""
         end = time.monotonic() + deadline
         while not ready():
@@ -163,7 +162,7 @@ class Attempt:
             time.sleep(0.002)
         return True
 
-    def finish(self, deadline: float = 120.0) -> list[Any] | None:
+    def finish(self, deadline: float = HANG_S) -> list[Any] | None:
         """What each rank returned, or None if one of them died. In either case nobody is left."""
         results: dict[int, Any] = {}
         end = time.monotonic() + deadline
@@ -188,7 +187,7 @@ class Attempt:
 
     def _victim(self) -> bool:
         """Whether a rank was killed, which others may notice before we do."""
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + 20.0  # only a test that fails waits for all of it
         while time.monotonic() < end:
             if any(process.exitcode == -signal.SIGKILL for process in self.ranks):
                 return True

@@ -20,7 +20,8 @@ import pytest
 from meshwright.checkpoint import format as fmt
 from meshwright.cli.main import main
 from tests.checkpoint.runs import assert_same, complete, saved, steps, tiny
-from tests.support.commands import ended, folder, ranks, sections, start, until
+from tests.support.commands import ended, folder, ranks, sections, start
+from tests.support.waiting import until
 
 __all__ = ["folder", "start"]  # fixtures
 

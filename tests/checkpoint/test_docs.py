@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.checkpoint.runs import complete, newest, tensors, tiny
+from tests.support.waiting import HANG_S
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 
@@ -20,8 +21,9 @@ def test_anyone_can_read_it_with_safetensors_and_json(tmp_path: Path) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     body = source + "\nnp.savez(sys.argv[2], **tensors)\nassert 'torch' not in sys.modules\n"
     done = subprocess.run(
-        [sys.executable, "-c", body, str(path), str(tmp_path / "read.npz")], capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", body, str(path), str(tmp_path / "read.npz")],
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 {'param/")
     expected = tensors(path)

@@ -34,6 +34,7 @@ from meshwright.plan.job import job_of
 from tests.checkpoint.runs import lines, tensors, tiny, train
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
+from tests.support.waiting import HANG_S, until
 
 SECRET = bytes(range(32))
 
@@ -130,13 +131,6 @@ def test_the_plan_knows_the_bytes_of_a_copy_on_every_layout(tmp_path: Path) -> N
     by_rank = run_ranks(4, copied, cases)
     for name, sections, parts in zip(LAYOUTS, cases, zip(*by_rank, strict=True), strict=True):
         assert sum(parts) == copied_bytes(job_of(small_config(**sections), 4, host=True)), name
-
-
-def until(ready: object, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not ready():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_copy_is_whole_when_every_rank_of_one_generation_has_given_its_part(keepers: list[Keeper]) -> None:
@@ -264,4 +258,4 @@ def test_the_process_listens_on_its_address_alone_and_ends_with_its_launcher() -
             socket.create_connection(("127.0.0.2", process.port), 1.0)
         assert process.process.stdin is not None
         process.process.stdin.close()
-        assert process.process.wait(10.0) == 0
+        assert process.process.wait(HANG_S) == 0

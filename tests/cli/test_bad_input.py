@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from meshwright.cli.main import main
 from tests.support.token_files import write_documents
+from tests.support.waiting import HANG_S, until
 
 GOOD = """
 model: {layers: 4, hidden: 32, heads: 4, vocab: 300, seq: 16}
@@ -261,7 +261,7 @@ def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=HANG_S,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
     )  # fmt: skip
 
@@ -295,19 +295,14 @@ def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
         stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     metrics = here / "runs" / "default" / "metrics.jsonl"
-    end = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
-        time.sleep(0.1)
+    until(lambda: metrics.exists() and metrics.stat().st_size, run)
     ranks = descendants(run.pid, only_leaves=True)
     assert len(ranks) >= 4
     os.kill(ranks[-1], 9)
-    _, said = run.communicate(timeout=15)
+    _, said = run.communicate(timeout=HANG_S)
     assert run.returncode == 1
     assert "was killed by SIGKILL" in said and "Traceback" not in said
-    end = time.monotonic() + 5
-    while (left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not left
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), why="ranks outlived their launcher")
 
 
 def descendants(pid: int, only_leaves: bool = False) -> list[int]:

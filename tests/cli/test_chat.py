@@ -16,6 +16,7 @@ from meshwright.cli.main import main
 from meshwright.models.generate import Generator, generate, generate_all
 from tests.checkpoint.hf_models import save
 from tests.support.oracle import make_trainer, small_config
+from tests.support.waiting import HANG_S
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'user': 'w5', 'assistant': 'w6', 'system': 'w7'}[m.role] }} {{ m.content }} <e> "
@@ -95,7 +96,7 @@ def test_what_can_not_be_is_said(folder: Path, tmp_path: Path, capsys: Any) -> N
 def test_two_ranks_say_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     one = talk(folder, "w9 w10\nw11\n", monkeypatch, capsys)
     command = [sys.executable, "-m", "meshwright", "chat", str(folder), *OPTIONS, "--nproc", "2"]
-    both = subprocess.run(command, input="w9 w10\nw11\n", capture_output=True, text=True, timeout=180)
+    both = subprocess.run(command, input="w9 w10\nw11\n", capture_output=True, text=True, timeout=HANG_S)
     assert [json.loads(line) for line in both.stdout.splitlines()] == one, both.stderr
 
 

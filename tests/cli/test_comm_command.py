@@ -21,6 +21,7 @@ from meshwright.device import Device
 from meshwright.layout import Layout
 from meshwright.plan.cluster import load_cluster
 from tests.support.ranks import run_ranks
+from tests.support.waiting import HANG_S
 
 CONFIG = """
 model: {layers: 2, hidden: 64, heads: 2, vocab: 512, seq: 64}
@@ -32,7 +33,7 @@ def command(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
     quick = ("comm", "bench", "--device", "cpu", "--seconds", "0.002")
     return subprocess.run(
         [sys.executable, *launcher, "-m", "meshwright", *quick, *words],
-        capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HANG_S, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from meshwright.cli import main as command
 from meshwright.disk import check_writable, mistake_of, refused
 from meshwright.errors import UserError
 from meshwright.train.launch import guarded
+from tests.support.waiting import HANG_S
 
 CAUSES = {
     errno.ENOSPC: "the disk is full: free some space there (`df -h {at}` shows it), or choose another run.dir",
@@ -116,7 +117,8 @@ def test_a_full_disk_under_a_rank_is_no_bug(tmp_path: Path) -> None:
 def test_output_that_has_no_room() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "meshwright", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+            [sys.executable, "-m", "meshwright", "--help"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S,
+        )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "can't be written (No space left on device): free some space" in done.stderr

@@ -22,6 +22,7 @@ from meshwright.plan.cluster import load_cluster
 from meshwright.show.units import size
 from meshwright.train.run_notes import read_events, write_event
 from tests.support.token_files import write_documents
+from tests.support.waiting import HANG_S
 
 LARGE = (("1b", 16, "h100-80g-dgx"), ("llama3-70b", 64, "h100-80g-dgx"))
 CASES = (("tiny", 2, "laptop"), *(pytest.param(*case, marks=pytest.mark.wide) for case in LARGE))
@@ -134,7 +135,7 @@ def test_train_takes_layout_auto(tmp_path: Path) -> None:
         "train: {steps: 2, global_batch: 8}\nrun: {dir: run, device: cpu, tensorboard: false}\n"
     )
     command = [sys.executable, "-m", "meshwright", "train", "c.yaml", "--nproc", "2", "layout=auto"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and "layout=auto: " in done.stderr, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from tests.support.waiting import HANG_S
 
 KEYS = [
     *["tp", "cp", "ep", "dp", "pp", "dp-cp", "tp-cp", "tp-dp", "tp-dp-cp", "tp-pp"],
@@ -99,11 +100,11 @@ def test_experts_get_a_drawing_of_their_own(capsys: pytest.CaptureFixture[str]) 
 
 def test_thousands_of_ranks_are_quick_and_short(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--world 16384 --tp 8 --pp 16 --cp 2 --ep 64 --node-size 8"
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone, however busy the machine is
     assert layout(options) == 0
     lines = capsys.readouterr().out.splitlines()
     assert layout(options + " --json") == 0
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert len(lines) < 100
     assert max(map(len, lines)) <= 100
     assert any("stage 15" in line for line in lines)
@@ -146,7 +147,7 @@ def test_command_does_not_import_torch_and_falls_back_to_ascii() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONIOENCODING": "ascii"},
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
+from tests.support.waiting import HANG_S
 
 SIZES = ["schedule", "--pp", "4", "--micro-batches", "8"]
 
@@ -68,4 +69,4 @@ def test_needs_no_torch() -> None:
         "import sys; from meshwright.cli.main import main; "
         f"main({SIZES!r}); sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=HANG_S)

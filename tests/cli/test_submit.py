@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import yaml
 
 from meshwright.cli.main import main
 from tests.cli.test_bad_input import sentence
+from tests.support.waiting import HANG_S, until
 
 CONFIG = """
 model: {layers: 4, hidden: 32, heads: 4, vocab: 64, seq: 16}
@@ -138,7 +138,7 @@ def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
         (bin_ / name).write_text(f"#!/bin/bash\nsave() {{ mkdir -p {checkpoints}/step-$1; }}\n{body}\n")
         (bin_ / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **env}
-    done = subprocess.run(["bash", "job.sh"], env=env, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["bash", "job.sh"], env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     requeued = here / "requeued"
     again = requeued.exists() and requeued.read_text() == "requeue 7\n"
     requeued.unlink(missing_ok=True)
@@ -219,7 +219,7 @@ def test_a_pod_starts_its_ranks_and_tells_how_they_ended(here: Path, body: str, 
     )
     program.chmod(0o755)
     env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
-    assert subprocess.run(["bash", "-c", script], env=env, timeout=20, check=False).returncode == wanted
+    assert subprocess.run(["bash", "-c", script], env=env, timeout=HANG_S, check=False).returncode == wanted
     assert sorted(Path("started").read_text().splitlines()) == ["4 0", "5 1", "6 2", "7 3"]
 
 
@@ -231,11 +231,9 @@ def test_a_pod_that_is_ended_passes_the_request_on_and_waits(here: Path) -> None
     program.chmod(0o755)
     env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
     with subprocess.Popen(["bash", "-c", script], env=env) as pod:
-        end = time.monotonic() + 10
-        while len(list(here.glob("up-*"))) < 4 and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: len(list(here.glob("up-*"))) == 4)
         pod.send_signal(signal.SIGTERM)
-        assert pod.wait(10) == 85
+        assert pod.wait(HANG_S) == 85
     assert len(list(here.glob("saved-*"))) == 4
 
 

@@ -24,6 +24,7 @@ from meshwright.train.evaluate import config_with
 from tests.checkpoint.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.token_files import write_documents
+from tests.support.waiting import HANG_S
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,7 +118,7 @@ def test_a_text_begins_as_the_model_is_used_to(folder: Path, capsys: pytest.Capt
 def on_ranks(nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "meshwright", *words, "--nproc", str(nproc)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=env)
 
 
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +213,7 @@ def test_the_sentence_of_a_rank_stands_alone(tmp_path: Path) -> None:
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(tmp_path / "one_fails.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "meshwright: give a shorter prompt\n")
 
 

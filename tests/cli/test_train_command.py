@@ -18,6 +18,7 @@ from meshwright.config.load import load_config
 from meshwright.errors import UserError
 from meshwright.train.processes import Place, find_place, first_host, rendezvous
 from tests.support.oracle import small_config
+from tests.support.waiting import HANG_S
 
 CONFIG = """
 model: {layers: 4, hidden: 32, heads: 4, vocab: 257, seq: 16, norm: rmsnorm, mlp: swiglu, position: rope, bias: false}
@@ -63,7 +64,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "meshwright", "train", "config.yaml", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, env=ENV)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, env=ENV)
 
 
 def test_a_run_and_what_it_leaves(folder: Path) -> None:
@@ -103,7 +104,7 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
         ]  # fmt: skip
         nodes.append(subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True))
     for number, node in enumerate(nodes):
-        _, said = node.communicate(timeout=180)
+        _, said = node.communicate(timeout=HANG_S)
         assert node.returncode == 0, said
         told = [words in said for words in ("starts two with 4 ranks", "step 1/3", "finished 3 steps")]
         assert told == [number == 0] * 3, said  # the first node speaks
@@ -145,7 +146,7 @@ def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:
     four = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     four += [str(script), str(tmp_path / "four"), "30"]
     for command in (alone, four):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=ENV, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     one, many = (lines(tmp_path / name / "metrics.jsonl") for name in ("one", "four"))
     assert [a["loss"] for a in many][:20] == pytest.approx([a["loss"] for a in one][:20], rel=1e-4)

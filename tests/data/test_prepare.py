@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from meshwright.data.token_file import TokenFile, read_metadata
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError
 from tests.support.token_files import sequences
+from tests.support.waiting import HANG_S, until
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +191,8 @@ def stuck(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
     partial = folder / "out.bin.partial"
-    deadline = time.monotonic() + 60
     try:
-        while not (partial.exists() and partial.stat().st_size > 1 << 20):
-            assert time.monotonic() < deadline and run.poll() is None, "nothing was written"
-            time.sleep(0.01)
+        until(lambda: partial.exists() and partial.stat().st_size > 1 << 20, run, "nothing was written")
         yield run
     finally:
         run.kill()
@@ -208,10 +205,7 @@ def test_a_killed_run_leaves_nothing_that_opens(tmp_path: Path, workers: int) ->
     with stuck(tmp_path, workers) as run:
         below = children(run.pid)
         assert len(below) >= (workers if workers > 1 else 0)
-    deadline = time.monotonic() + 60
-    while not all(map(gone, below)):
-        assert time.monotonic() < deadline, "workers outlived the process that started them"
-        time.sleep(0.01)
+    until(lambda: all(map(gone, below)), why="workers outlived the process that started them")
     assert not (tmp_path / "out.idx").exists()
     with pytest.raises(UserError, match="no token file"):
         TokenFile(tmp_path / "out")
@@ -226,7 +220,7 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
         workers = {below for child in children(run.pid) for below in children(child)}
         assert len(workers) == 2
         os.kill(workers.pop(), signal.SIGKILL)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=HANG_S)
     assert run.returncode == 2 and out == ""
     assert "try fewer with --workers" in err and err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "z.txt"]
@@ -236,7 +230,7 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
 def test_an_interrupted_run_cleans_up(tmp_path: Path, workers: int) -> None:
     with stuck(tmp_path, workers) as run:
         run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=60)
+        out, err = run.communicate(timeout=HANG_S)
     assert run.returncode == 130 and out == ""
     assert err == "meshwright: interrupted\n"
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "z.txt"]

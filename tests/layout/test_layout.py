@@ -277,9 +277,9 @@ def test_nodes() -> None:
 def test_what_one_rank_asks_does_not_cost_the_world() -> None:
     """Every rank of a huge world asks for its own groups; a scan of the world for each would take hours."""
     layout = Layout(1 << 20, tp=8, pp=16, cp=2, ep=8)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone, however busy the machine is
     for rank in range(0, layout.world, 97):
         assert rank in layout.group("tp", rank)
         assert rank in layout.group("tp-ep", rank)
         assert layout.rank_at(**layout.coordinate(rank)) == rank
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20

@@ -27,6 +27,7 @@ from meshwright.cli.main import main
 from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
+from tests.support.waiting import HANG_S
 
 TABLE = Path(__file__).parent / "published.csv"
 MIXTURES = Path(__file__).parents[2] / "benchmarks" / "published_mixtures.csv"
@@ -225,7 +226,7 @@ def test_a_table_that_a_spreadsheet_saved(tmp_path: Path) -> None:
 
 def test_the_calibration_script_reads_a_table() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "calibrate.py"
-    done = subprocess.run([sys.executable, str(script), str(TABLE)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script), str(TABLE)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     found = re.search(r"mean absolute error of (\d+) rows: ([\d.]+) %", done.stdout)
     assert found is not None and int(found[1]) > 25 and float(found[2]) < 10

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ import pytest
 from meshwright.config.load import to_yaml
 from tests.checkpoint.runs import Sections, tiny
 from tests.support.oracle import small_config
+from tests.support.ports import reserved_port
 from tests.support.token_files import write_documents
+from tests.support.waiting import HANG_S
 
-WAIT = 180.0
 LONG = 100000  # steps of a run that ends only when it is asked to
 
 
@@ -37,11 +36,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def torchrun(ranks: int) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(ranks)]
-    return [*words, "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    return [*words, "--master_addr", "127.0.0.1", "--master_port", str(reserved_port())]
 
 
 def command(folder: Path, *words: str, launcher: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
@@ -70,14 +66,6 @@ def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.communicate()
 
 
-def until(ready: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + WAIT
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "no progress"
-        time.sleep(0.05)
-
-
 def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
     """The process of each rank that the launcher has started."""
     paths = list((folder / "tmp").glob(f"meshwright-*/pid-{attempt}-*"))
@@ -88,9 +76,9 @@ def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and what was said; if it does not end, where each of its processes is."""
     try:
-        _, said = process.communicate(timeout=WAIT)
+        _, said = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
-        _, said = process.communicate(timeout=WAIT)
-        raise AssertionError(f"not ended within {WAIT:.0f} s:\n{said}") from None
+        _, said = process.communicate(timeout=HANG_S)
+        raise AssertionError(f"not ended within {HANG_S:.0f} s:\n{said}") from None
     return process.returncode, said

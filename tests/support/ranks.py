@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import HANG_S
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "tests.support.oracle"]
@@ -51,7 +53,9 @@ def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...],
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]
 
 
-def run_ranks(world: int, body: Any, *args: Any, deadline: float = 120.0) -> list[Any]:
+def run_ranks(world: int, body: Any, *args: Any, deadline: float = HANG_S) -> list[Any]:
+    """Return what `body` returns on each rank. `deadline` may only lengthen the wait: it tells a hang from a load."""
+    deadline = max(deadline, HANG_S)
     with tempfile.TemporaryDirectory() as folder:
         pipes, children = [], []
         for rank in range(world):

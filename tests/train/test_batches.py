@@ -11,6 +11,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.train.step import Trainer
 from tests.support.oracle import Made, make_trainer, small_config
+from tests.support.waiting import HANG_S
 
 
 class Watched(Made):
@@ -34,7 +35,7 @@ class Watched(Made):
 
     def wait_for(self, n: int) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: n in self.read, timeout=20.0)
+            return self.changed.wait_for(lambda: n in self.read, timeout=HANG_S)
 
 
 def trainer_of(data: Watched, steps: int = 2) -> Trainer:

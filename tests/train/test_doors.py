@@ -16,7 +16,8 @@ from meshwright.train import launch
 from meshwright.watch.server import Runs, Server
 from tests.checkpoint.runs import assert_same, complete, steps
 from tests.checkpoint.test_memory_copy import RUBBISH
-from tests.support.commands import ended, folder, sections, start, until
+from tests.support.commands import ended, folder, sections, start
+from tests.support.waiting import until
 
 __all__ = ["folder", "start"]  # fixtures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -18,8 +19,27 @@ from meshwright.train.elastic import Elastic, Places, Wishes, divide
 from meshwright.train.launch import STOP, Outcome, Team
 from meshwright.train.loop import Saving
 from meshwright.train.run_notes import time_between_failures
+from tests.support.waiting import HANG_S, until
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", failed=1)
+
+
+class Clock:
+    """The launchers' clock, which stands still until a test moves it: nobody is lost because the machine is busy."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.time, self.sleep = time.time, time.sleep
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class Gone(BaseException):
+    """A launcher that is gone from one moment to the next."""
 
 
 class Played:
@@ -44,7 +64,8 @@ class Played:
         self.ended: Outcome | None = None
 
     def _run(self) -> None:
-        self.ended = self.launcher.run()
+        with contextlib.suppress(Gone):
+            self.ended = self.launcher.run()
 
     def start(self, team: Team, words: list[str]) -> Outcome:
         self.teams.append(team)
@@ -55,7 +76,7 @@ class Played:
         return self.acts[len(self.teams) - 1](self, team)
 
     def finish(self) -> Outcome:
-        self.thread.join(10.0)
+        self.thread.join(HANG_S)
         assert self.ended is not None, "the launcher goes on and on"
         return self.ended
 
@@ -70,8 +91,13 @@ def lost(node: Played, team: Team) -> Outcome:
 
 def until_signalled(node: Played, team: Team) -> Outcome:
     node.step += 1
-    assert node.signalled.wait(10.0)
+    assert node.signalled.wait(HANG_S)
     return Outcome(0)
+
+
+def until_rested(node: Played, team: Team) -> Outcome:
+    CLOCK.now += 601.0
+    return until_signalled(node, team)
 
 
 def until_killed(node: Played, team: Team) -> Outcome:
@@ -81,11 +107,13 @@ def until_killed(node: Played, team: Team) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
-    """Short beats; and signals reach the played ranks."""
+    """Short pauses, a clock that stands still; and signals reach the played ranks."""
     made: list[Played] = []
+    monkeypatch.setattr(nodes, "time", CLOCK)
+    monkeypatch.setattr(elastic, "time", CLOCK)
     for module, name, value in (
         (nodes, "BEAT_S", 0.05), (elastic, "LOOK_S", 0.05), (elastic, "POLL_S", 0.01), (elastic, "END_S", 0.05),
-        (elastic, "JOIN_S", 1.5), (elastic, "BLAME_S", 0.3),
+        (elastic, "BLAME_S", 0.3),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
@@ -104,17 +132,10 @@ def started(made: list[Played], *given: Played) -> None:
         node.thread.start()
 
 
-def until(ready: Callable[[], Any]) -> None:
-    end = time.monotonic() + 10.0
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_the_device_of_a_lost_rank_rests_and_comes_back(tmp_path: Path, quick: list[Played]) -> None:
     """Three are left, for which the planner takes two, on the devices that did not fail; and then all four again, on
     the layout that the run was started with."""
-    node = Played(tmp_path, [lost, until_signalled, done], rest=0.5)
+    node = Played(tmp_path, [lost, until_rested, done], rest=600.0)
     started(quick, node)
     assert node.finish() == Outcome(0)
     assert [team.devices for team in node.teams] == [(0, 1, 2, 3), (0, 2), (0, 1, 2, 3)]
@@ -154,14 +175,14 @@ def test_a_node_that_is_lost_and_one_that_comes(tmp_path: Path, quick: list[Play
     def dies(node: Played, team: Team) -> Outcome:
         first.step += 1
         node.launcher.board.say = lambda **changes: None  # type: ignore[method-assign]
-        time.sleep(3600)
-        raise AssertionError
+        while len(first.teams) < 2:
+            CLOCK.now += 0.1
+            time.sleep(0.01)
+        raise Gone
 
     first = Played(tmp_path / "a", [until_killed, until_signalled, done], **shared)
     second = Played(tmp_path / "b", [dies], **shared)
-    started(quick, first)
-    time.sleep(0.05)
-    started(quick, second)
+    started(quick, first, second)
     until(lambda: len(first.teams) == 2)
     third = Played(tmp_path / "c", [done], **shared)
     started(quick, third)
@@ -298,10 +319,13 @@ def test_auto_saves_as_young_and_daly_say(monkeypatch: pytest.MonkeyPatch) -> No
     """A stall of 0.5 s and a failure every 3.1 h: every 105 s, where a run without failures saves every 900 s."""
     saver = SimpleNamespace(trainer=SimpleNamespace(writes=False), blocked_s=0.5, is_writing=False)
     saving = Saving(saver, CheckpointConfig())  # type: ignore[arg-type]
-    gone = [0.0]
-    monkeypatch.setattr("meshwright.train.loop.time.monotonic", lambda: saving.saved_at + gone[0])
+    # From zero: (t + 900.0) - t is less than 900.0 for some times t of a machine's clock.
+    saving.saved_at = now = 0.0
+    monkeypatch.setattr("meshwright.train.loop.time", SimpleNamespace(monotonic=lambda: now))
     wanted = []
     for between in (math.inf, 3.1 * 3600):
-        saving.between_failures = between
-        wanted.append(next(s for s in range(2000) if [gone.__setitem__(0, float(s)), saving.wants_save()][1]))
+        saving.between_failures, now = between, 0.0
+        while not saving.wants_save():
+            now += 1.0
+        wanted.append(now)
     assert wanted == [900, 106]

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import lines, steps
-from tests.support.commands import WAIT, ended, folder, until
+from tests.support.commands import ended, folder
 from tests.support.commands import start as start_plain
+from tests.support.waiting import HANG_S, until
 
 __all__ = ["folder", "start_plain"]  # fixtures
 pytestmark = pytest.mark.wide
@@ -55,7 +56,7 @@ class Node:
         self.process.wait()
 
     def end(self) -> tuple[int, str]:
-        code = self.process.wait(WAIT)
+        code = self.process.wait(HANG_S)
         self.said.seek(0)
         return code, self.said.read()
 

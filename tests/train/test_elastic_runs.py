@@ -11,7 +11,8 @@ import pytest
 
 from meshwright.train.nodes import knock
 from tests.checkpoint.runs import lines, steps
-from tests.support.commands import ended, folder, ranks, start, torchrun, until
+from tests.support.commands import ended, folder, ranks, start, torchrun
+from tests.support.waiting import until
 
 __all__ = ["folder", "start"]  # fixtures
 

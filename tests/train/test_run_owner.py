@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -150,7 +149,7 @@ def test_a_process_is_known_by_its_beginning() -> None:
     began = run_owner._began(child.pid)
     assert began and began == run_owner._began(child.pid)
     child.kill()
-    time.sleep(0.05)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert run_owner._began(child.pid) is None, "one that nobody has waited for is gone too"
     child.wait()
     assert run_owner._began(child.pid) is None

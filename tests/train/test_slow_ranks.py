@@ -21,8 +21,9 @@ from meshwright.train.rank_figures import RankFigures
 from meshwright.train.result import StepResult
 from meshwright.train.slow_ranks import SlowRanks
 from tests.checkpoint.runs import steps as steps_of
-from tests.support.commands import ended, folder, ranks, start, until
+from tests.support.commands import ended, folder, ranks, start
 from tests.support.ranks import run_ranks
+from tests.support.waiting import until
 from tests.train.planted import events, run
 
 __all__ = ["folder", "start"]  # fixtures

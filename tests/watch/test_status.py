@@ -15,6 +15,7 @@ from meshwright.checkpoint.format import SEAL, Index, folder_name, write_index
 from meshwright.cli.main import main
 from meshwright.watch.report import RunReport
 from meshwright.watch.status import faults_by_rank, goodput, ranks_in, status_of
+from tests.support.waiting import HANG_S
 from tests.watch.made import BEGAN, add_event, faulty, healthy, resumed
 
 
@@ -129,4 +130,4 @@ def test_status_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from meshwright.cli.main import main; "
         f"code = main(['status', {str(run)!r}]); sys.exit(code or 3 * ('torch' in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=HANG_S, check=False).returncode == 0

@@ -1,0 +1,56 @@
+"""CPU seconds of every test, its processes included, for `pytest --cpu FILE`.
+
+Wall time says how busy the machine is; CPU seconds say what a test costs. Ranks are grandchildren behind a fork
+server, so the clock of this process does not see them: the whole tree below it is read from /proc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def tree_seconds() -> float:
+    """Return user and system seconds of this process and all its descendants, ended ones included."""
+    children: dict[int, list[int]] = {}
+    seconds: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The second field is the command in brackets and may hold spaces.
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it ended meanwhile, and its parent has its time now
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+        seconds[int(entry.name)] = sum(map(int, fields[11:15])) / _TICK
+    found, open_ = 0.0, [os.getpid()]
+    while open_:
+        process = open_.pop()
+        found += seconds.get(process, 0.0)
+        open_ += children.get(process, [])
+    return found
+
+
+class CpuSeconds:
+    """A plugin that writes one JSON line per test: its name and its CPU seconds, fixtures included."""
+
+    def __init__(self, path: Path) -> None:
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        self.path = path.with_name(f"{path.name}.{worker}") if worker else path
+        self.path.write_text("")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        before = tree_seconds()
+        result = yield
+        line = {"test": item.nodeid, "seconds": round(tree_seconds() - before, 2)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return result

@@ -1,0 +1,24 @@
+"""Waiting for a condition. A test never concludes anything from how long something took.
+
+`HANG_S` is the one guard against a hang: so long that no load of the machine reaches it, and never a measurement.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+HANG_S = 240.0
+LOOK_S = 0.01
+
+
+def until(ready: Callable[[], Any], process: subprocess.Popen[str] | None = None, why: str = "no progress") -> None:
+    """Return when `ready()` is true. Fails if `process` ends first, or after `HANG_S`."""
+    end = time.monotonic() + HANG_S
+    while not ready():
+        if process is not None:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, why
+        time.sleep(LOOK_S)

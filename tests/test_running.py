@@ -1,0 +1,129 @@
+"""How the tests are run: in random orders, in parts, at other times of the clock, and by the areas of a change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import areas
+from tests.support.clock import sitecustomize as clock
+from tests.support.order import shuffle
+from tests.support.ports import reserved_port
+from tests.support.sharding import files_of_shard, shard_of
+from tests.support.trust import conditions
+from tests.support.waiting import HANG_S, until
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_seed_gives_one_order_of_all_tests() -> None:
+    names = [f"tests/{file}.py::test_{number}" for file in "abcdef" for number in range(5)]
+
+    def ordered(seed: int) -> list[str]:
+        items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+        shuffle(items, seed)
+        return [item.nodeid for item in items]
+
+    assert ordered(1) == ordered(1) != ordered(2) and sorted(ordered(1)) == names
+    files = [name.split("::")[0] for name in ordered(1)]
+    assert len(list(dict.fromkeys(files))) == 6 and files == sorted(files, key=files.index), "files stay together"
+
+
+def test_every_file_is_in_one_shard_and_shards_are_alike() -> None:
+    tests = Counter({f"tests/test_{number}.py": 1 + number % 17 for number in range(200)})
+    shards = [files_of_shard(tests, number, 6) for number in range(1, 7)]
+    assert sorted(name for shard in shards for name in shard) == sorted(tests)
+    sizes = [sum(tests[name] for name in shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= max(tests.values())
+    assert shard_of("2/6") == (2, 6)
+    for wrong in ("0/6", "7/6", "6", "a/b"):
+        with pytest.raises(pytest.UsageError, match="such as 2/6"):
+            shard_of(wrong)
+
+
+def test_the_clock_is_shifted_in_every_process() -> None:
+    """Also in the processes that a process starts; once, though two look at the environment."""
+    source = "import subprocess, sys, time; print(time.monotonic() - time.unshifted())"
+    twice = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {source!r}]).returncode)"
+    env = os.environ | {clock.VARIABLE: "1e6", "PYTHONPATH": str(Path(clock.__file__).parent)}
+    for code in (source, twice):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANG_S)
+        assert done.returncode == 0 and float(done.stdout) == pytest.approx(1e6), done.stderr
+
+
+def test_ports_are_given_once() -> None:
+    ports = [reserved_port() for _ in range(3)]
+    assert len(set(ports)) == 3 and max(ports) < 32768, "above, the kernel gives them to anybody"
+
+
+def test_every_folder_of_the_package_has_tests_that_a_change_of_it_runs() -> None:
+    known = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert {folder for folders in (*areas.TESTS_OF.values(), *areas.OTHERS.values()) for folder in folders} <= known
+    for path in (ROOT / "meshwright").iterdir():
+        if path.is_dir() and any(path.glob("*.py")):
+            assert areas.areas_of([f"meshwright/{path.name}/x.py"], known), path
+
+
+def test_the_most_relevant_area_comes_first() -> None:
+    files = ["meshwright/nn/linear.py", "tests/comm/test_mesh.py", "tests/comm/hanging.py", "README.md", "Makefile"]
+    assert areas.areas_of(files, {"comm", "nn", "parity", "plan"}) == ["comm", "nn", "parity"]
+
+
+def test_what_changed_is_told_where_there_is_little_history_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areas, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert areas.base_of("") is None and areas.changed_files(None) is None, "no repository"
+
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "--initial-branch", "main")
+    (tmp_path / "a").touch()
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert areas.base_of("") is None and areas.changed_files(None) is None, "one commit, as a shallow clone has"
+    (tmp_path / "b").touch()
+    git("add", ".")
+    git("commit", "-m", "second")
+    (tmp_path / "c").touch()
+    assert areas.changed_files(areas.base_of("")) == ["b", "c"], "since the first parent, and what is not committed"
+    assert areas.changed_files(areas.base_of("HEAD~1")) == ["b", "c"]
+    assert areas.changed_files(areas.base_of("no such commit")) == ["b", "c"]
+
+
+def test_the_end_of_the_time_is_no_failure_and_failures_until_then_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command on a file with one test that fails and one that never ends: there the time is up."""
+    file, reached, real = tmp_path / "test_never.py", tmp_path / "reached", subprocess.Popen.wait
+    file.write_text(
+        "import pathlib, time\ndef test_a():\n    assert False\n"
+        f"def test_b():\n    pathlib.Path({str(reached)!r}).touch()\n    time.sleep(1e6)\n"
+    )
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        if timeout == 15.0:
+            until(reached.exists, process)
+            raise subprocess.TimeoutExpired("pytest", timeout)
+        return real(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    words = ["-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    code, failed = areas.run_pytest([str(file), *words, "-p", "tests.conftest"], 15.0)
+    assert code is None and [name.split("::")[1] for name in failed] == ["test_a"]
+
+
+def test_the_conditions_of_trust_are_ten() -> None:
+    found = conditions()
+    assert len(found) == len({each.name for each in found}) == 10
+    assert [sum(word in each.name for each in found) for word in ("order", "clock", "load")] == [5, 3, 2]
