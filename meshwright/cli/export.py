@@ -7,18 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import plural
+from meshwright.cli.compare import add_compare, compared, exit_code
+from meshwright.errors import UserError, plural
 from meshwright.models.hf import FAMILIES
 
 EXAMPLES = """example:
   meshwright export runs/demo --to exported/demo
   meshwright export runs/tuned@2000 --to exported/tuned --dtype bf16 --like models/llama-8b
+  meshwright export runs/demo --to exported/demo --compare       (what transformers computes with it, beside ours)
   python -c "import transformers as t; t.AutoModelForCausalLM.from_pretrained('exported/demo')\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
     add_options(parser)
+    add_compare(parser)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--like", type=Path, metavar="DIR", help=like)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from meshwright.checkpoint.base import adapts
     from meshwright.checkpoint.format import find_checkpoint, read_index
     from meshwright.checkpoint.hf import export_folder
@@ -39,9 +42,14 @@ def run(args: argparse.Namespace) -> None:
 
     folder = find_checkpoint(args.source)
     if adapts(read_index(folder).config):
+        if args.compare:
+            raise UserError(f"{args.source} holds adapters: compare what `meshwright merge` writes of them")
         tell(args, export_adapters(folder, Path(args.to)))
-    else:
-        tell(args, export_folder(folder, Path(args.to), args.dtype, args.family, args.like))
+        return 0
+    written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)
+    found = compared(args, str(folder), Path(args.to))
+    tell(args, {**written, **found})
+    return exit_code(found)
 
 
 def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import yaml
 
+from meshwright.cli.compare import add_compare, compared, exit_code
 from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError
 
 EXAMPLES = """example:
   meshwright import models/llama-8b --to imported/llama-8b
   meshwright train CONFIG.yaml run.dir=runs/tuned --from imported/llama-8b      (goes on from its weights)
+  meshwright import models/llama-8b --to imported/llama-8b --compare             (its logits beside transformers')
   meshwright import models/mistral-7b --to imported/mistral --seq 4096
   meshwright import models/llama-8b --to imported/mixture --upcycle count=8,top_k=2"""
 
@@ -31,26 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     base = "of a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
     parser.add_argument("--base", metavar="DIR", help=base)
     parser.add_argument("--upcycle", metavar="KEY=N,...", help=upcycle)
+    add_compare(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     if args.seq < 0:
         raise UserError(f"--seq {args.seq} must be greater than zero")
+    adapters = (Path(args.folder) / "adapter_config.json").is_file() or args.base
+    if args.compare and (args.upcycle or adapters):
+        raise UserError("--compare is for models that stay what they are: leave it out with --upcycle and for adapters")
     from meshwright.checkpoint.hf import import_folder
 
-    if (Path(args.folder) / "adapter_config.json").is_file() or args.base:
+    if adapters:
         _import_adapters(args)
-        return
+        return 0
     model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq, args.upcycle))
+    found = compared(args, args.to, Path(args.folder))
     if args.json:
-        print(json.dumps({"checkpoint": args.to, "model": model}))
-        return
+        print(json.dumps({"checkpoint": args.to, "model": model, **found}))
+        return exit_code(found)
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
     switches = {"experts": "count", "latent": "kv_rank"}  # sections that say nothing where this key is 0
     unused = {"preset", *(name for name, key in switches.items() if not model[name][key])}
     kept = {key: value for key, value in model.items() if key not in unused}
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
+    return exit_code(found)
 
 
 def _import_adapters(args: argparse.Namespace) -> None:

@@ -9,9 +9,11 @@ from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.account import experts_json, experts_words
+from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, checked_job
-from meshwright.plan.memory import largest, rank_memory
+from meshwright.plan.memory import device_memory, largest, rank_memory
 from meshwright.plan.rank import MEMORY_KINDS, bytes_at_peak, rank_json
+from meshwright.plan.target import Target, on_cluster, with_supported_precision
 from meshwright.show.terminal import table
 from meshwright.show.units import size
 
@@ -21,11 +23,17 @@ EXAMPLES = """example:
 
 The first figures are the most of each kind in a step. The last column is the moment at which all together are most:
 it adds up to `peak`. `buffers` holds what is gathered or in flight, `temporary` what kernels and the loss work with;
-`offloaded` are activations in host memory. --json has bytes."""
+`offloaded` are activations in host memory. The line below says what a device needs in all, as `plan` and `cost` do.
+--json has bytes, and as `device_gib` that total."""
+
+
+USUAL = "h100-80g-dgx"  # whose context is counted where no cluster is named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     world_arguments(parser)
+    cluster = "whose devices the total is for, as for `plan` (default: the recipe's, else by run.device)"
+    parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
 
 
@@ -33,13 +41,15 @@ def run(args: argparse.Namespace) -> None:
     target, world = world_from_args(args)
     if world < 1:
         raise UserError(f"--devices {world} is no number of ranks: give at least 1")
-    job = checked_job(target.config, world)
+    job, cluster = job_on(target, world, args.cluster)
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank
     found, memory = rank_json(job, pp_rank), rank_memory(job, pp_rank)
     bytes_by_kind, at_peak = found["memory"], bytes_at_peak(memory)
+    device = device_memory(job, cluster, memory)
     if args.json:
         whole = {"rank": rank, "rank_parameters": found["parameters"], "at_peak": at_peak, **experts_json(job)}
+        whole |= {"device_gib": device.total, "device": device.as_json(), "cluster": cluster.name}
         print(json.dumps({**found, **bytes_by_kind, **whole}))
         return
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank})", "bytes", "", "at the peak")]
@@ -47,7 +57,19 @@ def run(args: argparse.Namespace) -> None:
         most = (f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) if kind in bytes_by_kind else ("", "")
         rows.append((kind, *most, size(at_peak[kind]) if kind in at_peak else ""))
     words = experts_words(job)
-    print((f"{words}\n\n" if words else "") + f"{table(rows)}\n\n{_device_words(target.config, job)}")
+    total = f"{device.total:.1f} GiB of a device = {device.words()} ({cluster.name})"
+    print((f"{words}\n\n" if words else "") + f"{table(rows)}\n\n{total}\n{_device_words(target.config, job)}")
+
+
+def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:
+    """Returns the job on a named cluster, as `plan` and `cost` have it; without a name the job of the config alone, and
+    the cluster whose context and communicators are counted."""
+    if name:
+        cluster = load_cluster(name)
+        return on_cluster(with_supported_precision(target, cluster), world, cluster), cluster
+    job = checked_job(target.config, world)
+    usual = "laptop" if job.host else USUAL
+    return job, load_cluster(usual if job.host else target.run.get("cluster", usual))
 
 
 def _device_words(config: Config, job: Job) -> str:

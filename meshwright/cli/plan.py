@@ -22,7 +22,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.job import Job
-from meshwright.plan.memory import needed_gib
+from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.rank import rank_json
 from meshwright.plan.search import SPACE_FIELDS, Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import Stack
@@ -162,6 +162,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "parameters": parameter_count(cost.job.model), "active_parameters": active_parameters(cost.job.model),
         **experts_json(cost.job), "precision": cost.job.config.train.precision,
         "rank": rank_json(cost.job, cost.memory.pp_rank),
+        "device": device_memory(cost.job, cost.cluster, cost.memory).as_json(),
     }  # fmt: skip
 
 
@@ -174,7 +175,11 @@ def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
 
 def _text(shown: list[Candidate], reasons: list[str]) -> str:
     rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB"), *map(ranking_cells, shown)]
-    lines = [f"{parameters_words(shown[0].job)}.", *reasons, "", table(rows), "", "What the next ones lose on:"]
+    best = shown[0].cost
+    device = device_memory(best.job, best.cluster, best.memory)
+    memory = f"Memory of the best layout: {device.total:.1f} GiB of a device = {device.words()}."
+    lines = [f"{parameters_words(shown[0].job)}.", *reasons, "", table(rows), "", memory, ""]
+    lines.append("What the next ones lose on:")
     for candidate in shown[1:5]:
         lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")
     return "\n".join(lines)

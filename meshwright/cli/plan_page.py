@@ -16,7 +16,8 @@ from meshwright.show.units import percent, seconds, size
 
 MEMORY_COLOURS = {
     "parameters": "#3b6fb6", "gradients": "#5aa9a3", "master": "#8c6bb1", "optimizer": "#c2618d",
-    "activations": "#e08e3c", "buffers": "#c9b13c", "context": "#9a9a9a",
+    "activations": "#e08e3c", "buffers": "#c9b13c", "temporary": "#b5533c", "allocator reserve": "#d8d8d8",
+    "context and communicators": "#9a9a9a",
 }  # fmt: skip
 TIME_COLOURS = {
     "compute": "#3b6fb6", "optimizer": "#8c6bb1", "idle": "#d8d8d8", "tp": "#e08e3c", "cp": "#c9b13c",
@@ -65,7 +66,9 @@ def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for candidate in candidates:
         found = memory_json(candidate.cost)
-        parts = {name: found[name] / GIB for name in MEMORY_COLOURS}
+        parts = {name: value / GIB for name, value in found["at_peak"].items() if name != "peak"}
+        parts["allocator reserve"] = found["device"]["reserve_gib"]
+        parts["context and communicators"] = found["device"]["context_gib"]
         rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
     return html.bars(rows, MEMORY_COLOURS, "GiB")
 

@@ -47,7 +47,7 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
     exact, changes = with_exact_features(config)
     # A run's replicas have become data-parallel ranks.
     layout, world, words = fitting_layout(exact.layout, devices, most, given)
-    small = small_model(replace(config, layout=exact.layout), layout, BLOCK if exact.tune.quantise != "none" else 8)
+    small = small_model(exact, layout, BLOCK if exact.tune.quantise != "none" else 8)
     sized = _sizes(exact.layout, devices), _sizes(layout, world)
     shrunk = [f"{axis} {was} -> {now}" for axis, was in sized[0].items() if (now := sized[1][axis]) != was]
     if shrunk:

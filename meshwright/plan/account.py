@@ -12,8 +12,8 @@ from meshwright.plan.communication import Traffic, mean_of_all_ranks
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops
 from meshwright.plan.job import Job
-from meshwright.plan.memory import GIB, context_gib, needed_gib
-from meshwright.plan.rank import rank_json
+from meshwright.plan.memory import GIB, device_memory
+from meshwright.plan.rank import bytes_at_peak, rank_json
 from meshwright.plan.reduction import AxisTime
 from meshwright.schedule.kinds import default_kind
 from meshwright.show.terminal import table
@@ -103,10 +103,11 @@ def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
 
 def memory_json(cost: Cost) -> dict[str, Any]:
     """Returns the bytes of the rank with the highest peak, and what the device needs in total."""
+    device = device_memory(cost.job, cost.cluster, cost.memory)
     return {
         **rank_json(cost.job, cost.memory.pp_rank)["memory"], "pp_rank": cost.memory.pp_rank,
-        "context": context_gib(cost.job, cost.cluster) * GIB, "device_gib": cost.cluster.device.memory_gib,
-        "needed_gib": needed_gib(cost.job, cost.cluster, cost.memory),
+        "at_peak": bytes_at_peak(cost.memory), "device": device.as_json(), "context": device.context * GIB,
+        "device_gib": cost.cluster.device.memory_gib, "needed_gib": device.total,
     }  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
-    lines += [table(stages), "", _memory_lines(m["memory"])]
+    lines += [table(stages), "", _memory_lines(cost)]
     if tokens:
         lines += ["", _run_lines(m["run"])]
     return "\n".join(lines)
@@ -218,13 +219,14 @@ def _about_ep(cost: Cost) -> list[str]:
     return lines
 
 
-def _memory_lines(memory: dict[str, Any]) -> str:
-    kinds = ("parameters", "gradients", "master", "optimizer", "activations", "buffers", "context")
-    parts = ", ".join(f"{kind} {memory[kind] / GIB:.1f}" for kind in kinds)
-    verdict = "fits" if memory["needed_gib"] <= memory["device_gib"] else "DOES NOT FIT"
+def _memory_lines(cost: Cost) -> str:
+    device, limit = device_memory(cost.job, cost.cluster, cost.memory), cost.cluster.device.memory_gib
+    parts = bytes_at_peak(cost.memory)
+    peak = ", ".join(f"{kind} {parts[kind] / GIB:.1f}" for kind in parts if kind != "peak")
+    verdict = "fits" if device.total <= limit else "DOES NOT FIT"
     return (
-        f"  memory GiB       {memory['needed_gib']:.1f} of {memory['device_gib']:.1f}: {verdict} "
-        f"(pipeline rank {memory['pp_rank']})\n                   {parts}"
+        f"  memory GiB       {device.total:.1f} of {limit:.1f}: {verdict} (pipeline rank {cost.memory.pp_rank})\n"
+        f"                   {device.words()}\n                   at the peak: {peak}"
     )
 
 

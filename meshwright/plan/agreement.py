@@ -14,7 +14,8 @@ from meshwright.plan.communication import predict_step, unplanned_axes
 @dataclass(frozen=True)
 class Verdict:
     """How far a layout is from one process. `gradients` has the largest error of every parameter over all steps and
-    ranks, in the order of the model, and `first_step` the step that first showed one beyond the tolerance."""
+    ranks, in the order of the model. `first_step` is the step that first showed one beyond the tolerance, and
+    `at_first` has the errors of that step alone: after a wrong update all later gradients differ."""
 
     tolerance: float
     losses: tuple[tuple[float, float], ...]  # (one process, the layout) of each step
@@ -22,6 +23,7 @@ class Verdict:
     gradients: Mapping[str, float]
     parameters: Mapping[str, float]
     first_step: int | None
+    at_first: Mapping[str, float]
     # Wire bytes by axis, planned (None: they depend on the tokens) and recorded.
     comm: Mapping[str, tuple[int | None, int]]
     documents: float | None = None  # how far one document moved another's logits, where documents are kept apart
@@ -29,22 +31,24 @@ class Verdict:
     @property
     def differing(self) -> list[str]:
         """The parameters whose gradients differ, in the order of the model; else those that differ after the steps."""
-        found = [name for name, error in self.gradients.items() if error > self.tolerance]
-        return found or [name for name, error in self.parameters.items() if error > self.tolerance]
+        return [name for name, error in self._examined.items() if error > self.tolerance]
+
+    @property
+    def _examined(self) -> Mapping[str, float]:
+        return self.parameters if self.first_step is None else self.at_first
 
     @property
     def worst(self) -> str:
-        """The parameter with the largest error."""
-        errors = self.gradients if any(e > self.tolerance for e in self.gradients.values()) else self.parameters
-        return max(errors or self.gradients, key=lambda name: (errors or self.gradients)[name], default="")
+        """The parameter with the largest error among those that differ; empty where none does."""
+        return max(self.differing, key=lambda name: self._examined[name], default="")
 
     @property
     def complaints(self) -> list[str]:
         """What differs, a sentence each; the parameters come first."""
         found = []
         if names := self.differing:
-            errors = self.gradients if names[0] in _above(self.gradients, self.tolerance) else self.parameters
-            what = f"gradients, from step {self.first_step}" if errors is self.gradients else "values after the steps"
+            errors = self._examined
+            what = "values after the steps" if self.first_step is None else f"gradients of step {self.first_step}"
             found.append(
                 f"{len(names)} of {len(errors)} parameters differ in their {what}: the first is {names[0]} (off by "
                 f"{errors[names[0]]:.1e}), the worst {self.worst} (off by {errors[self.worst]:.1e})"
@@ -62,10 +66,6 @@ class Verdict:
         return found
 
 
-def _above(errors: Mapping[str, float], tolerance: float) -> set[str]:
-    return {name for name, error in errors.items() if error > tolerance}
-
-
 def difference(one: float, other: float) -> float:
     """Returns the relative difference of two numbers; infinite where only one of them is a number."""
     if one == other or (one != one and other != other):
@@ -80,9 +80,9 @@ def judge(
     """Compares the steps of all ranks (`train.checking.Steps`) with those of one process. With `plans`, the bytes are
     compared with the plan's."""
     gradients = _largest(reference.names, [step for rank in ranks for step in rank.gradients])
-    by_step = [max((max(step.values(), default=0.0) for step in steps), default=0.0)
-               for steps in zip(*(rank.gradients for rank in ranks), strict=True)]  # fmt: skip
-    first = next((number for number, error in enumerate(by_step, 1) if error > tolerance), None)
+    by_step = [_largest(reference.names, steps) for steps in zip(*(rank.gradients for rank in ranks), strict=True)]
+    wrong = [number for number, errors in enumerate(by_step, 1) if max(errors.values()) > tolerance]
+    first = wrong[0] if wrong else None
     one = ranks[0]
     comm: dict[str, tuple[int | None, int]] = {axis: (None, counts["wire_bytes"]) for axis, counts in one.comm.items()}
     if plans:
@@ -95,7 +95,8 @@ def judge(
     return Verdict(
         tolerance, tuple(zip(reference.losses, one.losses, strict=True)),
         tuple(zip(reference.norms, one.norms, strict=True)), gradients,
-        _largest(reference.names, [rank.parameters for rank in ranks]), first, comm, max(moved, default=None),
+        _largest(reference.names, [rank.parameters for rank in ranks]), first, by_step[first - 1] if first else {},
+        comm, max(moved, default=None),
     )  # fmt: skip
 
 

@@ -261,12 +261,39 @@ def states_gib(job: Job) -> float:
     return max(sum(rank_states(job, rank)) for rank in set(job.representative_ranks)) / GIB
 
 
-def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
-    """Returns the GiB of device memory that a step needs, including the context and communication buffers."""
+class DeviceMemory(NamedTuple):
+    """The GiB that a step needs of a device, in the parts that `plan`, `cost` and `memory` print."""
+
+    tensors: float  # allocated at the peak
+    reserve: float  # what the allocator holds beyond that
+    context: float  # outside the allocator: the device's context and communicators
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def as_json(self) -> dict[str, float]:
+        parts = {"tensors_gib": self.tensors, "reserve_gib": self.reserve, "context_gib": self.context}
+        return parts | {"total_gib": self.total}
+
+    def words(self) -> str:
+        return (
+            f"tensors at the peak {self.tensors:.1f} + allocator reserve {self.reserve:.1f} + context and "
+            f"communicators {self.context:.1f}"
+        )
+
+
+def device_memory(job: Job, cluster: Cluster, memory: Memory | None = None) -> DeviceMemory:
+    """Returns what a step needs of a device, of one rank or of the one with the highest peak."""
     memory = memory or largest(job)
     # The allocator reserves more than the peak: activations of many sizes come and go, which leaves gaps.
-    reserved = (memory.states + job.stack.cache * (memory.peak - memory.states)) / GIB
-    return reserved + context_gib(job, cluster)
+    reserve = (job.stack.cache - 1.0) * (memory.peak - memory.states)
+    return DeviceMemory(memory.peak / GIB, reserve / GIB, context_gib(job, cluster))
+
+
+def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
+    """Returns the GiB of device memory that a step needs, including the context and communication buffers."""
+    return device_memory(job, cluster, memory).total
 
 
 def context_gib(job: Job, cluster: Cluster) -> float:

@@ -131,7 +131,7 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
     keys += [f"pipeline.split={plan['best']['layout']['split']}", f"train.precision={plan['best']['precision']}"]
     cost = answer(capsys, "cost", target, *devices, "--stack", _stack(words), *keys, *words)
     rank = cost["rank"]
-    memory = answer(capsys, "memory", target, "--world", str(world), *keys, *words)
+    memory = answer(capsys, "memory", target, *devices, *keys, *words)
     dry = answer(capsys, "dryrun", target, "--world", str(world), "--ranks", str(rank["rank"]), *keys, *words)
 
     assert plan["best"]["parameters"] == cost["parameters"] and plan["best"]["rank"] == rank
@@ -142,6 +142,11 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
         kind: cost["memory"][kind] for kind in rank["memory"]
     }  # fmt: skip
     assert {axis: {key: each[key] for key in rank["comm"][axis]} for axis, each in cost["comm"].items()} == rank["comm"]
+    device = plan["best"]["device"]
+    assert device == cost["memory"]["device"] == memory["device"], "one breakdown of what a device needs"
+    parts = [device[f"{part}_gib"] for part in ("tensors", "reserve", "context")]
+    assert plan["best"]["memory_gib"] == cost["memory"]["needed_gib"] == memory["device_gib"] == sum(parts)
+    assert memory["at_peak"] == cost["memory"]["at_peak"] and device["tensors_gib"] == rank["memory"]["peak"] / 2**30
     (ran,) = dry["ranks"]
     assert dry["equal"], "states, calls and schedule are exact"
     assert ran["parameters"]["ran"] == rank["parameters"] == memory["rank_parameters"]

@@ -1,0 +1,36 @@
+"""The option `--compare` of `import` and `export`: our model beside transformers'. No torch until it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.reading import sections_of
+from meshwright.errors import UserError, notice
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    compare = "run both models on real text, in float32 on the CPU; exit code 1 if logits or greedy text differ"
+    parser.add_argument("--compare", action="store_true", help=compare)
+    allowed = "with --compare: the largest difference of a logit, as a part of the largest (default: by the dtype)"
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=allowed)
+
+
+def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[str, Any]:
+    """Compares a checkpoint with a Hugging Face folder where that was asked for, and says on stderr what was found.
+    Returns what --json adds."""
+    if not args.compare:
+        return {}
+    if not 0.0 <= args.tolerance < 1.0:
+        raise UserError(f"--tolerance {args.tolerance:g} must be at least 0 and below 1, e.g. 1e-4")
+    from meshwright.train.compare_hf import compare_folders
+
+    notice(f"compares {checkpoint} with what transformers makes of {folder}")
+    found = compare_folders(checkpoint, folder, sections_of([], 1), args.tolerance)
+    notice(found.words())
+    return {"compared": found.as_json()}
+
+
+def exit_code(found: dict[str, Any]) -> int:
+    return int(bool(found) and not found["compared"]["agree"])

@@ -1,0 +1,102 @@
+"""`meshwright check` on configs without a bug, and what it says of wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.config.exact_twin import exact_twin, fitting_layout
+from meshwright.config.load import load_config
+from meshwright.config.recipes import read_recipe, recipe_names
+from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.sections import LayoutConfig
+from meshwright.errors import UserError
+from tests.check.test_planted import CONFIG, MIXTURE
+
+LLAMA = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.bias=false", "model.kv_heads=2")
+CASES: dict[str, tuple[str, ...]] = {
+    "tp-pp": ("layout.tp=2", "layout.pp=2", "layout.sequence_parallel=true", *LLAMA),
+    "zero-3": ("zero.stage=3", "recompute.mode=full", *LLAMA),
+    "documents-over-cp": ("layout.cp=2", "data.reset_attention=true", "data.reset_positions=true", "data.eod=0"),
+    "experts": ("layout.ep=2", "layout.tp=2", "layout.etp=1", *MIXTURE, "model.experts.aux_loss=0.01"),
+    "windows": ("layout.cp=2", "model.window=64", "model.window_pattern=[1,0]"),
+    "uneven-vocabulary": ("layout.tp=4", "model.vocab=1001"),
+    "lossy": ("comm.reduce.kind=int8", "model.dropout=0.1", "train.precision=fp8", "model.vocab=1024"),
+    "replicas": ("layout.replicas=2", "train.local.steps=10"),
+    "interleaved": ("layout.pp=2", "layout.chunks=2", "pipeline.schedule=interleaved", "model.layers=8"),
+    "preferences": ("data.objective=preference", "tune.kind=lora", "tune.loss=dpo", "tune.base=x", "layout.tp=2"),
+}
+QUICK = ("tp-pp", "lossy")
+
+
+@pytest.fixture()
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.wide]) for n in CASES])
+def test_a_right_layout_agrees(name: str, config: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["check", config, *CASES[name], "--json", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    assert found["agree"] and found["complaints"] == [] and found["first"] is None
+    assert max(found["gradients"].values()) <= 1e-10 and len(found["gradients"]) > 10
+    assert found["memory"]["planned"] == pytest.approx(found["memory"]["measured"], rel=0.35)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_agrees(name: str) -> None:
+    assert main(["check", name]) == 0
+
+
+def test_lossy_features_are_replaced_and_named(config: str) -> None:
+    found = exact_twin(load_config(config, CASES["lossy"]), 2, 8, given=False)
+    assert [sentence.split(":")[0] for sentence in found.changes[:3]] == [
+        "train.precision", "dropout", "comm.reduce.kind=int8",
+    ]  # fmt: skip
+    assert found.config.comm.reduce.kind == "plain" and not found.config.drops
+    replicas = exact_twin(load_config(config, CASES["replicas"]), 4, 8, given=False)
+    assert any(sentence.startswith("layout.replicas: 2 ->") for sentence in replicas.changes)
+    assert replicas.world == 4 and replicas.config.layout.replicas == 1
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_axis_of_a_recipe_stays(name: str) -> None:
+    recipe, config = read_recipe(name), load_config(name)
+    found = exact_twin(config, recipe.devices, 8, given=False)
+    check(found.config, found.world, TRAINING_RULES)
+    for axis in ("tp", "pp", "cp", "ep"):
+        was, now = getattr(config.layout, axis), getattr(found.config.layout, axis)
+        assert (was > 1) == (now > 1) and now <= was
+
+
+def test_dp_shrinks_first_and_nothing_below_two() -> None:
+    its = LayoutConfig(tp=4, pp=2)
+    assert fitting_layout(its, 64, 16, given=False)[:2] == (its, 16)
+    smaller, world, why = fitting_layout(its, 64, 8, given=False)
+    assert (smaller.tp, smaller.pp, world) == (2, 2, 8) and why == "this machine runs 8 ranks at once"
+    least, world, _ = fitting_layout(LayoutConfig(tp=8, pp=8, cp=2), 128 * 16, 4, given=False)
+    assert (least.tp, least.pp, least.cp, world) == (2, 2, 2, 16)
+    with pytest.raises(UserError, match="--nproc 6 is not a multiple of the 4 ranks of tp=2 x pp=2"):
+        fitting_layout(LayoutConfig(tp=2, pp=2), 8, 6, given=True)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["--tolerance", "2"], "--tolerance 2 must be at least 0"),
+        (["--model", "nowhere"], "--model nowhere is neither a folder nor a Python file"),
+        (["layout.tp=3"], "tp=3 does not divide heads=8"),
+    ],
+)
+def test_wrong_input_is_told(words: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, *words]) == 2
+    assert said in capsys.readouterr().err
