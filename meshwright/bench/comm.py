@@ -17,7 +17,7 @@ from meshwright.bench.rates import measure_rates
 from meshwright.bench.request import Request
 from meshwright.comm.ledger import bus_factor
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.comm.watchdog import watched
 from meshwright.device import Device
 from meshwright.errors import UserError
 from meshwright.train.processes import Place, enter, find_place, leave
@@ -32,7 +32,7 @@ def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
-    with Watchdog(mesh, TIMEOUT, open_store(), keeper=store_keeper() if own else None):
+    with watched(mesh, TIMEOUT, device, own):
         yield mesh, device, place
     if own:
         leave()

@@ -20,6 +20,9 @@ CHECKPOINTS = 3  # that a run's disk must hold: two that are kept, and the one t
 SAVING_S = 600.0  # a checkpoint that takes longer to write is not worth much
 
 
+LOOPBACKS = ("lo", "lo0")
+
+
 @dataclass
 class Facts:
     """What one rank found. `links` are GB/s by the rank at the other end; `burn` are checksums of the same products,
@@ -40,6 +43,9 @@ class Facts:
     links: dict[str, float] = field(default_factory=dict)
     burn: list[int] = field(default_factory=list)
     round_s: float = 0.0
+    backend: str = ""  # nccl, gloo or hccl
+    interface: str = ""  # of this machine, by which it reaches rank 0
+    named_interface: str = ""  # the one that the environment names for the back end; empty: it chooses by itself
 
 
 class Wanted(NamedTuple):
@@ -62,7 +68,7 @@ def judge(facts: Sequence[Facts], wanted: Wanted) -> list[Check]:
     """All checks; the text of one that failed names what is off, and whose it is."""
     judges: list[tuple[str, Callable[[Sequence[Facts], Wanted], tuple[list[str], str]]]] = [
         ("versions", _versions), ("devices", _devices), ("memory", _memory), ("disk", _disk), ("folder", _folder),
-        ("clocks", _clocks), ("ports", _ports), ("links", _links), ("burn-in", _burn),
+        ("clocks", _clocks), ("ports", _ports), ("network", _network), ("links", _links), ("burn-in", _burn),
     ]  # fmt: skip
     found = []
     for name, one in judges:
@@ -158,6 +164,35 @@ def _clocks(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
 def _ports(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     shut = {one.host: one.port for one in facts if one.port}
     return [f"{host}: {why}" for host, why in shut.items()], "ranks can listen on their address, and have met"
+
+
+def _network(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    """The interface that NCCL or Gloo takes: one that the environment names, or its own choice, which on a machine with
+    several networks, or with containers, may be one that leads nowhere."""
+    if len(facts) == 1:
+        return [], "one rank needs none"
+    machines = {one.host: one for one in facts}
+    off = []
+    for host, one in machines.items():
+        name = one.named_interface.removeprefix("=")
+        if len(machines) > 1 and name in LOOPBACKS:
+            fix = f"set {_variable(one)}={one.interface}"
+            off.append(f"{host}: {_variable(one)}={one.named_interface} does not lead to the other machines: {fix}")
+    chosen = sorted({_chosen(one) for one in machines.values()})
+    return off, "; ".join(chosen)
+
+
+def _chosen(one: Facts) -> str:
+    if one.named_interface:
+        return f"{one.backend} uses {one.named_interface.removeprefix('=')} ({_variable(one)})"
+    way = f"{one.interface} leads to rank 0" if one.interface else "the way to rank 0 is not known"
+    advice = f"name one by {_variable(one)}={one.interface or 'eth0'}"
+    return f"{one.backend or 'the back end'} chooses by itself, {way}: {advice}"
+
+
+def _variable(one: Facts) -> str:
+    """The environment variable that names a back end's interface."""
+    return f"{(one.backend or 'nccl').upper()}_SOCKET_IFNAME"
 
 
 def _links(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:

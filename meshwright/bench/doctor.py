@@ -26,7 +26,7 @@ from meshwright.bench.request import Request
 from meshwright.comm.group import Group
 from meshwright.comm.watchdog import open_store
 from meshwright.device import Device, host_memory_bytes
-from meshwright.train.processes import LOOPBACK
+from meshwright.train.processes import LOOPBACK, interface_of
 
 LINK_BYTES = 8 * 2**20
 DISK_BYTES = 64 * 2**20
@@ -44,6 +44,7 @@ def examine(request: Request, folder: Path, burn_s: float) -> list[Facts]:
     with joined(request) as (mesh, device, place):
         facts = Facts(mesh.rank, socket.gethostname(), device.name)
         _look_at_machine(facts, device)
+        _look_at_network(facts, device.backend(request.backend))
         together = partial(mesh.world.agreed, 0.0, device.torch)
         _look_at_disk(facts, folder, together, first_on_machine=place.local_rank == 0)
         facts.clock = _clock_offset(mesh.world, device)
@@ -65,6 +66,15 @@ def _look_at_machine(facts: Facts, device: Device) -> None:
         socket.create_server((LOOPBACK if address in (LOOPBACK, "localhost") else "", 0)).close()
     except OSError as error:
         facts.port = f"no port can be opened ({error.strerror})"
+
+
+def _look_at_network(facts: Facts, backend: str) -> None:
+    """Notes by which interface this rank reaches the first, and which one the environment names for the back end."""
+    facts.backend, facts.named_interface = backend, os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        # Nothing is sent: connecting only has the system choose the way.
+        asked.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
+        facts.interface = interface_of(asked.getsockname()[0])
 
 
 def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], first_on_machine: bool) -> None:

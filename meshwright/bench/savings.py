@@ -7,16 +7,20 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from meshwright.comm.flight import FlightRecord
 from meshwright.comm.mesh import Mesh
+from meshwright.comm.watchdog import watched
 from meshwright.config.comm import EmulateConfig
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
+from meshwright.layout import Layout
 from meshwright.models.description import layout_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
@@ -86,31 +90,49 @@ class Turns:
 
 
 def measure(
-    found: Sequence[Technique], rank: int, world: int, device: Device, steps: int, say: Callable[[str], None]
-) -> tuple[list[Figures], list[float], float]:
+    found: Sequence[Technique], rank: int, world: int, device: Device, steps: int, say: Callable[[str], None],
+    own_world: bool = True,
+) -> tuple[list[Figures], list[float], float]:  # fmt: skip
     """Returns each technique's figures and its seconds of making messages, and the seconds of a step on the machine's
     own links, the same on every rank. All take turns, step by step, so that what else the machine does meanwhile falls
-    on all of them alike."""
-    turns, made = [], {}
+    on all of them alike. `own_world`: we have joined the world."""
+    with ExitStack() as watching:
+        turns = _ready(found, rank, world, device, say, own_world, watching)
+        for _ in range(steps):
+            for turn in turns:
+                turn.step()
+        figures, making = [turn.figures() for turn in turns], [turn.making_seconds(turns[-1]) for turn in turns]
+    del turns
+    gc.collect()
+    return figures[:-1], making[:-1], figures[-1].step_s
+
+
+def _ready(
+    found: Sequence[Technique], rank: int, world: int, device: Device, say: Callable[[str], None], own_world: bool,
+    watching: ExitStack,
+) -> list[Turns]:  # fmt: skip
+    """Returns the trainers of all techniques, and of the machine's own links as the last. One watchdog, which ends with
+    `watching`, watches the calls of all."""
+    turns: list[Turns] = []
+    made: dict[Layout, dict[str, Any]] = {}
+    flight: FlightRecord | None = None
     base = found[0].config
     own = Technique("own links", replace(base, comm=replace(base.comm, emulate=EmulateConfig())))
     for technique in (*found, own):
         layout = layout_of(technique.config, world, technique.config.layout.node_size or world)
         if layout not in made:  # torch keeps all process groups, so each is made once
-            mesh = Mesh(layout, rank, timeout=technique.config.comm.timeout).groups
-            made[layout] = {name: group.process_group for name, group in mesh.items() if not group.alone}
+            timeout = technique.config.comm.timeout
+            mesh = Mesh(layout, rank, timeout=timeout)
+            made[layout] = {name: group.process_group for name, group in mesh.groups.items() if not group.alone}
+            flight = flight or watching.enter_context(watched(mesh, timeout, device, own_world)).flight
         naive = isinstance(technique.reducer, GatherToOne)
         turns.append(Turns(make_trainer(technique.config, rank, world, device, made[layout], naive)))
+        assert flight is not None
+        turns[-1].trainer.ctx.mesh.use_flight(flight)
         for _ in range(WARM):
             turns[-1].trainer.step()
         say(f"{technique.name} is ready")
-    for _ in range(steps):
-        for turn in turns:
-            turn.step()
-    figures, making = [turn.figures() for turn in turns], [turn.making_seconds(turns[-1]) for turn in turns]
-    del turns
-    gc.collect()
-    return figures[:-1], making[:-1], figures[-1].step_s
+    return turns
 
 
 def _sent(trainer: Trainer) -> dict[str, float]:

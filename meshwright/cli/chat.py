@@ -163,6 +163,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def chat_rank(args: argparse.Namespace) -> None:
+    from meshwright.comm.announce import Announcements
     from meshwright.models.generate import generate, generator_of
     from meshwright.train.evaluate import with_model
 
@@ -170,7 +171,8 @@ def chat_rank(args: argparse.Namespace) -> None:
         model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
         talk = Talk(args, tokenizer, model.vocab, model.seq)
         ends = talk.ends(end_tokens(Path(args.source), tokenizer))
-        while ids := _shared(ctx, [] if place.rank else talk.next_ids(), model.seq):
+        announced = None if place.world == 1 else Announcements(place.rank)
+        while ids := _shared(announced, [] if place.rank else talk.next_ids()):
             generator, most = generator_of(modules[0], model, len(ids), args.max_tokens)
             answer = generate(generator, ids, most, args.temperature, args.top_p, args.seed, ends)
             if place.rank:
@@ -181,15 +183,9 @@ def chat_rank(args: argparse.Namespace) -> None:
     with_model(args.source, args.sections, use)
 
 
-def _shared(ctx: Any, ids: list[int], most: int) -> list[int]:
-    """Gives the first rank's tokens to all ranks."""
-    if ctx.mesh.world.alone:
+def _shared(announced: Any, ids: list[int]) -> list[int]:
+    """Gives the first rank's tokens to all ranks. The others may wait for hours, until somebody types a line."""
+    if announced is None:
         return ids
-    import torch
-
-    told = torch.zeros(most + 1, dtype=torch.int64)
-    told[0], told[1 : len(ids) + 1] = len(ids), torch.tensor(ids, dtype=torch.int64)
-    told = ctx.device.upload(told)
-    ctx.mesh.world.broadcast(told)
-    found: list[int] = told.tolist()
-    return found[1 : found[0] + 1]
+    found: list[int] = json.loads(announced.next(json.dumps([int(token) for token in ids])))
+    return found

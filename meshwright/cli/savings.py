@@ -78,7 +78,7 @@ def measured_here(args: argparse.Namespace) -> None:
 
     node_size = config.layout.node_size or place.world
     cluster = load_cluster(args.cluster or CPU)
-    measured, making, own_s = savings.measure(found, place.rank, place.world, device, args.steps, say)
+    measured, making, own_s = savings.measure(found, place.rank, place.world, device, args.steps, say, own)
     cluster = with_links(savings.own_compute(job, own_s, cluster), config.comm.emulate, node_size)
     predicted = [expected(each, job, cluster, extra) for each, extra in zip(found, making, strict=True)]
     if place.rank == 0:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from meshwright.comm.emulate import EmulatedLinks
 from meshwright.comm.flight import FlightRecord, RecordedCall
-from meshwright.comm.ledger import Ledger, wire_bytes
-from meshwright.device import accelerator
+from meshwright.comm.ledger import CallTotals, Ledger, wire_bytes
+from meshwright.device import WITHOUT_STREAMS
 
 # Registered operators may only take plain arguments, so they find their group by its name here. It is the only
 # process-wide table of groups, and nothing else reads it.
@@ -50,32 +50,28 @@ _GONE = ("peer", "connection", "socket", "remote", "refused", "reset", "broken p
 class Pending:
     """A call that is under way. `wait` waits for it (on an accelerator, it makes the stream wait and not the host)."""
 
+    __slots__ = ("_call", "_device", "_group", "_tally", "_work")
+
     def __init__(self, group: Group, call: RecordedCall, work: Any, tally: Any, device: torch.device) -> None:
         self._group, self._call, self._work, self._tally, self._device = group, call, work, tally, device
 
     def wait(self) -> None:
         if self._work is None:
             return
-        call, flight = self._call, self._group.flight
-        work, self._work = self._work, None
+        call, work, self._work = self._call, self._work, None
         call.since = begin = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._group._failed(call, error) from error
-        if accelerator(self._device) is not None:
-            event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
-            event.record()
-            call.event = event
-        ledger, waited = self._group.ledger, time.monotonic() - begin
-        ledger.waited[self._group.axis] += waited
-        ledger.waited_in[ledger.current_phase] += waited
-        seconds = flight.end(call)
-        if self._tally is not None:
-            self._tally.seconds += seconds
+        self._group._end(call, begin, self._tally, self._device)
 
 
 class _Done(Pending):
+    """A call that has ended already."""
+
+    __slots__ = ()
+
     def __init__(self) -> None:
         self._work = None
 
@@ -102,38 +98,81 @@ class Group:
         self.alone = self.size <= 1
         self.name = f"{self.axis}/{next(_NUMBERS)}"
         self.label = f"{self.axis}:{self.ranks[0]}" if self.ranks else self.axis
+        self._entries: Any = None  # of the ledger, to which `_totals` belong
+        self._totals: dict[tuple[str, str, int | None], CallTotals] = {}
+        self._directions: dict[tuple[str, int], tuple[str, tuple[int, int]]] = {}
         _BY_NAME[self.name] = self
 
     def _call(
-        self, op: str, whole: Tensor, launch: Callable[[], Any], wait: bool = False, peer: int | None = None,
+        self, op: str, whole: Tensor, launch: Callable[[bool], Any], wait: bool = False, peer: int | None = None,
         wire: int | None = None, times: int = 1, noted: str = "", delayed: bool = True,
     ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number.
+        `launch(asynchronous)` makes it; only a call that is waited for at once, `wait`, is not asynchronous: torch then
+        uses the stream that computes, without one of its own and without the two events between them.
         `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload. `times`: so many
         tensors of that size are one call. `noted`: the op's name in the flight record, where it is not the ledger's.
         `delayed`: emulated links delay the call; else `launch` sees to that."""
-        ledger, payload = self.ledger, times * whole.nbytes
-        tally = None if op == "receive" else ledger.record(self.axis, op, payload, self.size, self.crosses_node, wire)
-        label, ranks = self.label, self.ranks
-        if peer is not None:
-            ranks = (self.rank, peer) if op == "send" else (peer, self.rank)
-            label = f"{label} {ranks[0]}>{ranks[1]}"
-        phase, layer = ledger.current_phase, ledger.current_layer
-        call = self.flight.begin(RecordedCall(label, self.axis, noted or op, phase, layer, payload, ranks, peer))
+        payload = times * whole.nbytes
+        tally = None if op == "receive" else self._count(op, payload, wire)
+        label, ranks = (self.label, self.ranks) if peer is None else self._direction(op, peer)
+        ledger, links = self.ledger, self.links
+        call = self.flight.begin(RecordedCall(
+            label, self.axis, noted or op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
+        ))  # fmt: skip
+        at_once = wait and links is None
         try:
-            if self.links is None or not delayed:
-                work = launch()
+            if links is None or not delayed:
+                work = launch(not at_once)
             else:
                 sent = wire_bytes("send" if peer is not None else op, payload, self.size) if wire is None else wire
-                work = self.links.begin(op, sent, self.ranks, peer, launch)
+                work = links.begin(op, sent, self.ranks, peer, partial(launch, True))
         except RuntimeError as error:
             raise self._failed(call, error) from error
+        if at_once:
+            self._end(call, call.started, tally, whole.device)
+            return DONE
         call.since = None
         pending = Pending(self, call, work, tally, whole.device)
         if wait:
             pending.wait()
         return pending
+
+    def _count(self, op: str, payload: int, wire: int | None) -> CallTotals:
+        """Counts a call in the ledger. The totals of each phase, op and layer are looked up once between two of its
+        `clear`s: making the ledger's key takes longer than all the rest."""
+        ledger = self.ledger
+        if ledger.entries is not self._entries:
+            self._entries, self._totals = ledger.entries, {}
+        key = (ledger.current_phase, op, ledger.current_layer)
+        totals = self._totals.get(key)
+        if totals is None:
+            totals = self._totals[key] = ledger.totals_of(self.axis, op, self.crosses_node)
+        totals.count(payload, wire_bytes(op, payload, self.size) if wire is None else wire)
+        return totals
+
+    def _direction(self, op: str, peer: int) -> tuple[str, tuple[int, int]]:
+        """Returns the flight record's name of the messages to or from a rank, and both ranks, the sender first."""
+        found = self._directions.get((op, peer))
+        if found is None:
+            ranks = (self.rank, peer) if op == "send" else (peer, self.rank)
+            found = self._directions[op, peer] = f"{self.label} {ranks[0]}>{ranks[1]}", ranks
+        return found
+
+    def _end(self, call: RecordedCall, begin: float, tally: CallTotals | None, device: torch.device) -> None:
+        """Notes that a call is done, or that the stream waits for it, since `begin`."""
+        flight, ledger = self.flight, self.ledger
+        if device.type not in WITHOUT_STREAMS:
+            event = flight.spare_events.pop() if flight.spare_events else torch.Event(device)
+            event.record()
+            call.event = event
+        seconds = flight.end(call)
+        waited = call.started + seconds - begin
+        ledger.waited[self.axis] += waited
+        ledger.waited_in[ledger.current_phase] += waited
+        if tally is not None:
+            tally.seconds += seconds
 
     def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
         """Returns the error for a call that torch gave up, and ends its record: the watchdog need not wait for it."""
@@ -150,9 +189,8 @@ class Group:
         """Reduces `x` in place."""
         if self.alone:
             return DONE
-        return self._call(
-            "all_reduce", x, lambda: dist.all_reduce(x, _OPS[op], self.process_group, async_op=True), wait
-        )
+        launch = lambda later: dist.all_reduce(x, _OPS[op], self.process_group, async_op=later)  # noqa: E731
+        return self._call("all_reduce", x, launch, wait)
 
     def agreed(self, value: float, device: torch.device) -> float:
         """Returns the largest of the ranks' numbers on every rank. For `float(condition)` it tells whether the
@@ -182,14 +220,15 @@ class Group:
         if self.alone:
             out.copy_(x)
             return DONE
-        return self._call("all_gather", out, lambda: _all_gather(out, x, self.process_group, async_op=True), wait)
+        launch = lambda later: _all_gather(out, x, self.process_group, async_op=later)  # noqa: E731
+        return self._call("all_gather", out, launch, wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """Fills `out` with this rank's piece, along dim 0, of the sum of all `x`."""
         if self.alone:
             out.copy_(x)
             return DONE
-        launch = lambda: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=True)  # noqa: E731
+        launch = lambda later: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=later)  # noqa: E731
         return self._call("reduce_scatter", x, launch, wait)
 
     def all_to_all(
@@ -201,7 +240,8 @@ class Group:
         if self.alone:
             out.copy_(x)
             return DONE
-        launch = lambda: dist.all_to_all_single(out, x, receives, sends, self.process_group, async_op=True)  # noqa: E731
+        group = self.process_group
+        launch = lambda later: dist.all_to_all_single(out, x, receives, sends, group, async_op=later)  # noqa: E731
         wire = None if sends is None else x.nbytes - x[: sends[self.index]].nbytes
         return self._call("all_to_all", x, launch, wait, wire=wire)
 
@@ -209,18 +249,18 @@ class Group:
         """Fills `x` from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:
             return DONE
-        launch = lambda: dist.broadcast(x, self.ranks[source], self.process_group, async_op=True)  # noqa: E731
+        launch = lambda later: dist.broadcast(x, self.ranks[source], self.process_group, async_op=later)  # noqa: E731
         return self._call("broadcast", x, launch, wait)
 
     def send(self, x: Tensor, to: int) -> Pending:
         assert x.is_contiguous()
         peer = self.ranks[to]
-        return self._call("send", x, lambda: dist.isend(x, peer, self.process_group), peer=peer)
+        return self._call("send", x, lambda later: dist.isend(x, peer, self.process_group), peer=peer)
 
     def receive(self, x: Tensor, source: int) -> Pending:
         """Receives into `x`. Only the sender's ledger counts the transfer."""
         peer = self.ranks[source]
-        return self._call("receive", x, lambda: dist.irecv(x, peer, self.process_group), peer=peer)
+        return self._call("receive", x, lambda later: dist.irecv(x, peer, self.process_group), peer=peer)
 
     def shift(self, x: Tensor, by: int, out: Tensor | None = None) -> Shift:
         """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
@@ -234,7 +274,7 @@ class Group:
         group, ranks, at, size = self.process_group, self.ranks, self.index, self.size
         first = moves[0][0]
 
-        def launch() -> _All:
+        def launch(later: bool) -> _All:
             if first.is_meta:  # a dry run has nothing to send
                 return _All([], moves)
             ops = []
@@ -260,12 +300,12 @@ class Group:
         if found.numel():
             ends.append(("receive", dist.irecv, found, self.ranks[source]))
 
-        def launch() -> _All:
+        def launch(later: bool) -> _All:
             if not ends or sent.is_meta:  # a dry run has nothing to send
                 return _All([], ends)
             return _All(dist.batch_isend_irecv([dist.P2POp(op, x, peer, group) for _, op, x, peer in ends]), ends)
 
-        def launch_delayed() -> _All:
+        def launch_delayed(later: bool) -> _All:
             """Emulated links delay each end by itself. Only Gloo is emulated, whose sends wait for nobody."""
             assert links is not None
             begun = [links.begin(name, x.nbytes, self.ranks, peer, partial(op, x, peer, group))

@@ -56,6 +56,12 @@ class CallTotals:
     wire_bytes: int = 0
     seconds: float = 0.0
 
+    def count(self, payload: int, wire: int) -> None:
+        """Adds one call."""
+        self.calls += 1
+        self.payload_bytes += payload
+        self.wire_bytes += wire
+
     def add(self, other: CallTotals) -> None:
         self.calls += other.calls
         self.payload_bytes += other.payload_bytes
@@ -73,14 +79,16 @@ class Ledger:
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
+    def totals_of(self, axis: str, op: str, crosses_node: bool = False) -> CallTotals:
+        """Returns the totals that a call of now is added to; they are this entry's until the next `clear`."""
+        return self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
+
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
     ) -> CallTotals:
         """Counts one call; returns the totals that it was added to. `wire` replaces what follows from the payload."""
-        tally = self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
-        tally.calls += 1
-        tally.payload_bytes += payload
-        tally.wire_bytes += wire_bytes(op, payload, size) if wire is None else wire
+        tally = self.totals_of(axis, op, crosses_node)
+        tally.count(payload, wire_bytes(op, payload, size) if wire is None else wire)
         return tally
 
     @contextmanager

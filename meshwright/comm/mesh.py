@@ -78,6 +78,12 @@ class Mesh:
         if emulate is not None and emulate.on and not self.world.alone and dist.get_backend() != "fake":
             self._emulate(emulate)
 
+    def use_flight(self, flight: FlightRecord) -> None:
+        """Notes all calls from here on in another record: that of a mesh that is watched, of the same ranks."""
+        self.flight = flight
+        for group in self.groups.values():
+            group.flight = flight
+
     def group(self, axes: str) -> Group:
         """Returns the group over `axes` that holds this rank, made on first use, which its members must do together."""
         name = self.layout.without_ones(axes)

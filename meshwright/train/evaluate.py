@@ -17,6 +17,7 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import WeightSource, load_weights
 from meshwright.checkpoint.merged import open_weights
 from meshwright.checkpoint.planned_files import PlannedFolder
+from meshwright.comm.watchdog import watched
 from meshwright.config.load import merged
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
@@ -66,16 +67,16 @@ def with_model(
     config = config_with(found, sections)
     check(config, place.world, READING_RULES)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
-    try:
-        ctx = build_context(config, place.rank, place.world, device, place.local_world)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world)
+    with watched(ctx.mesh, config.comm.timeout, device, joined):
         modules = build_modules(ctx, model_provider)
         load_weights(modules, weights)
         if config.model.kind == "hf" and has_weights(Path(config.model.hf)):
             PlannedFolder(Path(config.model.hf)).fill_buffers(modules)
-        return use(ctx, modules, place)
-    finally:
-        if joined:
-            leave()
+        result = use(ctx, modules, place)
+    if joined:  # after an error the process ends, and leaving could wait for peers that are gone
+        leave()
+    return result
 
 
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:

@@ -10,7 +10,10 @@ lists of modules); tp cuts it by a plan, whose styles are those of transformers 
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.resume import load_checkpoint
 from meshwright.checkpoint.save import Saver
+from meshwright.comm.watchdog import watched
 from meshwright.config.load import config_from, merged
 from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, check, eval_divides
 from meshwright.config.sections import Config
@@ -51,8 +55,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class Wrapped:
     """One rank's module, its optimizer and its place among the ranks."""
 
-    def __init__(self, trainer: Trainer, own_world: bool) -> None:
+    def __init__(self, trainer: Trainer, own_world: bool, watch: ExitStack) -> None:
+        """`watch`: closed at the end, it ends the watchdog."""
         self.trainer, self._own_world = trainer, own_world
+        # A loop need not call `close`. Then the interpreter's end calls it: a thread in the store must not outlive it.
+        self._end_watch = weakref.finalize(self, _end_watch, watch)
         self._given = _Given()
         trainer.train_batches = self._given  # type: ignore[assignment]
 
@@ -112,8 +119,15 @@ class Wrapped:
     def close(self) -> None:
         """Leaves the other ranks, if `wrap` joined them."""
         self.trainer.data_parallel.weights.wait_for_gathers()
+        self._end_watch()
         if self._own_world:
             leave()
+
+
+def _end_watch(watch: ExitStack) -> None:
+    """Ends the watchdog, which tells the other ranks of the error that ended this program, if one did."""
+    error = getattr(sys, "last_value", None)
+    watch.__exit__(type(error) if error else None, error, None)
 
 
 class _Given:
@@ -158,17 +172,22 @@ def wrap(
     comm = config.comm
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
-    check_alike(ctx, module)
-    stage = WrappedModule(module, ctx.parallel, ctx.at, plan or {})
+    with ExitStack() as watch:
+        watch.enter_context(watched(ctx.mesh, comm.timeout, device, own_world))
+        check_alike(ctx, module)
+        trainer = _trainer_of(ctx, WrappedModule(module, ctx.parallel, ctx.at, plan or {}), loss or mean_loss)
+        return Wrapped(trainer, own_world, watch.pop_all())
+
+
+def _trainer_of(ctx: Context, stage: WrappedModule, loss: Loss) -> Trainer:
 
     def forward_step(ctx: Context, stage: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
         assert isinstance(stage, WrappedModule)
-        total, count = stage.with_loose(lambda: (loss or mean_loss)(stage.net, batch))
+        total, count = stage.with_loose(lambda: loss(stage.net, batch))
         return StageOutput({}, [Term(LOSS, total, count)])
 
     step = in_precision(ctx, [stage], forward_step)
-    data = _NoData()
-    return Wrapped(Trainer(ctx, [stage], step, data), own_world)
+    return Trainer(ctx, [stage], step, _NoData())
 
 
 def check_alike(ctx: Context, module: nn.Module) -> None:

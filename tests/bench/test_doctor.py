@@ -23,7 +23,7 @@ def world() -> list[Facts]:
         links = {str(other): 9.0 if {rank, other} == {1, 2} else 90.0 for other in others}
         found.append(Facts(
             rank, f"n{rank // 2}", "H100", 80e9, 79e9, 500e9, dict(VERSIONS), 0.001 * rank, True, 1e12,
-            900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1,
+            900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1, "nccl", "eth0", "",
         ))  # fmt: skip
     return found
 
@@ -31,6 +31,16 @@ def world() -> list[Facts]:
 def test_nothing_is_off_in_a_healthy_world() -> None:
     assert [check for check in judge(world(), WANTED) if not check.ok] == []
     assert [check for check in judge(world()[:1], Wanted()) if not check.ok] == []
+
+
+def test_the_network_s_interface_is_named() -> None:
+    facts = world()
+    text = next(check.text for check in judge(facts, WANTED) if check.name == "network")
+    assert text == "nccl chooses by itself, eth0 leads to rank 0: name one by NCCL_SOCKET_IFNAME=eth0"
+    for one in facts:
+        one.backend, one.named_interface = "gloo", "ib0"
+    text = next(check.text for check in judge(facts, WANTED) if check.name == "network")
+    assert text == "gloo uses ib0 (GLOO_SOCKET_IFNAME)"
 
 
 def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
@@ -53,6 +63,8 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
         (set_to(3, sees_folder=False), "folder", "rank 3 (n1): runs/mine is not the folder that rank 0 sees"),
         (set_to(2, clock=-7.5), "clocks", "the clock of n1 is -7.5 s beside rank 0's"),
         (set_to(2, port="no port can be opened (denied)"), "ports", "n1: no port can be opened (denied)"),
+        (set_to(1, named_interface="=lo"), "network",
+         "n0: NCCL_SOCKET_IFNAME==lo does not lead to the other machines: set NCCL_SOCKET_IFNAME=eth0"),
         (set_to(0, links={"1": 20.0}), "links", "rank 0 to 1 (n0 to n0): 20 GB/s, the profile's 1e+02 GB/s"),
         (set_to(1, links={"0": 90.0, "2": 2.0}), "links", "rank 1 to 2 (n0 to n1): 2 GB/s, the profile's 10 GB/s"),
         (set_to(3, burn=[7, 8, 7]), "burn-in", "rank 3 on n1 computed wrongly in 1 of 3 rounds"),
@@ -73,7 +85,7 @@ def test_one_rank_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     off = [check["name"] for check in found["checks"] if not check["ok"]]
     assert code == int(bool(off)) and off in ([], ["disk"]), "a busy disk may be slow"
-    assert len(found["checks"]) == 9 and list(tmp_path.iterdir()) == []
+    assert len(found["checks"]) == 10 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide

@@ -110,7 +110,7 @@ def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
     flight = FlightRecord()
     group = Group("dp", (1, 3), 3, None, Ledger(), flight)
     gone = _Failing("Connection closed by peer [::1]:9\nmore")
-    pending = group._call("receive", torch.zeros(4), lambda: gone, peer=1)
+    pending = group._call("receive", torch.zeros(4), lambda later: gone, peer=1)
     with pytest.raises(CommError) as caught:
         pending.wait()
     assert str(caught.value) == (
@@ -118,8 +118,53 @@ def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
         "another rank has probably stopped (Connection closed by peer [::1]:9)"
     )
     with pytest.raises(CommError, match="failed on rank 3: torch refused it [(]Invalid scalar type[)]"):
-        group._call("all_reduce", torch.zeros(4), lambda: _Failing("Invalid scalar type").wait())
+        group._call("all_reduce", torch.zeros(4), lambda later: _Failing("Invalid scalar type").wait())
     assert not flight.open and flight.holding() is None
+
+
+def test_a_call_that_is_waited_for_at_once_is_one_call_of_torch_s() -> None:
+    """torch then runs it on the stream that computes; any other call is asynchronous."""
+    group, given = Group("dp", (0, 1), 0, None, Ledger(), FlightRecord()), list[bool]()
+
+    class Work:
+        def wait(self) -> None:
+            return None
+
+    def launch(later: bool) -> Work | None:
+        given.append(later)
+        return Work() if later else None
+
+    assert group._call("all_reduce", torch.zeros(4), launch, wait=True) is DONE and not group.flight.open
+    pending = group._call("all_reduce", torch.zeros(4), launch)
+    assert given == [False, True] and len(group.flight.open) == 1
+    pending.wait()
+    (totals,) = group.ledger.entries.values()
+    assert totals.calls == 2 and totals.seconds > 0.0 and not group.flight.open
+    with pytest.raises(CommError, match="all_reduce number 3 over dp .* torch refused it"):
+        group._call("all_reduce", torch.zeros(4), lambda later: _Failing("Invalid").wait(), wait=True)
+    assert not group.flight.open
+
+
+def test_counts_follow_the_ledger_s_phases_layers_and_clear() -> None:
+    group = Group("dp", (0, 1), 0, None, Ledger(), FlightRecord())
+    ledger = group.ledger
+
+    def call(op: str = "all_reduce") -> None:
+        group._call(op, torch.zeros(4), lambda later: None, wait=True)
+
+    for _ in range(2):
+        with ledger.phase("forward"), ledger.layer(1):
+            call()
+            call()
+            call("broadcast")
+        with ledger.phase("backward"):
+            call()
+        counts = {(entry.phase, entry.op, entry.layer): totals.calls for entry, totals in ledger.entries.items()}
+        assert counts == {
+            ("forward", "all_reduce", 1): 2, ("forward", "broadcast", 1): 1, ("backward", "all_reduce", None): 1
+        }  # fmt: skip
+        ledger.clear()
+        assert not ledger.entries
 
 
 def every_op(rank: int, world: int) -> Any:
