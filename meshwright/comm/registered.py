@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._library.effects import EffectType
 
 # The Python of every operator that does more than its result shows, by name: a dry run calls it, since torch would only
 # ask for shapes.
@@ -41,6 +42,21 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any
     def register(body: Function) -> Any:
         BODIES[name] = body
         return pure_operator(name, mutates)(body)
+
+    return register
+
+
+def effectful_operator(name: str) -> Callable[[Function], Any]:
+    """Registers a function that writes to something that is none of its arguments; a dry run calls it too.
+
+    Torch threads a token through a graph's calls of such operators, so it keeps every call and their order. Marking
+    them by `torch.fx.node.has_side_effect` is not enough: of equal calls only one then remains.
+    """
+
+    def register(body: Function) -> Any:
+        registered = operator(name)(body)
+        torch.library._register_effectful_op(registered, EffectType.ORDERED)
+        return registered
 
     return register
 

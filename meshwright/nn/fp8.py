@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.comm.registered import operator, pure_operator, shapes_of
+from meshwright.comm.registered import effectful_operator, pure_operator, shapes_of
 from meshwright.config.sections import FP8_UNIT
 from meshwright.device import scaled_rows_are_wide
 from meshwright.kernels import kernels_take
-from meshwright.nn.weight_grad import Sink, now_or_later, sink_of
+from meshwright.nn.weight_grad import Sink, sink_of
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -108,11 +108,10 @@ def _multiply(
     return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast, **kwargs)
 
 
-@operator("meshwright::add_fp8_product_grad", mutates={"sink"})
+@effectful_operator("meshwright::add_fp8_product_grad")
 def add_fp8_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
-    """Adds grad x^T to the sink; the factors are [out, tokens] and [in, tokens]."""
-    slot = sink_of(sink)
-    now_or_later(lambda *factors: _add_product(slot, *factors), grad, grad_scale, x, x_scale)
+    """Add grad x^T to the sink of this handle; the factors are [out, tokens] and [in, tokens]."""
+    sink_of(sink).add_factors(_add_product, grad, grad_scale, x, x_scale)
 
 
 def _add_product(slot: Sink, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:

@@ -69,7 +69,7 @@ def _forward(
     """Returns y = x W^T + b, the gathered x where it is kept, and what is kept of the weight. Every rank adds its block
     of the bias to its block of y, once."""
     full, whole = bring(x, sides), gather(weight, sides.weight)
-    # The sink changes between this forward and its backward, so it is no saved tensor (see nn/linear.py).
+    # The handle of the sink needs none of save_for_backward's checks (see nn/linear.py).
     ctx.sink, ctx.sides = sink, sides
     y = scatter(F.linear(full, whole), sides.summed)
     y = y if bias is None else y.add_(bias)

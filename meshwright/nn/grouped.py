@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.registered import operator, shapes_of
+from meshwright.comm.registered import effectful_operator, operator, shapes_of
 from meshwright.kernels import kernels_take
 from meshwright.nn.fused import swiglu, swiglu_backward
 from meshwright.nn.mlp import ACTIVATIONS
-from meshwright.nn.weight_grad import Sink, now_or_later, sink_of, write_product
+from meshwright.nn.weight_grad import Sink, sink_of, write_product
 
 
 def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
@@ -64,11 +64,10 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@operator("meshwright::add_grouped_grad", mutates={"sink"})
+@effectful_operator("meshwright::add_grouped_grad")
 def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    """sink += g_e^T x_e for every expert's weight [out, in]."""
-    slot = sink_of(sink)
-    now_or_later(lambda grad, x, ends: _add_grouped(slot, grad, x, ends), grad, x, ends)
+    """Add g_e^T x_e to the sink of this handle, for every expert's weight [out, in]."""
+    sink_of(sink).add_factors(_add_grouped, grad, x, ends)
 
 
 def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:

@@ -25,8 +25,8 @@ from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_prod
 from meshwright.nn.parallel import Parallel
 from meshwright.parts.pieces import in_pieces, summed_pieces
 
-# The sink of the weight gradient, the mode (see `_Product`), the name and size of the tp group, the precision of the
-# products (see `products`), and the least FLOPs for each send where they communicate while they multiply (see
+# The handle of the weight gradient's sink, the mode (see `_Product`), the name and size of the tp group, the precision
+# of the products (see `products`), and the least FLOPs for each send where they communicate while they multiply (see
 # `parts/pieces.py`).
 ProductSettings = tuple[Tensor | None, str, str, int, str, float | None]
 
@@ -112,8 +112,7 @@ _NONE = (None,) * 6  # the gradients of the settings: there are none
 
 def _forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings) -> Tensor:
     """Returns the product with its collectives, and keeps the settings for backward."""
-    # The sink is the weight's place in the gradient buffer, which other micro-batches write to between this forward and
-    # its backward. save_for_backward would refuse a tensor that changed in the meantime, so it is kept as an attribute.
+    # The handle of the sink is a number that never changes, so it needs none of save_for_backward's checks.
     ctx.sink, ctx.mode, ctx.group, ctx.size, ctx.kind, least = settings
     weight = weight_values(weight, x.dtype)
     ctx.overlaps = _overlaps(ctx.mode, ctx.size, x.shape[0], weight.numel(), least)

@@ -117,11 +117,12 @@ class _InPieces(torch.autograd.Function):
         full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
         grad_x, rows = torch.empty_like(full), _rows(full, mlp.pieces)
         sums: list[Tensor | None] = [None] * len(trained)
+        handles = (mlp.up.sinks.get("weight"), mlp.down.sinks.get("weight"))
         for at in rows:
             part = full[at].detach().requires_grad_()
             with torch.enable_grad():
                 y = mlp.piece(part)
-            with piece_of_contribution(last=at is rows[-1]):
+            with piece_of_contribution(handles, last=at is rows[-1]):
                 found, *own = torch.autograd.grad(y, [part, *trained], grad[at], allow_unused=True)
             grad_x[at] = found
             for number, new in enumerate(own):

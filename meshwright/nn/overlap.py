@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group, Pending, group_named
-from meshwright.comm.registered import operator, shapes_of
-from meshwright.nn.weight_grad import add_factors
+from meshwright.comm.registered import effectful_operator, operator, shapes_of
+from meshwright.nn.weight_grad import add_product, sink_of
 from meshwright.parts.pieces import runs
 
 
@@ -153,7 +153,7 @@ def _(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@operator("meshwright::column_backward", mutates={"sink"})
+@effectful_operator("meshwright::column_backward")
 def column_backward(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group: str, scatters: bool) -> Tensor:
     """Returns the gradient of a column product's input, summed over the ranks, and adds the weight's to the sink while
     that sum travels. `scatters`: x has this rank's rows alone, as the returned gradient will."""
@@ -163,14 +163,14 @@ def column_backward(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group
         grad_x = grad.new_empty((grad.shape[0], width))
         multiply(grad_x, grad, weight, None, True)
         pending = at.all_reduce(grad_x, wait=False)
-        add_factors(sink, grad, x)
+        sink_of(sink).add_factors(add_product, grad, x)
         pending.wait()
         return grad_x
     full, arriving = begin_gather(at, x)
     begun = begin_scatter(at, grad, width, lambda out, rows: multiply(out, rows, weight, None, True))
     for pending in arriving:
         pending.wait()
-    add_factors(sink, grad, full)
+    sink_of(sink).add_factors(add_product, grad, full)
     return finish_scatter(begun)
 
 

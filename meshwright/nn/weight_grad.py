@@ -4,50 +4,146 @@ schedule computes weight gradients apart from input gradients, when the schedule
 A `Sink` is a parameter's place in that buffer. The first contribution of a step overwrites it, so the buffer is never
 zeroed; each contribution is reported, so that a full bucket is reduced while backward continues. The functions that add
 a contribution are registered operators, so that a compiled backward can call them.
+
+A layer holds no sink but its handle, which is what an operator can take. The sinks themselves are in a `SinkTable`,
+which belongs to one trainer. Torch is not told that the operators write to the buffer: it would give a compiled graph a
+copy of the buffer and copy that back, over the gradient that the operator wrote in the meantime. They are registered
+with an ordered effect instead, so that a compiler neither drops, joins, repeats nor reorders their calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.registered import operator
+from meshwright.comm.registered import effectful_operator
 from meshwright.kernels import kernels_take
 
 
 class Sink:
     """A parameter's place in the gradient buffer. `prepare` is called before a contribution and `arrived` after it;
-    `fresh` says that the next contribution is the step's first."""
+    `fresh` says that the next contribution is the step's first. `handle` stands for the sink in a layer."""
 
     def __init__(
-        self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None
-    ) -> None:
-        self.view, self.prepare, self._arrived = view, prepare, arrived
+        self, table: SinkTable, handle: Tensor, view: Tensor, arrived: Callable[[Sink], None],
+        prepare: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.table, self.handle, self.view = table, handle, view
+        self.prepare, self._arrived = prepare, arrived
         self.fresh, self.contributions = True, 0
-        _SINKS[_address(view)] = self
+        self._unfinished = 0
 
     def reset(self) -> None:
         self.fresh, self.contributions = True, 0
 
     def done(self) -> None:
+        """Report a contribution, unless what was written is a piece that more pieces follow."""
         self.fresh = False
-        if not _UNFINISHED:
+        if not self._unfinished:
             self.contributions += 1
             self._arrived(self)
 
     def add(self, grad: Tensor) -> None:
-        """Adds one contribution, given as a whole gradient."""
+        """Add one contribution, given as a whole gradient."""
         self.prepare()
         if self.fresh:
             self.view.copy_(grad)
         else:
             self.view.add_(grad)
         self.done()
+
+    def add_factors(self, add: Callable[..., None], *factors: Tensor) -> None:
+        """Call add(sink, *factors) at once, or later if the trainer defers its weight gradients."""
+        if self.table.deferred is None:
+            add(self, *factors)
+        else:
+            self.table.deferred.add(self, partial(add, self), *factors)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the next write ends a contribution."""
+        return not self._unfinished
+
+    @contextmanager
+    def piece(self, last: bool) -> Iterator[None]:
+        """Treat writes to this sink as a piece of one contribution, which only the `last` piece completes."""
+        self._unfinished += not last
+        try:
+            yield
+        finally:
+            self._unfinished -= not last
+
+
+# A handle is the number of a table and, in its lower half, the number of a sink in it.
+_SINK_BITS = 32
+_TABLE_NUMBERS = itertools.count(1)
+# The only process-wide state: operators take no Python objects, so a number must lead to its table. Numbers are never
+# given out twice, so the handles of several trainers can't collide. The map is weak: it keeps no trainer alive.
+_TABLES: WeakValueDictionary[int, SinkTable] = WeakValueDictionary()
+
+
+class SinkTable:
+    """The sinks of one trainer, and where its weight gradients go while a backward defers them.
+
+    A handle is a tensor without dimensions, in the host's memory. As a Python int it would be a constant of a compiled
+    graph, and every layer would be compiled again; a tensor is data to a compiler. Reading it waits for no device.
+    """
+
+    def __init__(self) -> None:
+        self.deferred: Deferred | None = None
+        self._sinks: list[Sink] = []
+        self._number = next(_TABLE_NUMBERS)
+        _TABLES[self._number] = self
+
+    def add(self, view: Tensor, arrived: Callable[[Sink], None], prepare: Callable[[], None] = lambda: None) -> Sink:
+        """Return a new sink that writes to `view`."""
+        number = self._number << _SINK_BITS | len(self._sinks)
+        handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        sink = Sink(self, handle, view, arrived, prepare)
+        self._sinks.append(sink)
+        return sink
+
+    def __getitem__(self, number: int) -> Sink:
+        return self._sinks[number]
+
+    @contextmanager
+    def deferring(self, deferred: Deferred | None) -> Iterator[None]:
+        """Defer the contributions that come as factors (the products of linear layers, the rows of embeddings). Those
+        that come as finished gradients, as of norms and biases, are small and don't wait for the schedule."""
+        # An attribute and no thread-local variable: autograd may call the operators on a thread of its own.
+        before, self.deferred = self.deferred, deferred
+        try:
+            yield
+        finally:
+            self.deferred = before
+
+
+def sink_of(handle: Tensor) -> Sink:
+    """Return the sink that a handle stands for."""
+    number = int(handle)
+    table = _TABLES.get(number >> _SINK_BITS)
+    if table is None:
+        raise RuntimeError(
+            f"the gradient sink {number} is gone: the trainer that owned it was deleted, but its model still runs "
+            "backward; keep the trainer, or build the model again"
+        )
+    return table[number & (1 << _SINK_BITS) - 1]
+
+
+@contextmanager
+def piece_of_contribution(handles: Iterable[Tensor | None], last: bool) -> Iterator[None]:
+    """Treat writes to the sinks of these handles as pieces of a contribution, which only the `last` piece completes."""
+    with ExitStack() as stack:
+        for handle in handles:
+            if handle is not None:
+                stack.enter_context(sink_of(handle).piece(last))
+        yield
 
 
 TOGETHER = 16  # gradients of vectors that are added by one call
@@ -88,22 +184,6 @@ class VectorGradients:
             sink.done()
 
 
-# Registered operators take tensors but no Python objects, so a layer passes the view of its gradient and the operator
-# looks up the sink here by the view's address. The table is process-wide, but two trainers in one process can't
-# collide, since no two live tensors share an address. It is weak, so a trainer that is gone leaves nothing behind.
-_SINKS: WeakValueDictionary[tuple[int, int], Sink] = WeakValueDictionary()
-
-
-def _address(view: Tensor) -> tuple[int, int]:
-    """Returns the address of the storage object, and not of its memory: ZeRO stages 2 and 3 release that memory and
-    allocate it again elsewhere, under the same storage."""
-    return int(view.untyped_storage()._cdata), int(view.storage_offset())
-
-
-def sink_of(view: Tensor) -> Sink:
-    return _SINKS[_address(view)]
-
-
 class Deferred:
     """Weight gradients that are still to be computed, each a call with the tensors that it needs. `copies`: those
     tensors are copied first. Compiled backwards need that, since they write other results over a tensor's memory once
@@ -113,62 +193,23 @@ class Deferred:
         self.copies = copies
         self._calls: list[Callable[[], None]] = []
 
-    def add(self, call: Callable[..., None], *tensors: Tensor) -> None:
+    def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
         # Detached, or a saved activation would hold the whole graph behind it.
         held = [x.detach().clone() if self.copies else x.detach() for x in tensors]
-        last = not _UNFINISHED
+        last = sink.complete
 
         def later() -> None:
-            with piece_of_contribution(last):
+            with sink.piece(last):
                 call(*held)
 
         self._calls.append(later)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Computes them in the order in which they came, which is that of a backward in one piece."""
+        """Compute them in the order in which they came, which is that of a backward in one piece."""
         calls, self._calls = self._calls, []
         for call in calls:
             call()
-
-
-# Not empty while pieces of contributions arrive that are not their last. Process-wide for the same reason as below.
-_UNFINISHED: list[None] = []
-
-
-@contextmanager
-def piece_of_contribution(last: bool) -> Iterator[None]:
-    """What is added to sinks inside is a piece of one contribution, which only the `last` piece completes."""
-    marks = [] if last else [None]
-    _UNFINISHED.extend(marks)
-    try:
-        yield
-    finally:
-        del _UNFINISHED[len(_UNFINISHED) - len(marks) :]
-
-
-# Where weight gradients go while a backward defers them. Process-wide, since the operators that look here take tensors
-# only, and autograd may call them on a thread of its own.
-_DEFERRED: list[Deferred] = []
-
-
-@contextmanager
-def deferring(deferred: Deferred) -> Iterator[None]:
-    """Defers the contributions that come as factors (the products of linear layers, the rows of embeddings). Those that
-    come as finished gradients, as of norms and biases, are small and don't wait for the schedule."""
-    _DEFERRED.append(deferred)
-    try:
-        yield
-    finally:
-        _DEFERRED.pop()
-
-
-def now_or_later(call: Callable[..., None], *tensors: Tensor) -> None:
-    """Makes the call at once, unless this backward defers its weight gradients."""
-    if _DEFERRED:
-        _DEFERRED[-1].add(call, *tensors)
-    else:
-        call(*tensors)
 
 
 def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
@@ -199,19 +240,16 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
         out.copy_(left @ x)
 
 
-@operator("meshwright::add_product_grad", mutates={"sink"})
+@effectful_operator("meshwright::add_product_grad")
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    """sink += grad^T x, for a linear layer's weight [out, in], grad [tokens, out], x [tokens, in]."""
-    add_factors(sink, grad, x)
+    """Add grad^T x to the sink of a linear layer's weight [out, in]; grad [tokens, out], x [tokens, in]. Here and below
+    `sink` is the handle."""
+    sink_of(sink).add_factors(add_product, grad, x)
 
 
-def add_factors(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    now_or_later(partial(add_product, sink_of(sink)), grad, x)
-
-
-@operator("meshwright::add_grad", mutates={"sink"})
+@effectful_operator("meshwright::add_grad")
 def add_grad(sink: Tensor, grad: Tensor) -> None:
-    """sink += grad, for a weight gradient that is there as a whole."""
+    """Add a weight gradient that is there as a whole to the sink."""
     sink_of(sink).add(grad)
 
 
@@ -222,11 +260,11 @@ def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     return found
 
 
-@operator("meshwright::add_rows_grad", mutates={"sink"})
+@effectful_operator("meshwright::add_rows_grad")
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """sink[rows] += grad, for an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative ones are left
-    out. The same sum has the same bits every time."""
-    now_or_later(partial(_add_rows, sink_of(sink)), grad, rows)
+    """Add `grad` to rows of the sink of an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative
+    ones are left out. The same sum has the same bits every time."""
+    sink_of(sink).add_factors(_add_rows, grad, rows)
 
 
 FEW_ROWS = 16  # of a table whose every row is that of many tokens, as of token types

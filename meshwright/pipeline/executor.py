@@ -23,7 +23,7 @@ from meshwright.models.description import REFERENCE
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.unit import MARK, MARK_SENT_BACK
-from meshwright.nn.weight_grad import Deferred, deferring
+from meshwright.nn.weight_grad import Deferred, SinkTable
 from meshwright.pipeline.output import LOSS, Totals, as_output
 from meshwright.pipeline.trace import Recorder, span_name
 from meshwright.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
@@ -42,7 +42,10 @@ def has_gradient(name: str, dtype: torch.dtype) -> bool:
 
 
 class Shares(Protocol):
-    """What a table's actions about the data-parallel ranks' shares call; `work` is the compute that comes next."""
+    """What a table's actions about the data-parallel ranks' shares call; `work` is the compute that comes next. `sinks`
+    takes the weight gradients."""
+
+    sinks: SinkTable
 
     def gather(self, chunk: int, work: str) -> None: ...
     def free(self, chunk: int) -> None: ...
@@ -252,8 +255,10 @@ class _Run:
 
     def input_grad(self, action: Action, received: Named) -> None:
         """A backward whose weight gradients wait. What they need is kept, the rest of the activations is not."""
+        shares = self.executor.shares
+        assert shares is not None, f"{action} needs somebody who takes weight gradients"
         deferred = self.deferred[action.micro_batch, action.chunk] = Deferred(self.executor.compiled)
-        with deferring(deferred):
+        with shares.sinks.deferring(deferred):
             self.backward(action, received)
 
     def weight_grad(self, action: Action, received: Named) -> None:

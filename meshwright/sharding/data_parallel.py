@@ -26,7 +26,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import GatherConfig, OverlapConfig
 from meshwright.config.sections import ZeroConfig
 from meshwright.errors import UserError
-from meshwright.nn.weight_grad import Sink, VectorGradients
+from meshwright.nn.weight_grad import Sink, SinkTable, VectorGradients
 from meshwright.sharding.buffers import (
     REDUCER,
     Bucket,
@@ -106,7 +106,7 @@ class DataParallel:
         self._once = OncePerStep(whole, self._launch, overlap.gradients)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
         self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
-        self._vectors = VectorGradients()
+        self.sinks, self._vectors = SinkTable(), VectorGradients()
         first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
         # Stage 3's gathers already need all ranks to run the same units in the same order. Stage 2 must not.
         for unit in (unit for unit in units if unit.closes):
@@ -114,12 +114,12 @@ class DataParallel:
             unit.on_done = partial(self._each.end_unit, own)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.sink = (self._once if bucket.stage < 2 else self._each).sink(bucket, slot)
+                slot.sink = (self._once if bucket.stage < 2 else self._each).sink(self.sinks, bucket, slot)
                 # A bucket that is scattered in every micro-batch must be complete at its end: its gradients don't wait.
                 add = self._vectors.add if bucket.stage < 2 else Sink.add
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
-        for sinks, slot in own_weights:
-            sinks["weight"] = slot.sink.view
+        for handles, slot in own_weights:
+            handles["weight"] = slot.sink.handle
         # Called with this rank's own gradients of a bucket, before they are summed.
         self.reduces: Callable[[Bucket, Tensor], None] = lambda bucket, grads: None
         reducer.prepare(self.trained)
@@ -298,7 +298,7 @@ def _take_gradient(add: Callable[[Sink, Tensor], None], sink: Sink, parameter: T
 
 
 def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
-    """Yields the weights of layers that add their own weight gradients, each with its layer's table of `sinks`."""
+    """Yields the weights of layers that add their own weight gradients, each with its layer's handles."""
     for layer in (layer for module in modules for layer in module.modules()):
         sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
         if isinstance(sinks, dict) and id(weight) in slots:

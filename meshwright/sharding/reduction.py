@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import Sink, SinkTable
 from meshwright.sharding.buffers import Bucket, Slot
 from meshwright.sharding.reducers import PendingReduction
 
@@ -39,8 +39,8 @@ class OncePerStep:
         self._launched = 0
         self._waiting: list[int] = []
 
-    def sink(self, bucket: Bucket, slot: Slot) -> Sink:
-        return Sink(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
+    def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
+        return sinks.add(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -106,8 +106,8 @@ class EveryMicroBatch:
         self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
         self.begin(0)
 
-    def sink(self, bucket: Bucket, slot: Slot) -> Sink:
-        return Sink(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
+    def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
+        return sinks.add(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
 
     def begin(self, micro_batches: int) -> None:
         self._arrivals = [0] * len(self.buckets)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.device import Device
 from meshwright.nn.experts import RoutedInputs, Saved
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import error
 from tests.nn.plain_experts import Mixture, Weights, built, drawn
 
@@ -18,12 +18,13 @@ from tests.nn.plain_experts import Mixture, Weights, built, drawn
 def attach_sinks(mixture: Mixture) -> Weights:
     """Gives every layer that adds its own weight gradient a place of it, which holds nonsense; by parameter."""
     views: Weights = {}
+    table = SinkTable()
     for name, layer in mixture.named_modules():
         if isinstance(getattr(layer, "sinks", None), dict):
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             view = views[f"{name}.weight"] = torch.full_like(layer.weight, 1e6, dtype=wide, requires_grad=False)
-            layer.sinks["weight"] = view
-            layer.sink = Sink(view, lambda _: None)  # which lives as long as the layer
+            layer.sink = table.add(view, lambda _: None)  # which lives as long as the layer
+            layer.sinks["weight"] = layer.sink.handle
     return views
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.nn import fp8, fused
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.rotary import rotate, rotate_qkv
-from meshwright.nn.weight_grad import Sink, add_rows_grad, write_product
+from meshwright.nn.weight_grad import SinkTable, add_rows_grad, write_product
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ def embedding(at: Where, vocab: int = 40) -> float:
     rows[:20], rows[50:90] = 7 % vocab, -1
     wide = torch.float64 if at.dtype == torch.float64 else torch.float32
     view = torch.full((vocab, hidden), 9.0, dtype=wide, device=at.device)
-    sink = Sink(view, lambda _: None)
+    sink = SinkTable().add(view, lambda _: None)
     kept = rows >= 0
     plain = torch.zeros(vocab, hidden, dtype=torch.float64).index_add_(0, rows[kept], grad.double().cpu()[kept])
-    add_rows_grad(view, grad, rows.to(at.device))
+    add_rows_grad(sink.handle, grad, rows.to(at.device))
     first = view.clone()
-    add_rows_grad(view, grad, rows.to(at.device))
+    add_rows_grad(sink.handle, grad, rows.to(at.device))
     assert sink.contributions == 2
     return error([(first, plain), (view, 2 * plain)])
 

@@ -19,7 +19,7 @@ from meshwright.nn.grouped import (
     weighted_activation_backward,
 )
 from meshwright.nn.routing import _largest
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import Where, error, leaf
 
 # Rows of each expert: around the tiles' sizes, and none for the first, one in the middle and the last.
@@ -118,10 +118,10 @@ def grouped(at: Where, counts: tuple[int, ...], out: int = 200, ins: int = 304) 
     x, grad, weight = at.draw(rows, ins), at.draw(rows, out), at.draw(experts, out, ins)
     wide = torch.promote_types(at.dtype, torch.float32)
     view = torch.full((experts, out, ins), 7.0, dtype=wide, device=at.device)
-    sink = Sink(view, lambda _: None)
-    add_grouped_grad(view, grad, x, ends)
+    sink = SinkTable().add(view, lambda _: None)
+    add_grouped_grad(sink.handle, grad, x, ends)
     first = view.clone()
-    add_grouped_grad(view, grad, x, ends)
+    add_grouped_grad(sink.handle, grad, x, ends)
     assert sink.contributions == 2
     parts = list(zip(x.double().cpu().split(counts), grad.double().cpu().split(counts), strict=True))
     plain = weight.double().cpu()

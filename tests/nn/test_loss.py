@@ -19,7 +19,7 @@ from meshwright.nn.linear import Linear
 from meshwright.nn.loss import Vocabulary, loss_and_grad_, output_loss
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
-from meshwright.nn.weight_grad import Sink
+from meshwright.nn.weight_grad import SinkTable
 from tests.support.ranks import run_ranks
 
 TOKENS = 12
@@ -138,9 +138,9 @@ def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.Mon
     exact = layer.weight.detach().clone().requires_grad_()
     view = torch.full((16, 5), 3.0, dtype=torch.float64)
     told: list[int] = []
-    sink = Sink(view, lambda s: told.append(s.contributions))
+    sink = SinkTable().add(view, lambda s: told.append(s.contributions))
     if way != "autograd":
-        layer.sinks["weight"] = view
+        layer.sinks["weight"] = sink.handle
     for _ in range(2):
         _, labels, mask = problem("padded")
         x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
@@ -164,8 +164,8 @@ def test_the_loss_s_weight_is_not_rounded(way: str) -> None:
     draw = torch.Generator().manual_seed(1)
     layer, parallel = output_layer(draw, tied=way == "tied", dtype=torch.bfloat16)
     view = torch.zeros(16, 5)
-    sink = Sink(view, lambda _: None)
-    layer.sinks["weight"] = view
+    sink = SinkTable().add(view, lambda _: None)
+    layer.sinks["weight"] = sink.handle
     _, labels, mask = problem("padded")
     x = torch.randn(TOKENS, 5, generator=draw).bfloat16().requires_grad_()
     loss = output_loss(x, layer, labels, mask, 13, parallel, None if way == "sink" else 1 / 15)
@@ -181,8 +181,8 @@ def test_an_announced_gradient_that_does_not_come_is_noticed() -> None:
     draw = torch.Generator().manual_seed(1)
     layer, parallel = output_layer(draw)
     view = torch.zeros(16, 5, dtype=torch.float64)
-    sink = Sink(view, lambda _: None)
-    layer.sinks["weight"] = view
+    sink = SinkTable().add(view, lambda _: None)
+    layer.sinks["weight"] = sink.handle
     _, labels, mask = problem("padded")
     x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
     loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5)
@@ -194,8 +194,8 @@ def test_an_announced_gradient_that_does_not_come_is_noticed() -> None:
 def test_without_gradients_only_the_loss_is_made() -> None:
     layer, parallel = output_layer(torch.Generator().manual_seed(1))
     view = torch.full((16, 5), 3.0, dtype=torch.float64)
-    sink = Sink(view, lambda _: None)
-    layer.sinks["weight"] = view
+    sink = SinkTable().add(view, lambda _: None)
+    layer.sinks["weight"] = sink.handle
     _, labels, mask = problem("padded")
     with torch.no_grad():
         loss = output_loss(torch.randn(TOKENS, 5, dtype=torch.float64), layer, labels, mask, 13, parallel)

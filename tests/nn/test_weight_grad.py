@@ -14,7 +14,7 @@ from meshwright.nn.embedding import TokenEmbedding
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
-from meshwright.nn.weight_grad import TOGETHER, Sink, VectorGradients
+from meshwright.nn.weight_grad import TOGETHER, SinkTable, VectorGradients
 from meshwright.parts import gpt
 from meshwright.parts.part import ALONE
 
@@ -67,8 +67,8 @@ def test_a_sink_adds_up_from_zero_and_tells(kind: str, dtype: torch.dtype, close
     layer, told = LAYERS[kind](dtype), list[int]()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     view = torch.full(layer.weight.shape, 1e6, dtype=wide)
-    sink = Sink(view, lambda s: told.append(s.contributions))
-    layer.sinks["weight"] = view
+    sink = SinkTable().add(view, lambda s: told.append(s.contributions))
+    layer.sinks["weight"] = sink.handle
     for _ in range(2):
         sink.reset()
         for x in inputs(kind, dtype):
@@ -104,7 +104,10 @@ def test_gradients_of_vectors_wait_for_each_other_and_add_up(count: int, left: i
     draw = torch.Generator().manual_seed(7)
     grads = [[torch.randn(size, generator=draw).bfloat16() for size in sizes] for _ in range(2)]
     views, told = [[torch.full(size, 1e6) for size in sizes] for _ in range(2)], list[int]()
-    waiting, alone = ([Sink(view, lambda sink: told.append(sink.contributions)) for view in some] for some in views)
+    table = SinkTable()
+    waiting, alone = (
+        [table.add(view, lambda sink: told.append(sink.contributions)) for view in some] for some in views
+    )
     vectors = VectorGradients()
     for each in grads:
         for sink, grad in zip(waiting, each, strict=True):
@@ -119,7 +122,7 @@ def test_gradients_of_vectors_wait_for_each_other_and_add_up(count: int, left: i
 
 
 def test_gradients_of_vectors_of_a_step_that_was_not_finished_are_dropped() -> None:
-    sink, vectors = Sink(torch.ones(3), lambda sink: None), VectorGradients()
+    sink, vectors = SinkTable().add(torch.ones(3), lambda sink: None), VectorGradients()
     vectors.add(sink, torch.full((3,), 5.0))
     vectors.forget()
     vectors.add_all()

@@ -204,10 +204,10 @@ def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
 def _expert_gradients_times_ep(trainer: Trainer) -> Iterator[None]:
     """The gradient of every expert's last weight is counted once for each rank that sent it tokens."""
     real, ep = experts.add_grouped_grad, trainer.ctx.layout.ep
-    downs = {part.down.sinks["weight"].data_ptr() for part in trainer.balance.held.values()}
+    downs = {int(part.down.sinks["weight"]) for part in trainer.balance.held.values()}
 
     def fake(sink: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> None:
-        real(sink, grad * ep if sink.data_ptr() in downs else grad, x, ends)
+        real(sink, grad * ep if int(sink) in downs else grad, x, ends)
 
     with mock.patch.object(experts, "add_grouped_grad", fake):
         yield
