@@ -296,7 +296,18 @@ def generator(device: torch.device) -> torch.Generator:
 def limit_threads(local_world: int) -> None:
     """Limits torch to a rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        torch.set_num_threads(max(1, cores_of_rank(local_world)))
+
+
+def cores_of_rank(local_world: int) -> int:
+    """Returns the number of cores that one of `local_world` ranks on this machine has for itself: 0 if there are more
+    ranks than cores. Slurm binds each task to cores of its own; other launchers let the ranks share all that they may
+    use, which containers and schedulers may limit to fewer than the machine has."""
+    if not hasattr(os, "sched_getaffinity"):
+        return (os.cpu_count() or 1) // local_world
+    usable = len(os.sched_getaffinity(0))
+    has_own = os.environ.get("SLURM_CPUS_PER_TASK") == str(usable) and "SLURM_PROCID" in os.environ
+    return usable if has_own else usable // local_world
 
 
 def return_freed_memory() -> None:

@@ -14,6 +14,7 @@ from meshwright.show.units import seconds, size
 LARGEST_OFFSET_S = 1.0  # between two machines' clocks, by which events and traces of several are ordered
 LEAST_FREE = 0.9  # of a device's memory, before anything of ours is on it
 LEAST_WRITE_MB_S = 20.0
+LEAST_CORES = 4  # of a rank with an accelerator: Python, autograd, the data's reader, NCCL's threads
 SLOW_LINK = 0.5  # of the profile's rate, or of the median of such links
 SLOW_DEVICE = 1.25  # times the median of the same kind of device
 CHECKPOINTS = 3  # that a run's disk must hold: two that are kept, and the one that is being written
@@ -46,6 +47,7 @@ class Facts:
     backend: str = ""  # nccl, gloo or hccl
     interface: str = ""  # of this machine, by which it reaches rank 0
     named_interface: str = ""  # the one that the environment names for the back end; empty: it chooses by itself
+    cores: int = 0  # that this rank has for itself; 0: less than one
 
 
 class Wanted(NamedTuple):
@@ -67,8 +69,9 @@ class Check(NamedTuple):
 def judge(facts: Sequence[Facts], wanted: Wanted) -> list[Check]:
     """All checks; the text of one that failed names what is off, and whose it is."""
     judges: list[tuple[str, Callable[[Sequence[Facts], Wanted], tuple[list[str], str]]]] = [
-        ("versions", _versions), ("devices", _devices), ("memory", _memory), ("disk", _disk), ("folder", _folder),
-        ("clocks", _clocks), ("ports", _ports), ("network", _network), ("links", _links), ("burn-in", _burn),
+        ("versions", _versions), ("devices", _devices), ("cores", _cores), ("memory", _memory), ("disk", _disk),
+        ("folder", _folder), ("clocks", _clocks), ("ports", _ports), ("network", _network), ("links", _links),
+        ("burn-in", _burn),
     ]  # fmt: skip
     found = []
     for name, one in judges:
@@ -116,6 +119,18 @@ def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     hosts = len({one.host for one in facts})
     each = f", {size(facts[0].device_bytes)} each" if facts[0].device_bytes else ""
     return off, f"{len(facts)} x {usual}{each}, on {plural(hosts, 'machine')}"
+
+
+def _cores(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+    """Judges the cores of ranks with an accelerator, whose host must launch ahead of it."""
+    few = [one for one in facts if one.device_bytes and one.cores < LEAST_CORES]
+    off = []
+    for host in dict.fromkeys(one.host for one in few):
+        here = [one for one in few if one.host == host]
+        has = "less than one core each" if here[0].cores < 1 else f"{plural(here[0].cores, 'core')} each"
+        fix = f"ask the scheduler for {LEAST_CORES} or more (Slurm: --cpus-per-task)"
+        off.append(f"{_ranks([one.rank for one in here])} ({host}) may use {has}: {fix}")
+    return off, f"{min(one.cores for one in facts)} or more for each rank"
 
 
 def _memory(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:

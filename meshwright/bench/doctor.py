@@ -25,7 +25,7 @@ from meshwright.bench.diagnosis import Facts
 from meshwright.bench.request import Request
 from meshwright.comm.group import Group
 from meshwright.comm.watchdog import open_store
-from meshwright.device import Device, host_memory_bytes
+from meshwright.device import Device, cores_of_rank, host_memory_bytes
 from meshwright.train.processes import LOOPBACK, interface_of
 
 LINK_BYTES = 8 * 2**20
@@ -45,6 +45,7 @@ def examine(request: Request, folder: Path, burn_s: float) -> list[Facts]:
         facts = Facts(mesh.rank, socket.gethostname(), device.name)
         _look_at_machine(facts, device)
         _look_at_network(facts, device.backend(request.backend))
+        facts.cores = cores_of_rank(place.local_world)
         together = partial(mesh.world.agreed, 0.0, device.torch)
         _look_at_disk(facts, folder, together, first_on_machine=place.local_rank == 0)
         facts.clock = _clock_offset(mesh.world, device)

@@ -30,6 +30,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import checksum, raw
 from meshwright.config.load import to_mapping
+from meshwright.device import SideStream
 from meshwright.errors import notice
 from meshwright.outside import of_kind, parse_json
 from meshwright.sharding.remainders import plain
@@ -65,12 +66,14 @@ class Keepers:
 
 
 class MemoryCopies:
-    """The copies of one rank. Training waits for the copy within this rank's memory; a thread passes it on."""
+    """The copies of one rank. Training waits for the copy to host memory, into buffers that stay, and are pinned where
+    the state is on a device, as those of a save are. A thread adds up the checksums and passes it on."""
 
     def __init__(self, trainer: Checkpointed, keepers: Keepers) -> None:
         self.trainer, self.keepers = trainer, keepers
         self._thread: threading.Thread | None = None
         self._failed = False
+        self._staging: dict[tuple[int, int], Tensor] = {}
         self.blocked_s = 0.0  # of the last copy: how long training waited for it
         self.bytes = 0  # of the last copy, as it is sent to each keeper
 
@@ -79,19 +82,16 @@ class MemoryCopies:
         self.wait()
         trainer = self.trainer
         snapshot = Snapshot(trainer)
-        blocks, values, at = [], [], 0
-        name = f"rank-{trainer.ctx.rank}"
-        for tensor, start, block in snapshot.blocks:
-            held = plain(block).detach().to("cpu", copy=True).contiguous()
-            blocks.append(SavedBlock(tensor, start, tuple(held.shape), name, str(at), checksum(held)))
-            values.append(held)
-            at += held.nbytes
+        with SideStream(trainer.ctx.device):
+            snapshot.copy_to_host(self._staging, everything=True)
+        snapshot.copied()
+        self.bytes = sum(math.prod(values.shape) * values.element_size() for _, _, values in snapshot.blocks)
         index = Index(
             trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
-            dict(trainer.counters()), snapshot.tensors, {name: at}, blocks,  # type: ignore[arg-type]
+            dict(trainer.counters()), snapshot.tensors,  # type: ignore[arg-type]
+            {f"rank-{trainer.ctx.rank}": self.bytes},
         )  # fmt: skip
-        self.bytes = at
-        self._thread = threading.Thread(target=self._send, args=(index, values), name="memory copy", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(index, snapshot), name="memory copy", daemon=True)
         self._thread.start()
         self.blocked_s = time.monotonic() - begun
 
@@ -100,9 +100,15 @@ class MemoryCopies:
             self._thread.join()
             self._thread = None
 
-    def _send(self, index: Index, values: list[Tensor]) -> None:
+    def _send(self, index: Index, snapshot: Snapshot) -> None:
+        (name,), pieces, at = index.files, [], 0
+        for tensor, start, block in snapshot.blocks:
+            held = plain(block).detach().contiguous()
+            index.blocks.append(SavedBlock(tensor, start, tuple(held.shape), name, str(at), checksum(held)))
+            pieces.append(raw(held))
+            at += held.nbytes
         text = json.dumps(vars(index)).encode()
-        data = b"".join(raw(each) for each in values)
+        data = b"".join(pieces)
         for address, port in self.keepers.holders:
             try:
                 with KeeperLink(address, port, self.keepers.key) as link:

@@ -19,7 +19,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
 from meshwright.train.elastic import Elastic, Wishes
 from meshwright.train.launch import Outcome, Team, attempt_of, conclude, launching
-from meshwright.train.processes import LOOPBACK, Place
+from meshwright.train.processes import LOOPBACK, Place, is_loopback, outward_address
 from meshwright.train.run_folder import last_step
 from meshwright.train.run_owner import has_ended_since, owner_number
 from meshwright.train.signals import ends_at_once
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="MIN:MAX", help=nodes)
     spares = "elastic: further devices of this machine that stand by and take the places of lost ones (default: 0)"
     parser.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
-    address = "with --nodes: this machine's address, on whose network the ranks talk (default: that of its name)"
+    address = "with --nodes: this machine's address, on whose network the ranks talk (default: that of its name, or of "
+    address += "its route to others)"
     parser.add_argument("--address", metavar="IP", help=address)
     parser.set_defaults(stands_by=False)
 
@@ -67,13 +68,24 @@ def check_rank(args: argparse.Namespace) -> None:
 
 
 def address_of(args: argparse.Namespace, most: int) -> str:
-    """The address on which this machine's ranks are reached. With one machine nobody else can reach them."""
+    """Returns the address on which this machine's ranks are reached. With one machine nobody else can reach them. With
+    several it is the one that --address names, else that of the machine's name. Debian and Ubuntu give that name the
+    address 127.0.1.1, which other machines can't reach: then it is the address of the route to others."""
     if most == 1 and not args.address:
         return LOOPBACK
     try:
-        return socket.gethostbyname(args.address or socket.gethostname())
+        found: str | None = socket.gethostbyname(args.address or socket.gethostname())
     except OSError as error:
-        raise UserError(f"this machine's address is not known ({error.strerror}): give it with --address IP") from None
+        if args.address:
+            raise UserError(f"--address {args.address} is not known ({error.strerror}): give an IP address") from None
+        found = None
+    if most > 1 and (found is None or is_loopback(found)) and not args.address:
+        found = outward_address()
+    if found is None or (most > 1 and is_loopback(found)):
+        here = f"--address {args.address} is" if args.address else "the only address found of this machine is"
+        what = f"{here} {found}, which other machines can't reach" if found else "no address of this machine is known"
+        raise UserError(f"{what}: give the one on whose network the ranks talk with --address IP")
+    return found
 
 
 def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:

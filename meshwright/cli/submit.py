@@ -31,6 +31,8 @@ EXAMPLES = """example:
 The job saves before its time limit and starts again until `meshwright status RUN --complete` says that all is done."""
 
 PER_NODE = 8  # ranks of a node of which nothing is known
+CORES = {"cpu": 1}  # of a rank, by device, on machines of which nothing is known
+CORES_OF_GPU = 4  # every machine with GPUs has as many for each, and fewer hold up the rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help=nodes)
     each = f"ranks and GPUs of a machine (default: layout.node_size, else the cluster's, else {PER_NODE} at most)"
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help=each)
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="the cluster, for the number of GPUs of its machines")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="the cluster, for the GPUs and cores of its machines")
+    cores = f"cores of each rank (default: an equal share of the cluster's, else {CORES_OF_GPU}, on a CPU 1)"
+    parser.add_argument("--cores-per-rank", type=int, metavar="N", help=cores)
     parser.add_argument("--time", metavar="4:00:00", help="the job's time limit, also as 3h50min (default: none asked)")
     lead = "how long before its end a job is told to save (default: 5min); a step and a save must fit into it"
     parser.add_argument("--lead", default="5min", metavar="TIME", help=lead)
@@ -103,20 +107,30 @@ def job_of(args: argparse.Namespace, config: Config) -> JobFile:
     job = JobFile(
         name, nodes, per_node, config.run.device, args.config, tuple(args.overrides), config.run.dir,
         str(checkpoint_folder(config)), config.train.steps, lead_s, time_s, tuple(args.setup), tuple(args.sbatch),
-        args.command, config.faults.elastic,
+        args.command, config.faults.elastic, *cores_of(args, config, nodes, per_node),
     )  # fmt: skip
     return replace(job, words=()) if args.kubernetes else job  # there the config file has them all
 
 
 def sizes_of(args: argparse.Namespace, config: Config) -> tuple[int, int]:
     """Machines, and ranks on each."""
-    for option, value in (("--nodes", args.nodes), ("--ranks-per-node", args.ranks_per_node)):
+    for option, value in (("--nodes", args.nodes), ("--ranks-per-node", args.ranks_per_node),
+                          ("--cores-per-rank", args.cores_per_rank)):  # fmt: skip
         if value is not None and value < 1:
             raise UserError(f"{option} {value} must be at least 1")
     least, node = config.layout.least_world, config.layout.node_size
     known = args.ranks_per_node or node or (load_cluster(args.cluster).node.devices if args.cluster else 0)
     per_node = known or min(least, PER_NODE)
     return args.nodes or -(-least // per_node), per_node
+
+
+def cores_of(args: argparse.Namespace, config: Config, nodes: int, per_node: int) -> tuple[int, bool]:
+    """Returns the cores of each rank, and whether the job takes whole machines: all GPUs of them, or several."""
+    node = load_cluster(args.cluster).node if args.cluster else None
+    default = CORES.get(config.run.device, CORES_OF_GPU)
+    cores = args.cores_per_rank or (node.cores // per_node if node and node.cores else default)
+    has_gpus = config.run.device != "cpu"
+    return max(1, cores), has_gpus and (nodes > 1 or (node is not None and per_node == node.devices))
 
 
 def time_of(text: str) -> int:

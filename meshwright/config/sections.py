@@ -297,6 +297,7 @@ class TrainConfig:
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     compile_together: int | str = "auto"  # neighbouring blocks that are compiled as one graph
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
+    gc_every: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: when Python wants to
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -304,7 +305,7 @@ class TrainConfig:
         positive("train", self, "steps", "global_batch", "micro_batch")
         if (together := self.compile_together) != "auto" and (isinstance(together, str) or together < 1):
             raise UserError(f"train.compile_together={together} must be auto or a number above zero")
-        not_negative("train", self, "seed", "clip")
+        not_negative("train", self, "seed", "clip", "gc_every")
         if self.ramp:
             if len(self.ramp) != 3 or min(self.ramp) <= 0:
                 raise UserError(

@@ -61,6 +61,7 @@ class Node:
     host_gib: float
     host_params_s: float  # parameters that a node's CPUs update per second, transfers included
     wait_us: float = 0.0  # how much longer a collective takes between computations than back to back
+    cores: int = 0  # of its processors, for the job files of `meshwright submit`; 0: not known
 
 
 @dataclass(frozen=True)

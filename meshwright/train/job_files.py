@@ -16,6 +16,8 @@ STOPPED = 85  # a container's exit code where the run was stopped and has someth
 PORT = 29500
 MISTAKE = 2
 ELASTIC_STEP = "--no-kill --kill-on-bad-exit=0"  # a node that is lost ends neither the job nor its step
+# srun does not take this over from sbatch since Slurm 22.05; an --sbatch option of the user may have changed it.
+CORES = '--cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cores}}}"'
 SHM = "/dev/shm"  # noqa: S108
 CONFIG_AT = "/etc/meshwright"
 GPU_RESOURCES = {"auto": "nvidia.com/gpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
@@ -40,6 +42,8 @@ class JobFile:
     options: tuple[str, ...] = ()  # of sbatch
     command: str = ""  # by which this file was made
     elastic: bool = False  # one launcher on each node, which goes on when others are lost
+    cores: int = 1  # of each rank: Python, autograd, the data's reader, NCCL's threads and the watchdogs share them
+    whole_nodes: bool = False  # no other job may use these nodes
 
     @property
     def ranks(self) -> int:
@@ -99,9 +103,10 @@ scontrol requeue "$SLURM_JOB_ID"
 
 def slurm(job: JobFile) -> str:
     """The batch script."""
-    tasks = ["ntasks-per-node=1", f"cpus-per-task={job.per_node}", "no-kill"]
-    asked = [f"job-name={job.name}", f"nodes={job.nodes}"]
-    asked += tasks if job.elastic else [f"ntasks-per-node={job.per_node}"]
+    tasks, cores = (1, job.per_node * job.cores) if job.elastic else (job.per_node, job.cores)
+    asked = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={tasks}", f"cpus-per-task={cores}"]
+    asked += ["no-kill"] if job.elastic else []
+    asked += ["exclusive"] if job.whole_nodes else []
     asked += [f"gpus-per-node={job.per_node}"] if job.has_accelerators else []
     asked += [f"time={slurm_time(job.time_s)}"] if job.time_s else []
     asked += [f"signal=USR1@{job.lead_s}", "requeue", "open-mode=append", f"output={job.name}-%j.log"]
@@ -109,7 +114,8 @@ def slurm(job: JobFile) -> str:
     return SLURM.format(
         command=job.command, directives="\n".join(f"#SBATCH {option}" for option in options),
         setup="\n".join(job.setup), checkpoints=shlex.quote(job.checkpoints), is_complete=job.is_complete,
-        step=ELASTIC_STEP if job.elastic else "--kill-on-bad-exit=1", train=job.train(), mistake=MISTAKE,
+        step=f"{CORES.format(cores=cores)} {ELASTIC_STEP if job.elastic else '--kill-on-bad-exit=1'}",
+        train=job.train(), mistake=MISTAKE,
     )  # fmt: skip
 
 

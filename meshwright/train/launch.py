@@ -29,7 +29,7 @@ from meshwright.comm.ending import LAUNCHER_SEES_S, report_losses_by
 from meshwright.comm.process import quiet_torch, raise_file_limit
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
-from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of
+from meshwright.train.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of, loopback
 from meshwright.train.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.train.signals import (
     OF_TERMINALS,
@@ -111,9 +111,10 @@ class Outcome:
 def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(team.attempt)  # torch's agent is a new one in each attempt
     os.environ.update(team.env)
-    interface = interface_of(team.address)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the machine's name, wherever
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any but loopback; =: this very name
+    interface = interface_of(team.address) or (loopback() if team.nodes == 1 else None)
+    if interface is not None:  # with several nodes, better the back ends' own choice than one that nobody reaches
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the machine's name, wherever
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any but loopback; =: this very name
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
     guarded(folder, stops, main, *args)

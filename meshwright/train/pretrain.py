@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from meshwright.train.compiling import blocks_together, compile_blocks
 from meshwright.train.context import Context, build_context, compiles
 from meshwright.train.corruption import ReplicaCheck
 from meshwright.train.fault_notes import FaultNotes
+from meshwright.train.garbage import GarbageCollection
 from meshwright.train.layers import LayerNorms
 from meshwright.train.loop import (
     GivingUp,
@@ -75,7 +77,7 @@ DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any
 
 SpeedOf = Callable[[Config, str, float | None], Speed]
 
-SHARED_S = 10.0  # a network disk may take a while to show a new file
+SHARED_S = 65.0  # until a network disk shows a new file: NFS may believe for a minute that it is not there
 
 
 def pretrain(
@@ -255,7 +257,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
     launched, loses = find_place().launched, partial(what_is_lost, config)
     closing = folder.closed_after_error() if folder else nullcontext()
-    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, closing, saver:
+    garbage = GarbageCollection(config.train.gc_every)
+    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, closing, saver, garbage:
         ending = TimeLimit(requests, saver, limit, began)
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
         # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
@@ -263,7 +266,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
-        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), *about.hooks]
+        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), garbage, *about.hooks]
         if folder:
             all_hooks.append(Recovering(config.run.dir, ready, loaded, come_from))
         validation.catch_up()
@@ -295,9 +298,17 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Ma
     return RunFolder(config, trainer.ctx.layout.world, step, validates, source, more)
 
 
-def check_shared(trainer: Trainer, folder: Path) -> None:
-    """Every rank must see the folder that one rank made, or a checkpoint would wait for ever for the others' parts."""
-    ctx, mark = trainer.ctx, folder / ".seen-by-all"
+def check_shared(
+    trainer: Trainer,
+    folder: Path,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Raises on every rank unless each sees the folder that one rank made: a checkpoint would wait for ever for parts
+    that are written elsewhere. The file that they look for has a new name each time, since a network disk remembers for
+    a while that a name was not there."""
+    ctx, number = trainer.ctx, float(secrets.randbits(40)) if trainer.writes else 0.0
+    mark = folder / f".seen-by-all-{int(ctx.mesh.world.agreed(number, ctx.device.torch)):x}"
 
     def make() -> None:
         try:
@@ -307,12 +318,13 @@ def check_shared(trainer: Trainer, folder: Path) -> None:
             raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
-        end = time.monotonic() + SHARED_S
+        end, pause = clock() + SHARED_S, 0.1
         while not mark.exists():
-            if time.monotonic() >= end:
+            if clock() >= end:
                 fix = "put run.dir on a disk that all share"
                 raise UserError(f"rank {ctx.rank} does not see {folder}, which another rank made: {fix}")
-            time.sleep(0.1)
+            sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     agree(ctx, make if trainer.writes else None)
     agree(ctx, look)

@@ -23,7 +23,7 @@ def world() -> list[Facts]:
         links = {str(other): 9.0 if {rank, other} == {1, 2} else 90.0 for other in others}
         found.append(Facts(
             rank, f"n{rank // 2}", "H100", 80e9, 79e9, 500e9, dict(VERSIONS), 0.001 * rank, True, 1e12,
-            900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1, "nccl", "eth0", "",
+            900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1, "nccl", "eth0", "", 8,
         ))  # fmt: skip
     return found
 
@@ -57,6 +57,8 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
         (set_to(2, versions=VERSIONS | {"torch": "2.11"}), "versions", "rank 2 has torch 2.11, the others 2.13"),
         (set_to(3, device="A100"), "devices", "rank 3: A100, the others H100"),
         (set_to(1, device_free=20e9), "devices", "rank 1's on n0 has 18.6 GiB of 74.5 GiB free"),
+        (set_to(2, cores=1), "cores", "rank 2 (n1) may use 1 core each: ask the scheduler for 4 or more"),
+        (set_to(1, cores=0), "cores", "rank 1 (n0) may use less than one core each"),
         (set_to(3, device_bytes=1e9, device_free=1e9), "memory", "n1 has 954 MiB for a rank"),
         (set_to(0, disk_free=1e9), "disk", "runs/mine has 954 MiB free, and 3 checkpoints take 2.79 GiB"),
         (set_to(2, write_mb_s=3.0), "disk", "n1 writes 3 MB/s to runs/mine"),

@@ -29,8 +29,11 @@ from meshwright.checkpoint.keeper import (
     KeeperProcess,
 )
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReader, newest_whole
+from meshwright.checkpoint.save import Snapshot
+from meshwright.checkpoint.tensor_file import raw
 from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
+from meshwright.sharding.remainders import plain
 from tests.checkpoint.runs import lines, tensors, tiny, train
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -102,6 +105,31 @@ def test_a_run_goes_on_from_memory_without_a_disk(
     with pytest.raises(DamagedCheckpoint, match="not what was sent"):
         for block in reader.index.blocks:
             reader.block(block)
+
+
+def test_a_copy_goes_into_the_same_memory_each_time_and_is_that_of_its_step(tmp_path: Path) -> None:
+    """Training may change the state as soon as the copy is made, and the next copy waits until this one is sent."""
+    trainer = make_trainer(small_config(**tiny(tmp_path)))
+    copies = MemoryCopies(trainer, Keepers([("", 0)], 1, 0, 0, b""))
+    held, sent, go = list[set[int]](), list[list[bytes]](), threading.Event()
+
+    def send(index: Any, snapshot: Any) -> None:
+        assert go.wait(60)
+        values = [plain(values) for _, _, values in snapshot.blocks]
+        held.append({each.data_ptr() for each in values})
+        sent.append([bytes(raw(each.contiguous())) for each in values])
+
+    copies._send = send  # type: ignore[method-assign]
+    expected = []
+    for _ in range(2):
+        trainer.step()
+        go.clear()
+        copies.save()
+        expected.append([bytes(raw(plain(v).detach().contiguous())) for _, _, v in Snapshot(trainer).blocks])
+        trainer.step()
+        go.set()
+    copies.wait()
+    assert sent == expected and held[0] == held[1] and copies.bytes == sum(map(len, sent[1]))
 
 
 BF16 = {"precision": "bf16", "global_batch": 8, "micro_batch": 1}

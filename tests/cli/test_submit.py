@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from meshwright.cli.main import main
+from meshwright.plan.cluster import FOLDER
 from tests.cli.test_bad_input import sentence
 from tests.support.waiting import HANG_S, until
 
@@ -114,7 +115,7 @@ def test_slurm_is_asked_for_what_the_layout_needs() -> None:
     asked = directives(slurm_script("run.device=cpu", "layout.pp=4", "--time", "50min", "--lead", "90s"))
     assert asked["nodes"] == "2" and "gpus-per-node" not in asked and asked["signal"] == "USR1@90"
     script = slurm_script("--ranks-per-node", "8", "train.seed=3", "run.dir=runs/a b")
-    assert "srun --kill-on-bad-exit=1 meshwright train c.yaml train.seed=3 'run.dir=runs/a b'\n" in script
+    assert " --kill-on-bad-exit=1 meshwright train c.yaml train.seed=3 'run.dir=runs/a b'\n" in script
     assert "checkpoints='runs/a b/checkpoints'\n" in script and "time" not in directives(script)
 
 
@@ -122,10 +123,28 @@ def test_an_elastic_run_has_one_launcher_on_each_node() -> None:
     """A node that is lost ends neither the job nor its step; the launchers start the ranks."""
     script = slurm_script("faults.elastic=true", "--nodes", "4")
     asked = directives(script)
-    wanted = {"ntasks-per-node": "1", "cpus-per-task": "4", "gpus-per-node": "4", "no-kill": ""}
+    wanted = {"ntasks-per-node": "1", "cpus-per-task": "16", "gpus-per-node": "4", "no-kill": ""}
     assert {name: asked.get(name) for name in wanted} == wanted
     train = "meshwright train c.yaml faults.elastic=true --nodes 1:4 --nproc 4\n"
-    assert f"srun --no-kill --kill-on-bad-exit=0 {train}" in script
+    assert f" --no-kill --kill-on-bad-exit=0 {train}" in script
+
+
+def test_every_rank_is_given_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By sbatch and, since srun does not take it over, by srun; as many as the cluster has, if that is known."""
+    script = slurm_script("--nodes", "2")
+    asked = directives(script)
+    assert asked["cpus-per-task"] == "4" and asked["exclusive"] == ""
+    assert 'srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-4}" ' in script
+    asked = directives(slurm_script("run.device=cpu", "--nodes", "2"))
+    assert asked["cpus-per-task"] == "1" and "exclusive" not in asked
+    assert directives(slurm_script("--nodes", "2", "--cores-per-rank", "12"))["cpus-per-task"] == "12"
+    known = yaml.safe_load((FOLDER / "h100-80g-dgx.yaml").read_text())
+    known["node"] |= {"cores": 112}
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(known))
+    script = slurm_script("--ranks-per-node", "8", "--nodes", "1", "--cluster", str(tmp_path / "here.yaml"))
+    assert directives(script)["cpus-per-task"] == "14" and "exclusive" in directives(script)
+    words = ["submit", "c.yaml", "--slurm", "--cores-per-rank", "0"]
+    assert "--cores-per-rank 0 must be at least 1" in sentence(capsys, words)
 
 
 def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:

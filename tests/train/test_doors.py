@@ -91,6 +91,17 @@ def test_ranks_are_told_the_interface_of_their_address(address: str, name: str, 
         assert os.environ["NCCL_SOCKET_IFNAME"] == theirs.get("NCCL_SOCKET_IFNAME", f"={name}")
 
 
+def test_with_several_nodes_ranks_are_never_told_to_use_loopback(monkeypatch: Any) -> None:
+    """An address that no interface has is none to guess by: the back ends choose themselves."""
+    monkeypatch.setattr(launch, "interface_of", lambda address: None)
+    monkeypatch.setattr(launch, "guarded", lambda *args: None)
+    for nodes, told in ((1, launch.loopback()), (2, None)):
+        monkeypatch.setattr(os, "environ", {})
+        launch._rank(launch.Team(1, nodes=nodes, address="10.0.0.9"), "", False, lambda: None)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == told
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == (told and f"={told}")
+
+
 def test_the_page_of_a_run_is_served_on_loopback_alone(tmp_path: Path) -> None:
     """On the loopback address that it names, and on no other one of this machine."""
     with Server(Runs([str(tmp_path)]), 0) as server:
