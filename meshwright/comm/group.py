@@ -57,11 +57,15 @@ class Pending:
             return
         call, flight = self._call, self._group.flight
         work, self._work = self._work, None
+        waits = self._group.ledger.stream_waits
+        begun = None if waits is None else waits.begin_wait()
         call.since = begin = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._group._failed(call, error) from error
+        if waits is not None:
+            waits.end_wait(self._group.axis, begun)
         if accelerator(self._device) is not None:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(self._device)
             event.record()
