@@ -14,6 +14,7 @@ import resource
 import time
 import warnings
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -173,6 +174,10 @@ class Device:
         """Returns the peak memory of tensors on this device since `reset_peak`, or None where it is not counted."""
         return None if self.module is None else int(self.module.max_memory_allocated())
 
+    def stream_timer(self) -> StreamTimer | None:
+        """Returns a timer of this device's streams; None where the host itself does the work."""
+        return None if self.module is None else StreamTimer(self)
+
     def reset_peak(self) -> None:
         if self.module is not None:
             self.module.reset_peak_memory_stats()
@@ -217,6 +222,31 @@ class Clock:
         if self._device.kind in WITHOUT_STREAMS:
             return float(mark)
         return self._begin + float(self._first.elapsed_time(mark)) / 1e3
+
+
+class StreamTimer:
+    """Times what a device's stream does between two marks. Marks are recorded on the stream and read later, so that the
+    host never waits for them."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._spare: list[Any] = []
+
+    def mark(self) -> Any:
+        """Marks the place in the current stream that work launched so far has reached."""
+        event = self._spare.pop() if self._spare else torch.Event(self._device.torch, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """Returns the seconds between two marks of one stream, or None if the device has not reached both."""
+        if not (begin.query() and end.query()):
+            return None
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def forget(self, marks: Iterable[Any]) -> None:
+        """Takes marks back, to be used again: making an event costs more than recording one."""
+        self._spare += marks
 
 
 class SideStream:

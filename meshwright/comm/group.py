@@ -59,12 +59,13 @@ class Pending:
         if self._work is None:
             return
         call, work, self._work = self._call, self._work, None
+        begun = self._group._begin_wait()
         call.since = begin = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._group._failed(call, error) from error
-        self._group._end(call, begin, self._tally, self._device)
+        self._group._end(call, begin, self._tally, self._device, begun)
 
 
 class _Done(Pending):
@@ -122,6 +123,7 @@ class Group:
             label, self.axis, noted or op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
         ))  # fmt: skip
         at_once = wait and links is None
+        begun = self._begin_wait() if at_once else None
         try:
             if links is None or not delayed:
                 work = launch(not at_once)
@@ -131,7 +133,7 @@ class Group:
         except RuntimeError as error:
             raise self._failed(call, error) from error
         if at_once:
-            self._end(call, call.started, tally, whole.device)
+            self._end(call, call.started, tally, whole.device, begun)
             return DONE
         call.since = None
         pending = Pending(self, call, work, tally, whole.device)
@@ -160,9 +162,18 @@ class Group:
             found = self._directions[op, peer] = f"{self.label} {ranks[0]}>{ranks[1]}", ranks
         return found
 
-    def _end(self, call: RecordedCall, begin: float, tally: CallTotals | None, device: torch.device) -> None:
-        """Notes that a call is done, or that the stream waits for it, since `begin`."""
+    def _begin_wait(self) -> Any:
+        """Marks where the device's stream begins to wait for a call, in steps in which that is timed."""
+        waits = self.ledger.stream_waits
+        return None if waits is None else waits.begin_wait()
+
+    def _end(
+        self, call: RecordedCall, begin: float, tally: CallTotals | None, device: torch.device, begun: Any
+    ) -> None:
+        """Notes that a call is done, or that the stream waits for it, since `begin`; `begun` is of `_begin_wait`."""
         flight, ledger = self.flight, self.ledger
+        if begun is not None and ledger.stream_waits is not None:
+            ledger.stream_waits.end_wait(self.axis, begun)
         if device.type not in WITHOUT_STREAMS:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(device)
             event.record()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # Share of the payload that one of n ranks puts on the wire.
 WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -35,6 +35,13 @@ def bus_factor(op: str, size: int) -> float:
 def wire_bytes(op: str, payload: int, size: int) -> int:
     over, under = WIRE[op](size)
     return payload * over // under
+
+
+class StreamWaits(Protocol):
+    """An observer of what a device's stream waits for; the host's clock does not see that."""
+
+    def begin_wait(self) -> Any: ...
+    def end_wait(self, axis: str, begun: Any) -> None: ...
 
 
 class LedgerEntry(NamedTuple):
@@ -76,6 +83,7 @@ class Ledger:
         self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
         self.waited: dict[str, float] = defaultdict(float)  # seconds that the host waited for calls, by axis
         self.waited_in: dict[str, float] = defaultdict(float)  # the same by the phase in which it waited
+        self.stream_waits: StreamWaits | None = None  # in steps in which a device's waits are timed
         self.current_phase = "startup"
         self.current_layer: int | None = None
 

@@ -30,8 +30,9 @@ def process_peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """By rank. Seconds are those of the host: on an accelerator, which the host does not wait for, there are only those
-    for which it waited for data (`data_s`, which elsewhere are a part of `busy_s`)."""
+    """The figures of a step by rank. Seconds are those of the host and `data_s` are a part of `busy_s`. On an
+    accelerator, which the host does not wait for, `busy_s` and `waited_s` are those of the device's stream in a step
+    that was timed two steps before (`train/stream_waits.py`), as `data_s` are then; in other steps they are empty."""
 
     busy_s: Sequence[float]
     waited_s: Sequence[float]
@@ -91,6 +92,8 @@ class RankFile:
     def add(self, step: int, figures: RankFigures, last: bool) -> None:
         for name, means in self.means.items():
             now: Sequence[float] = getattr(figures, name)
+            if not now:  # of an accelerator, which is timed in some steps only
+                continue
             kept = zip(means or now, now, strict=True)
             self.means[name] = [(1 - SMOOTHING) * mean + SMOOTHING * new for mean, new in kept]
         if last or time.monotonic() - self.written >= WRITTEN_EVERY_S:

@@ -41,6 +41,7 @@ from meshwright.train.marks import Marks
 from meshwright.train.monitor import Monitored, Summing
 from meshwright.train.rank_figures import RankFigures, check_opened, process_peak_bytes
 from meshwright.train.result import StepResult as StepResult
+from meshwright.train.stream_waits import Exposure, SampledWaits
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 
@@ -122,6 +123,8 @@ class Trainer:
         self.before_step: Callable[[], object] = lambda: None
         self.gate = Gate(len(self.terms))
         self.marks: Marks | None = None
+        timer = ctx.device.stream_timer()
+        self.sampled = None if timer is None else SampledWaits(timer, ctx.ledger)
 
     @property
     def writes(self) -> bool:
@@ -186,6 +189,8 @@ class Trainer:
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
+        if self.sampled is not None:
+            self.sampled.begin_step()
         self.before_step()
         samples = global_batch(config, self.consumed)
         totals, normalisation = self.gradients()
@@ -290,11 +295,11 @@ class Trainer:
             totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
         counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
-        measured = self.ctx.device.module is None  # an accelerator's stream waits, and not the host
-        waited = [int(self.ctx.ledger.waited.get(axis, 0.0) * 1e6) if measured else 0 for axis in axes]
+        exposure = self._exposure(elapsed, seconds)
+        waited = [exposure.waited_us.get(axis, 0) for axis in axes]
         own = [0] * (len(RANK_COUNTS) * mesh.world.size)
         at = len(RANK_COUNTS) * mesh.rank
-        own[at : at + len(RANK_COUNTS)] = self._own_counts(elapsed, sum(waited), seconds)
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(exposure)
         vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
         if mesh.world.alone:
             return Device("cpu").download(vector)
@@ -303,14 +308,22 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _own_counts(self, elapsed: float, waited_us: int, seconds: Mapping[str, float]) -> list[int]:
-        """RANK_COUNTS of this rank."""
-        device, peak = self.ctx.device, self.ctx.device.peak_bytes()
-        read = max(0, int((seconds.get("data", 0.0) - self.ctx.ledger.waited_in["data"]) * 1e6))
-        opened = self.data_parallel.weights.checksum
-        if device.module is not None:
-            return [0, 0, read, peak or 0, opened]
-        return [int(elapsed * 1e6) - waited_us, waited_us, read, process_peak_bytes(), opened]
+    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> Exposure:
+        """Returns how long this rank computed and waited: in this step or, where a device's stream waits and not the
+        host, in one that was timed before (nothing in the steps in between)."""
+        ledger = self.ctx.ledger
+        read = max(0, int((seconds.get("data", 0.0) - ledger.waited_in["data"]) * 1e6))
+        if self.sampled is not None:
+            return self.sampled.end_step(read) or Exposure({}, 0, read)
+        waited = {axis: int(s * 1e6) for axis, s in ledger.waited.items()}
+        return Exposure(waited, int(elapsed * 1e6) - sum(waited.values()), read)
+
+    def _own_counts(self, exposure: Exposure) -> list[int]:
+        """Returns RANK_COUNTS of this rank."""
+        on_device = self.ctx.device.peak_bytes()
+        peak = process_peak_bytes() if on_device is None else on_device
+        waited = sum(exposure.waited_us.values())
+        return [exposure.busy_us, waited, exposure.data_us, peak, self.data_parallel.weights.checksum]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fills in the result; returns whether some rank has a new name."""
