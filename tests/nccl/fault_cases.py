@@ -19,7 +19,7 @@ from tests.nccl.processes import Ended, Processes
 from tests.support.oracle import small_config
 from tests.support.token_files import write_documents
 
-TIMEOUT_S, MORE_S = 20.0, 15.0  # comm.timeout, and how long after it the last rank may end
+TIMEOUT_S, MORE_S = 30.0, 15.0  # comm.timeout, and how long after it the last rank may end
 LOST = 75
 STEPS = 100000
 

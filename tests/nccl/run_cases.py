@@ -228,7 +228,7 @@ def _saves() -> Iterator[Story]:
     for stage in (1, 2, 3):
         yield Story("save", f"async-zero{stage}", 4, check_uninterrupted, ({"zero": {"stage": stage}},))
         yield Story("save", f"topk-zero{stage}", 4, check_uninterrupted, ({**topk, "zero": {"stage": stage}},))
-        killed = {"zero": {"stage": stage}, "comm": topk["comm"] | {"timeout": 20.0}}
+        killed = {"zero": {"stage": stage}, "comm": topk["comm"] | {"timeout": 30.0}}
         yield Story("save", f"killed-topk-zero{stage}", 4, check_killed, (killed,))
     local = {"precision": "fp64", "global_batch": 8, "micro_batch": 1, "steps": LAST, "clip": 0.0,
              "local": {"steps": 3, "delay": 2}}  # fmt: skip
