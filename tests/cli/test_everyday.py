@@ -113,7 +113,9 @@ def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, f
     until(lambda: steps(run)[-1:] > [done + 2], process)
     os.killpg(process.pid, signal.SIGINT)
     code, said = ended(process)
-    told = [line for line in said.splitlines() if not line.startswith(("step", "validation", "meshwright ", "    "))]
+    # A busy machine computes the first step so long that it is said.
+    others = ("step", "validation", "meshwright ", "    ", "computing the first step")
+    told = [line for line in said.splitlines() if not line.startswith(others)]
     last = steps(run)[-1]
     assert code == 0 and len(told) == 5, said
     assert told[0] == f"goes on with {name}, up to step 100000"
