@@ -35,10 +35,12 @@ else:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of every test to FILE, as lines of JSON")
+    # Files are given with an equals sign: pytest takes the path after a space for one of tests, and looks for its
+    # settings there, before it knows these options.
+    parser.addoption("--cpu", metavar="FILE", help="write the CPU seconds of every test, as lines of JSON: --cpu=FILE")
     parser.addoption("--shuffle", metavar="SEED", help="run in the random order of this seed, or of a `random` one")
     parser.addoption("--shard", metavar="N/M", help="run the N-th of M parts of the tests")
-    parser.addoption("--failures", metavar="FILE", help="write the name of every failed test to FILE at once")
+    parser.addoption("--failures", metavar="FILE", help="write the names of failed tests at once: --failures=FILE")
     parser.addoption("--clock-offset", metavar="SECONDS", help="shift time.monotonic of the tests and their processes")
 
 

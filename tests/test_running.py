@@ -118,7 +118,7 @@ def test_the_end_of_the_time_is_no_failure_and_failures_until_then_are_kept(
         return real(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    words = ["-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    words = ["-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     code, failed = areas.run_pytest([str(file), *words, "-p", "tests.conftest"], 15.0)
     assert code is None and [name.split("::")[1] for name in failed] == ["test_a"]
 

@@ -113,7 +113,9 @@ def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, f
     until(lambda: steps(run)[-1:] > [done + 2], process)
     os.killpg(process.pid, signal.SIGINT)
     code, said = ended(process)
-    told = [line for line in said.splitlines() if not line.startswith(("step", "validation", "meshwright ", "    "))]
+    # A busy machine computes the first step so long that it is said.
+    others = ("step", "validation", "meshwright ", "    ", "computing the first step")
+    told = [line for line in said.splitlines() if not line.startswith(others)]
     last = steps(run)[-1]
     assert code == 0 and len(told) == 5, said
     assert told[0] == f"goes on with {name}, up to step 100000"
@@ -174,7 +176,7 @@ def test_the_first_line_comes_at_once_and_missing_ranks_are_waited_for_aloud(fol
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
     process = start(env=env)
     assert process.stderr.readline() == f"starts {folder / 'run'} with 2 ranks, 100,000 steps\n"
-    assert process.stderr.readline().startswith(f"waiting for 1 of 2 ranks at 127.0.0.1:{port}, 5 s")
+    assert process.stderr.readline().startswith(f"waiting for 1 of 2 ranks at 127.0.0.1:{port}, ")
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == -signal.SIGINT
 

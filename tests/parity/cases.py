@@ -137,5 +137,5 @@ def rope(kind: str, original: int, **more: float) -> dict[str, Any]:
 LLAMA = {"family": "llama"}
 YARN = rope("yarn", 8, beta_fast=2.0, beta_slow=0.1)
 INTERLEAVED = {"schedule": "interleaved"}
-BLOOM = {"model__position": "alibi", "model__embedding_norm": True}
+BLOOM: dict[str, Any] = {"model__position": "alibi", "model__embedding_norm": True}
 OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")

@@ -49,14 +49,14 @@ def _contexts() -> Iterator[Case]:
         "ulysses-chunks", cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3
     )
     for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
-        label, order = f"{kind['context__kind']}-pairs", {"context__order": "documents"}
-        yield case(label, cut(1, 1, 1), 4, {"segments": True}, **kind, **order, **pairs)
-    bloom = {**BLOOM, "model__kv_heads": 4}
+        label = f"{kind['context__kind']}-pairs"
+        yield case(label, cut(1, 1, 1), 4, {"segments": True}, **kind, context__order="documents", **pairs)
+    bloom: dict[str, Any] = {**BLOOM, "model__kv_heads": 4}
     yield case("alibi-ring", cut(1, 1, 1, family="gpt"), 2, {"segments": True}, **kinds[1], **bloom)
     yield case("alibi-gather-tp", cut(1, 2, 1, sp=True), 2, {"segments": True}, **kinds[0], **BLOOM, zero__stage=3)
     yield case("alibi-ulysses-pp", cut(1, 1, 2), 2, **kinds[2], **bloom)
     yield case("alibi-hybrid", cut(1, 1, 1), 4, {"segments": True}, **kinds[3], **bloom, model__heads=8)
-    experts = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
+    experts: dict[str, Any] = {f"model__experts__{key}": value for key, value in MIXTURES["deepseek"].items()}
     yield case("experts", cut(1, 1, 1), 4, **kinds[1], **experts, layout__ep=4)
     yield case("experts-tp", cut(1, 2, 1), 2, **kinds[0], **experts, layout__ep=2, layout__etp=1)
 

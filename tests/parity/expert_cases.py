@@ -62,7 +62,7 @@ def _mixtures() -> Iterator[Case]:
     for mode, zero in (("full", 0), ("every:2", 3), ("selective", 2)):
         recompute: dict[str, Any] = {"recompute__mode": mode, "zero__stage": zero}
         yield _mixture("deepseek", cut(2, 2, 1, sp=True), 2, 1, mode.replace(":", ""), **recompute)
-    nodes = {"layout__node_size": 2, "comm__algorithm": {"ep": "hierarchical"}}
+    nodes: dict[str, Any] = {"layout__node_size": 2, "comm__algorithm": {"ep": "hierarchical"}}
     yield _mixture("deepseek", cut(4, 1, 1), 4, 1, "by-node", **nodes)
     yield _mixture("olmoe", cut(2, 2, 1, sp=True), 4, 1, "by-node-zero3", **nodes, zero__stage=3)
     yield _mixture("olmoe", cut(2, 1, 1), 2, 1, "all-choices", top_k=8)
@@ -70,9 +70,9 @@ def _mixtures() -> Iterator[Case]:
     yield _mixture("deepseek", cut(2, 2, 1), 4, 1, "masked-rank", {"blind": True})
     yield _mixture("mixtral", cut(2, 1, 1), 2, 1, "micro-batch-2", train__micro_batch=2, train__global_batch=8)
     yield _mixture("mixtral", cut(1, 2, 1), 2, 1, "gelu", model__mlp="gelu", model__bias=True)
-    latent = {f"model__latent__{key}": value for key, value in LATENT.items()}
+    latent: dict[str, Any] = {f"model__latent__{key}": value for key, value in LATENT.items()}
     yield _mixture("deepseek", cut(2, 2, 1, sp=True), 2, 1, "latent", **latent)
-    direct = {**latent, "model__latent__q_rank": 0}
+    direct: dict[str, Any] = {**latent, "model__latent__q_rank": 0}
     yield _mixture("deepseek", cut(1, 2, 2), 2, 1, "latent-q", zero__stage=3, **direct)
     yield special("latent", cut(1, 2, 1, sp=True, **LLAMA), **latent)
     yield special("latent", cut(2, 2, 1, **LLAMA), {"segments": True}, **direct)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.parity.cases import BLOOM, INTERLEAVED, LLAMA, cut, rope, special
 
 _REVERSED = "pp-dp-ep-cp-tp"
-_NEOX = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
-_TOKEN_NORMS = {"model__qk_norm": True, "model__qk_norm_over": "all"}
-_POST = {"model__norm_place": "post"}
+_NEOX: dict[str, Any] = {"model__position": "rope", "model__rotary_fraction": 0.5, "model__parallel_residual": True}
+_TOKEN_NORMS: dict[str, Any] = {"model__qk_norm": True, "model__qk_norm_over": "all"}
+_POST: dict[str, Any] = {"model__norm_place": "post"}
 
 SPECIAL = [
     special("chunks-on-one-rank", cut(2, 1, 1, **INTERLEAVED)),

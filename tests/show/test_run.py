@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -109,7 +111,9 @@ def bad(step: int) -> StepResult:
 
 
 def play(stream: io.StringIO, c: Config, results: list[StepResult], **more: Any) -> str:
-    with Display(c, 8, stream, **more) as display:
+    """Return what is shown of a run that takes no time, by a clock that stands still."""
+    still = SimpleNamespace(monotonic=lambda: 1000.0)
+    with mock.patch.object(module, "time", still), Display(c, 8, stream, **more) as display:
         display.started(None)
         for r in results:
             display.stepped(r)

@@ -94,7 +94,7 @@ def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]
     """Return pytest's exit code (None: the time was up) and the tests that failed until then."""
     with tempfile.TemporaryDirectory() as folder:
         failures = Path(folder) / "failures"
-        command = [sys.executable, "-m", "pytest", *words, "--failures", str(failures)]
+        command = [sys.executable, "-m", "pytest", *words, f"--failures={failures}"]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
             code: int | None = process.wait(max(1.0, seconds))

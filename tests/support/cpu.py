@@ -1,4 +1,4 @@
-"""CPU seconds of every test, its processes included, for `pytest --cpu FILE`.
+"""CPU seconds of every test, its processes included, for `pytest --cpu=FILE`.
 
 Wall time says how busy the machine is; CPU seconds say what a test costs. Ranks are grandchildren behind a fork
 server, so the clock of this process does not see them: the whole tree below it is read from /proc.

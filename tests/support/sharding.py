@@ -1,4 +1,4 @@
-"""One part of all tests, for `pytest --shard 2/6`, and the failures of a run, for `pytest --failures FILE`."""
+"""One part of all tests, for `pytest --shard 2/6`, and the failures of a run, for `pytest --failures=FILE`."""
 
 from __future__ import annotations
 
