@@ -203,3 +203,11 @@ def test_sizes_in_which_blocks_differ_are_read(tmp_path: Path) -> None:
         SimpleNamespace(heads=count) for count in (8, 12, 8)
     ])  # fmt: skip
     assert of_blocks(apart, "heads") == [8, 12] and _common(of_blocks(apart, "heads")) == 4
+
+
+def test_every_unit_of_a_wrapped_model_has_a_name(tmp_path: Path) -> None:
+    """A run names the units that it watches; the one that joins the last norm and the head is no part of the module."""
+    config = config_of(write_tiny("granite", tmp_path), {})
+    (module,) = make_trainer(config).modules
+    names = [unit_name(module, unit) for unit in stage_of(module).units() or []]
+    assert names == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
