@@ -266,7 +266,8 @@ class Runner:
         found = run_forks(1, self.folder / "ranks", main, words)
         if found.how == "stopped":
             lines = (self.folder / "ranks" / "out-0").read_text().splitlines()
-            return Verdict("MISMATCH", "dry run: " + "; ".join(line for line in lines if line.endswith("differs"))[:300])
+            differing = [line.strip() for line in lines if line.endswith("differs")]
+            return Verdict("MISMATCH", f"dry run: {'; '.join(differing)[:300]}")
         return Verdict("equal") if found.how in ("ok", "refused") else _verdict_of(found, "the dry run")
 
 

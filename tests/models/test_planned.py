@@ -26,12 +26,14 @@ from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.hf.sections import _common
 from meshwright.models.planned.blueprint import blueprint, of_blocks
+from meshwright.models.stage import stage_of
 from meshwright.parts.coordinate import Coordinate
 from meshwright.parts.planned import STYLES
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
 from meshwright.sharding.buffers import Bucket
+from meshwright.train.marks import unit_name
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
