@@ -95,7 +95,7 @@ def unit_name(module: nn.Module, unit: nn.Module) -> str:
     for name, part in module.named_modules():
         if part is unit:
             return name
-    return records[0][1].name.rpartition(".")[0] if records else type(unit).__name__
+    return str(records[0][1].name.rpartition(".")[0]) if records else type(unit).__name__
 
 
 class Marks:
