@@ -78,6 +78,8 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     stand_in(ctx.mesh)
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
+    if device.kind == "meta" and is_host(config, device):
+        _keep_host_states(trainer)
     trainer.train_batches.reads = True  # the tensor-parallel rank that would broadcast the samples may not be there
     # Nor may the one that counts the loss's terms: the rank that computes them does.
     trainer.train_batches.counts_terms = any(getattr(each, "head", None) is not None for each in trainer.modules)
@@ -85,6 +87,15 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     # norm a step has nothing to learn from and would be skipped.
     trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]
     return trainer
+
+
+def _keep_host_states(trainer: Trainer) -> None:
+    """Counts what a CPU offloads to the host as on its device, whose memory it is; a rank on `meta` can't tell."""
+    offload, parallel = trainer.ctx.config.zero.offload, trainer.data_parallel
+    states = [store for state in trainer.optimizer.states for store in state.stores]
+    weights = [buffer.store for buffer in parallel.buffers if buffer.store is not None]
+    for store in (*(states if offload.optimizer == "cpu" else ()), *(weights if offload.params == "cpu" else ())):
+        store.on_device = True
 
 
 def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | RandomBlanks:

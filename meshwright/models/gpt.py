@@ -230,7 +230,7 @@ class GPTStage(nn.Module):
         mask = batch.get("loss_mask")
         counted = None if mask is None else mask.flatten()
         layers = [number for number, block in zip(self.blocks, self._blocks(), strict=True) if block.has_experts]
-        return {int(layer): RoutedInputs(counted, Saved()) for layer in layers}
+        return {int(layer): RoutedInputs(counted, Saved(), rows=batch.get(CONTEXT_ROWS)) for layer in layers}
 
     def _shared_rows(self, batch: Batch) -> ContextRows | None:
         """Which rows all ranks that share the sequences hold, where there are several."""

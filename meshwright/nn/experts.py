@@ -68,9 +68,9 @@ class Sorted(NamedTuple):
 
 
 @torch.no_grad()
-def sort_by_expert(chosen: Tensor, routing: Routing) -> Sorted:
-    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has the same number of places
-    and takes the first rows that chose it."""
+def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
+    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has `room` places; a choice that
+    was dropped (`with_dropped`) has the number after the last expert's, and gets none."""
     flat, count = chosen.flatten(), routing.count
     order = flat.sort(stable=True)
     ends = torch.searchsorted(order.values, torch.arange(count, device=flat.device), right=True)
@@ -79,12 +79,26 @@ def sort_by_expert(chosen: Tensor, routing: Routing) -> Sorted:
     if routing.capacity is None:
         places = torch.empty_like(flat).scatter_(0, order.indices, numbers)
         return Sorted(order.indices, places.view_as(chosen), counts)
-    room = routing.room(chosen.shape[0])
-    within = numbers - (ends - counts)[order.values]
-    place = torch.where(within < room, order.values * room + within, count * room)  # the last: dropped
+    within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
+    taken = order.values < count
+    place = torch.where(taken, order.values * room + within, count * room)  # the last: dropped
     choices = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
-    places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(within < room, place, -1))
+    places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
     return Sorted(choices, places.view_as(chosen), torch.full_like(counts, room))
+
+
+@torch.no_grad()
+def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
+    """Returns the choices [sequences, tokens, k] of whole sequences, in the order of their tokens, with the number
+    after the last expert's for those that their expert has no room for: it takes a sequence's first `room` tokens."""
+    sequences, count = chosen.shape[0], routing.count
+    first = torch.arange(0, sequences * count, count, device=chosen.device)
+    order = (chosen + first[:, None, None]).flatten().sort(stable=True)
+    begins = torch.searchsorted(order.values, order.values)
+    within = torch.empty_like(begins).scatter_(
+        0, order.indices, torch.arange(begins.shape[0], device=chosen.device) - begins
+    )
+    return torch.where(within.view_as(chosen) < room, chosen, count)
 
 
 class Arrivals(NamedTuple):
@@ -105,17 +119,20 @@ class Saved:
     def __init__(self) -> None:
         self.chosen: Tensor | None = None
         self.all_chosen: Tensor | None = None
+        self.room = 0  # places of each expert, where the capacity is limited
         self.arrivals: Arrivals | None = None
 
 
 @dataclass
 class RoutedInputs:
     """What a mixture of experts takes beside its input: the tokens that count in the loss, or None for all, and, where
-    blocks are recomputed, what the first pass saves. `again`: this is the recomputation."""
+    blocks are recomputed, what the first pass saves. `again`: this is the recomputation. `rows`: where ranks share
+    sequences, the number in its sequence of each row of all of them, in the order of the ranks, [sequences, tokens]."""
 
     counted: Tensor | None = None
     saved: Saved | None = None
     again: bool = False
+    rows: Tensor | None = None
 
 
 # The activation, and of the first and the last product: the sink of its weight's gradient, and what is adapted of it.
@@ -188,6 +205,7 @@ class Experts(nn.Module):
         assert parallel.experts is not None
         self.parallel, self.routing, self.kind = parallel, part.routing, part.mlp.kind
         self.etp, self.ep, self.by_node = parallel.experts.etp, parallel.experts.ep, parallel.experts.by_node
+        self.cp = parallel.experts.cp
         self.router = Router(parallel, part.routing, records_under(records, "router"))
         self.up = ExpertWeights(parallel, records[f"{part.mlp.first}.weight"])
         self.down = ExpertWeights(parallel, records["down.weight"])
@@ -208,11 +226,9 @@ class Experts(nn.Module):
         saved, losses = given.saved or Saved(), None
         if not given.again:
             saved.chosen = self.router.choose(scores.detach())
-            saved.all_chosen = saved.chosen
-            if not self.etp.alone:
-                saved.all_chosen = all_gather(saved.chosen, self.etp.name, self.etp.size)
+            saved.all_chosen, saved.room = self._all_chosen(saved.chosen, rows, batch, given.rows)
         assert saved.chosen is not None and saved.all_chosen is not None
-        order = sort_by_expert(saved.all_chosen, self.routing)
+        order = sort_by_expert(saved.all_chosen, self.routing, saved.room)
         if self.training:
             picks = picks_of(scores.detach(), saved.chosen)
             if self.routing.has_losses:
@@ -223,6 +239,41 @@ class Experts(nn.Module):
         weights = gather_from(self.router.weights(scores, saved.chosen), self.etp)
         y = self._back(self._mixed(self._gathered(base), weights, order, saved))[:rows]
         return x, y if self.shared is None else y + self.shared.of(normed), losses
+
+    def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
+        """Returns the choices of all rows that this rank sends to experts and, with a capacity, the places that each
+        expert has for them; a choice that its expert has no room for is the number after the last expert's."""
+        etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
+        if self.routing.capacity is None:
+            return (chosen if etp.alone else all_gather(chosen, etp.name, etp.size)), 0
+        held = rows * (tp.size if self.parallel.splits_tokens else 1)  # by these tp ranks, without padding
+        part = held // batch  # of each sequence
+        is_padded, seq = own * max(1, tp.size) != held, part * max(1, self.cp.size)
+        all_sorted = tp.alone or etp is tp  # the rows of all tp ranks are sorted here
+        has_whole = self.cp.alone and own % part == 0 and not is_padded
+        alone = tp.alone or (has_whole and not all_sorted)
+        known = chosen if alone else all_gather(chosen, tp.name, tp.size)
+        limited = torch.full_like(known, self.routing.count)  # no expert has a place for padding
+        limited[:held] = self._limited(known[:held], part, seq, order)
+        if all_sorted:
+            room = self.routing.places(own * max(1, etp.size), part, seq)
+            return limited, own * max(1, etp.size) if is_padded else room
+        room = (own if is_padded else self.routing.places(own, part, seq)) * max(1, etp.size)
+        limited = limited if alone else limited[tp.index * own : (tp.index + 1) * own].contiguous()
+        return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
+
+    def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
+        """Returns choices [rows, k] of which each sequence has `part` rows here, without those that were dropped. What
+        the rest of a sequence of `seq` tokens chose, other ranks along cp know."""
+        room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
+        if cp.alone:
+            return with_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
+        shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)
+        shared = shared.transpose(0, 1).reshape(-1, seq, choices)
+        assert order is not None, "ranks that share sequences know the order of their rows"
+        numbers = order.to(shared.device)[:, :, None].expand_as(shared)
+        natural = with_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
+        return natural.gather(1, numbers)[:, cp.index * part : (cp.index + 1) * part].reshape(chosen.shape)
 
     @property
     def _gathers(self) -> bool:

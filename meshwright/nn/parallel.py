@@ -20,11 +20,12 @@ from meshwright.nn.random import Streams
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
     ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
-    first."""
+    first. `cp` are those of `sequence` that hold other tokens whatever tp is."""
 
     etp: Group
     ep: Group
     sequence: Group
+    cp: Group
     by_node: ByNode | None = None
 
 

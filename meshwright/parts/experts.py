@@ -56,14 +56,18 @@ class Routing:
     def has_losses(self) -> bool:
         return self.aux_loss > 0 or self.z_loss > 0
 
-    def slots(self, rows: int) -> int:
-        """The rows that `rows` routed rows make for the experts; with a capacity, some of them may be empty."""
-        return rows * self.top_k if self.capacity is None else self.count * self.room(rows)
-
-    def room(self, rows: int) -> int:
-        """The rows that each expert takes of one rank, where the capacity is limited."""
+    def room(self, seq: int) -> int:
+        """Returns the most tokens that each expert takes of one sequence, where the capacity is limited."""
         assert self.capacity is not None
-        return min(rows, math.ceil(rows * self.top_k / self.count * self.capacity))
+        return min(seq, math.ceil(seq * self.top_k / self.count * self.capacity))
+
+    def places(self, rows: int, part: int, seq: int) -> int:
+        """Returns the places that each expert needs for consecutive rows of a rank, which holds `part` rows of each
+        sequence of `seq` tokens: all of them may be among those that the expert takes."""
+        whole, rest = divmod(rows, part)
+        if not rest:
+            return whole * min(part, self.room(seq))
+        return min(rows, (1 if part % rows == 0 else whole + 2) * self.room(seq))
 
 
 def exchange_axes(at: Coordinate) -> tuple[str, ...]:
@@ -113,8 +117,13 @@ class ExpertsPart(Part):
         return self.own_rows(at, batch) * at.size("etp")
 
     def sent_rows(self, at: Coordinate, batch: MicroBatch) -> int:
-        """The rows that a rank sends to experts; as many arrive where the experts are balanced."""
-        return self.routing.slots(self.gathered_rows(at, batch))
+        """The rows that a rank sends to experts; as many arrive where the experts are balanced. With a capacity, some
+        of them may be empty."""
+        if self.routing.capacity is None:
+            return self.gathered_rows(at, batch) * self.routing.top_k
+        part, whole = batch.seq // at.size("cp"), at.size("etp") == at.size("tp")
+        rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
+        return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
 
     def computed_rows(self, at: Coordinate, batch: MicroBatch) -> int:
         """The rows that the experts of a rank compute: as many as it sends, or more on the busiest rank."""
@@ -186,6 +195,7 @@ class ExpertsPart(Part):
         node first (`comm.algorithm.ep`), each of these is two calls of the same payload.
         """
         yield from self._entering(at, batch)
+        yield from self._counting(at, batch)
         rows, axes = self.sent_rows(at, batch), exchange_axes(at)
         for axis in axes if self.count_bytes else ():
             yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
@@ -231,6 +241,17 @@ class ExpertsPart(Part):
         yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * INDEX_BYTES, replayed=True)
         yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * batch.wide)
         yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
+
+    def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the calls that tell ranks that share a sequence which experts its other tokens chose, where a capacity
+        counts them: over tp, unless the rows are gathered there anyway or a rank has whole sequences, and over cp."""
+        if self.routing.capacity is None:
+            return
+        choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
+        shared = cp > 1 or self.own_rows(at, batch) % batch.seq > 0
+        if shared and at.size("etp") != at.size("tp"):
+            yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
+        yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the router, the experts and the way to them keep."""

@@ -92,7 +92,7 @@ def build_context(
 def expert_groups(mesh: Mesh) -> ExpertGroups:
     by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
     parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
-    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"), parts)
+    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"), mesh.group("cp"), parts)
 
 
 def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:

@@ -86,13 +86,16 @@ def unit_places(ctx: Context, modules: Sequence[nn.Module]) -> Iterator[UnitPlac
 
 
 def unit_name(module: nn.Module, unit: nn.Module) -> str:
-    """The name that a unit of a chunk has in the whole model, by which its parameters are called, or else in the
-    chunk."""
-    for name, parameter in unit.named_parameters():
-        record = record_of(parameter)
-        if record is not None and record.name.endswith(f".{name}"):
+    """Returns the name that a unit of a chunk has in the whole model, by which its parameters are called, or else in
+    the chunk. A unit that only joins parts of a wrapped module has none, and is called by the first of them."""
+    records = [(name, record) for name, value in unit.named_parameters() if (record := record_of(value)) is not None]
+    for name, record in records:
+        if record.name.endswith(f".{name}"):
             return record.name.removesuffix(f".{name}")
-    return str(next(name for name, part in module.named_modules() if part is unit))
+    for name, part in module.named_modules():
+        if part is unit:
+            return name
+    return str(records[0][1].name.rpartition(".")[0]) if records else type(unit).__name__
 
 
 class Marks:

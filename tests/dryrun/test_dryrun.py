@@ -248,6 +248,13 @@ def test_rows_that_ep_does_not_divide_are_as_planned(
     assert "differs" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_cpus_host_memory_is_its_device(config_file: str, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dryrun", config_file, "--devices", "2", "run.device=cpu", f"zero.stage={stage}"]
+    assert main([*words, "zero.offload.optimizer=cpu", *(["zero.offload.params=cpu"] if stage == 3 else [])]) == 0
+    assert "differs" not in capsys.readouterr().out
+
+
 def test_a_difference_is_told(
     config_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

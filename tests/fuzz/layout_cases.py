@@ -154,7 +154,11 @@ def _tuning(random: Random, case: Case, kind: str) -> None:
         tune |= random.choice([{}, {}, {"targets": ["q", "v"]}, {"modules_to_save": ["embedding"]}])
         if tune["kind"] == "lora" and random.random() < 0.25:
             tune["quantise"] = "nf4"
+            # The blocks of 64 values that nf4 packs are those of a tp rank's rows, and of its inputs.
+            model |= {"heads": 8, "kv_heads": 8, "hidden": 128, "ffn": 256, "position": "rope"}
+            model.pop("rotary_fraction", None)
     if kind == "preference":
+        tune.pop("modules_to_save", None)
         tune["loss"] = random.choice(["dpo", "ipo", "kto"] if tune else ["orpo", "simpo"])
     if kind != "adapters":
         model["seq"] = 24
@@ -181,7 +185,8 @@ def _layout(random: Random, case: Case) -> tuple[int, Sections]:
     found: Sections = {"layout": layout, "comm": {"bucket_mib": random.choice([0.001, 0.02, 25.0])}}
     if sizes["tp"] > 1 and random.random() < 0.4:
         layout["sequence_parallel"] = True
-    if sizes["tp"] in (2, 4, 8) and random.random() < 0.25:
+    grids = not case.hf and model.get("kind", "gpt") in ("gpt", "glm") and "tune" not in case.sections
+    if grids and not {"experts", "latent"} & model.keys() and sizes["tp"] in (2, 4, 8) and random.random() < 0.3:
         _grid(random, sizes["tp"], layout)
     if sizes["cp"] > 1:
         found["context"] = {"kind": random.choice(["auto", "gather", "ring", "ulysses"]),
@@ -249,6 +254,8 @@ def _variants(random: Random, case: Case) -> None:
         case.sections["comm"] = {"bucket_mib": 0.02, "reduce": reduce}
         case.against = "itself"
     elif drawn < 0.22:
+        case.sections.pop("zero", None)
+        case.sections["comm"] = {"bucket_mib": 0.02}
         train["server"] = {"ranks": 1, "staleness": random.choice([0, 1, 2])}
         case.against = "itself" if train["server"]["staleness"] else "one process"
     elif drawn < 0.27 and case.world % 2 == 0 and case.world > 2:

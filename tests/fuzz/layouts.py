@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from tests.fuzz.layout_cases import Case, draw
 from tests.fuzz.layout_runs import Runner, Verdict
 

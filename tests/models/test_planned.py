@@ -26,12 +26,14 @@ from meshwright.errors import UserError
 from meshwright.models.description import layout_of
 from meshwright.models.hf.sections import _common
 from meshwright.models.planned.blueprint import blueprint, of_blocks
+from meshwright.models.stage import stage_of
 from meshwright.parts.coordinate import Coordinate
 from meshwright.parts.planned import STYLES
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
 from meshwright.sharding.buffers import Bucket
+from meshwright.train.marks import unit_name
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
@@ -203,3 +205,11 @@ def test_sizes_in_which_blocks_differ_are_read(tmp_path: Path) -> None:
         SimpleNamespace(heads=count) for count in (8, 12, 8)
     ])  # fmt: skip
     assert of_blocks(apart, "heads") == [8, 12] and _common(of_blocks(apart, "heads")) == 4
+
+
+def test_every_unit_of_a_wrapped_model_has_a_name(tmp_path: Path) -> None:
+    """A run names the units that it watches; the one that joins the last norm and the head is no part of the module."""
+    config = config_of(write_tiny("granite", tmp_path), {})
+    (module,) = make_trainer(config).modules
+    names = [unit_name(module, unit) for unit in stage_of(module).units() or []]
+    assert names == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]

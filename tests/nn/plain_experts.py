@@ -58,14 +58,17 @@ def plain_choice(values: Sequence[float], r: Routing) -> list[int]:
     return sorted(allowed, key=lambda expert: (-values[expert], expert))[: r.top_k]
 
 
-def plain_mixture(x: Tensor, w: Weights, r: Routing, kind: str) -> tuple[Tensor, list[Routed]]:
+def plain_mixture(
+    x: Tensor, w: Weights, r: Routing, kind: str, sequences: int = 1
+) -> tuple[Tensor, list[Routed]]:
     """The mixture of normed tokens x [tokens, hidden], by the weights' names in `Experts`."""
     up, down, bias = w["up.weight"], w["down.weight"], w.get("router.bias", torch.zeros(r.count))
-    room = x.shape[0]
+    room = length = x.shape[0] // sequences
     if r.capacity is not None:
-        room = min(room, math.ceil(x.shape[0] * r.top_k / r.count * r.capacity))
+        room = min(room, math.ceil(length * r.top_k / r.count * r.capacity))
     rows, found, taken = [], [], [0] * r.count
-    for token in x:
+    for number, token in enumerate(x):
+        taken = [0] * r.count if number % length == 0 else taken  # each sequence has places of its own
         logits = torch.stack([w["router.weight"][expert] @ token for expert in range(r.count)])
         scores = logits.exp() / logits.exp().sum() if r.scores == "softmax" else 1.0 / (1.0 + (-logits).exp())
         routed = Routed(logits, scores, plain_choice((scores.detach() + bias).tolist(), r), [])

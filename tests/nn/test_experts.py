@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright.nn.experts as experts_module
 from meshwright.layout.rows import by_key
-from meshwright.nn.experts import RoutedInputs, Saved, sort_by_expert
+from meshwright.nn.experts import RoutedInputs, Saved, sort_by_expert, with_dropped
 from meshwright.nn.routing import Router
 from meshwright.nn.unit import recompute
 from meshwright.nn.weight_grad import sink_of
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     x, given = drawn(ROWS, HIDDEN), RoutedInputs(saved=Saved())
     limited(x, 1, given)
     chosen = given.saved.chosen
-    order = sort_by_expert(chosen, limited.routing)
+    order = sort_by_expert(with_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
     rows = [[row for row in range(ROWS) if expert in chosen[row].tolist()] for expert in range(8)]
     for expert in range(8):
         held = order.choices[expert * room : (expert + 1) * room]
@@ -302,6 +302,16 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
         lost[row] += share * plain_mlp(normed[row], w["experts.up.weight"][expert], w["experts.down.weight"][expert],
                                        "swiglu")  # fmt: skip
     assert error([(whole - part, lost)]) <= EXACT
+
+
+def test_each_sequence_has_places_of_its_own() -> None:
+    """What a token gets does not depend on the other sequences of its micro-batch."""
+    mixture, x = built(capacity=0.5), drawn(ROWS, HIDDEN)
+    half = ROWS // 2
+    both = torch.cat([mixture(x[:half], 1)[0], mixture(x[half:], 1)[0]])
+    assert mixture.experts.tally[-2] > 0
+    assert error([(mixture(x, 2)[0], both)]) <= EXACT
+    assert error([(mixture(x, 1)[0], both)]) > 1e-3
 
 
 def test_a_large_capacity_drops_nothing() -> None:
@@ -375,9 +385,9 @@ def test_recomputation_replays_the_choice() -> None:
         seen.append(real(router, logits) if not seen else real(router, logits).flip(1))
         return seen[-1]
 
-    def spy(chosen: Tensor, routing: Routing) -> Any:
+    def spy(chosen: Tensor, routing: Routing, room: int) -> Any:
         sorted_rows.append(chosen)
-        return sort_by_expert(chosen, routing)
+        return sort_by_expert(chosen, routing, room)
 
     def run(x: Tensor, again: bool) -> tuple[Tensor, ...]:
         y, losses = mixture(x, 2, RoutedInputs(MASK, saved, again))

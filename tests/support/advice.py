@@ -19,5 +19,7 @@ def advised(sentence: str) -> list[dict[str, Any]]:
     if (tried := re.match(r"try ([\w.]+)", text)) and (named := KEY.findall(head)):
         return [{named[0][0]: parse_yaml(tried[1], named[0][0])}]
     text = re.sub(r"=([a-z0-9.]+)((, [a-z0-9.]+)* or [a-z0-9.]+)(?=,? with |$)", r"=\1", text)
-    found = [dict(KEY.findall(part)) for part in re.split(r",? or ", text)]
+    # "layout.cp=model.seq" compares two keys, and sets none.
+    parts = [KEY.findall(part) for part in re.split(r",? or ", text)]
+    found = [{key: value for key, value in part if "." not in value or value[0].isdigit()} for part in parts]
     return [{key: parse_yaml(value, key) for key, value in keys.items()} for keys in found if keys]
