@@ -26,7 +26,7 @@ class Verdict:
     at_first: Mapping[str, float]
     # Wire bytes by axis, planned (None: they depend on the tokens) and recorded.
     comm: Mapping[str, tuple[int | None, int]]
-    documents: float | None = None  # how far one document moved another's logits, where documents are kept apart
+    documents: float | None = None  # by which part another first document changed the others' loss; None: not packed
 
     @property
     def differing(self) -> list[str]:
@@ -62,7 +62,10 @@ class Verdict:
             if planned is not None and planned != recorded:
                 found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
         if self.documents is not None and not self.documents <= self.tolerance:
-            found.append(f"another first document moves the logits of the next ones by {self.documents:.1e}")
+            found.append(
+                f"documents of a sample see each other: another first one changes the loss of the others by "
+                f"{self.documents:.1e} of it"
+            )
         return found
 
 
