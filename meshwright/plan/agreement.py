@@ -57,7 +57,7 @@ class Verdict:
             wrong = [step for step, (a, b) in enumerate(pairs, 1) if difference(a, b) > self.tolerance]
             if wrong:
                 one, layout = pairs[wrong[0] - 1]
-                found.append(f"the {what} of step {wrong[0]} is {layout:.6g}, and {one:.6g} on one process")
+                found.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
         for axis, (planned, recorded) in self.comm.items():
             if planned is not None and planned != recorded:
                 found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
