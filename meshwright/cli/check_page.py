@@ -46,7 +46,8 @@ def page(found: Mapping[str, Any]) -> str:
         planned, measured = size(memory["planned"]), size(memory["measured"])
         lines.append(f"  peak memory of a rank: planned {planned}, {memory['how']}: {measured}")
     if found["documents"] is not None:
-        lines.append(f"  another first document moves the logits of the next ones by {found['documents']:.1e}")
+        moved = f"{found['documents']:.1e} of it"
+        lines.append(f"  packed documents: another first one changes the loss of the others by {moved}")
     took = f"in {seconds(found['seconds'])}"
     if found["agree"]:
         many = f"all {len(found['gradients'])} gradients of {found['compared_steps']} steps"

@@ -35,7 +35,7 @@ def options() -> dict[str, list[str]]:
         module = importlib.import_module(f"meshwright.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
-        words = ["--json", *_words(parser)]
+        words = [*dict.fromkeys(["--json", *_words(parser)])]
         found[name] = words + (["layout=auto"] if name == "train" else []) + (KEYS if name in MIXED else [])
     return found
 

@@ -26,7 +26,7 @@ class Verdict:
     at_first: Mapping[str, float]
     # Wire bytes by axis, planned (None: they depend on the tokens) and recorded.
     comm: Mapping[str, tuple[int | None, int]]
-    documents: float | None = None  # how far one document moved another's logits, where documents are kept apart
+    documents: float | None = None  # by which part another first document changed the others' loss; None: not packed
 
     @property
     def differing(self) -> list[str]:
@@ -57,12 +57,15 @@ class Verdict:
             wrong = [step for step, (a, b) in enumerate(pairs, 1) if difference(a, b) > self.tolerance]
             if wrong:
                 one, layout = pairs[wrong[0] - 1]
-                found.append(f"the {what} of step {wrong[0]} is {layout:.6g}, and {one:.6g} on one process")
+                found.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
         for axis, (planned, recorded) in self.comm.items():
             if planned is not None and planned != recorded:
                 found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
         if self.documents is not None and not self.documents <= self.tolerance:
-            found.append(f"another first document moves the logits of the next ones by {self.documents:.1e}")
+            found.append(
+                f"documents of a sample see each other: another first one changes the loss of the others by "
+                f"{self.documents:.1e} of it"
+            )
         return found
 
 

@@ -17,21 +17,23 @@ import numpy as np
 
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.config.data import PACKED
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
 from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import record_of
 from meshwright.outside import read_json
 from meshwright.pipeline.output import Totals
+from meshwright.train.batches import MicroBatches
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.losses import Normalisation
-from meshwright.train.made_samples import samples_for
+from meshwright.train.made_samples import OtherFirst, samples_for
 from meshwright.train.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
 from meshwright.train.own_models import in_precision
 from meshwright.train.pretrain import DatasetsProvider, ModelProvider, agree, build_modules
 from meshwright.train.processes import enter, find_place, joined_place, leave
-from meshwright.train.step import ForwardStep, Trainer
+from meshwright.train.step import ForwardStep, Trainer, fields_of, mean_loss, validation_unit
 
 AFTER = "after"  # the folder of the parameters after the last compared step
 REFERENCE = "reference.json"
@@ -60,7 +62,7 @@ class Steps:
     samples: int = 0
     monitored: int = 0
     peak_bytes: int | None = None
-    documents: float | None = None  # how far one document moved the others
+    documents: float | None = None  # by which part another first document changed the loss of the others
 
     @staticmethod
     def read(path: Path) -> Steps:
@@ -164,6 +166,7 @@ def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> Non
             found.parameters = Stored(folder / AFTER).errors(parameters(trainer))
 
         _train(trainer, found, take, compared, after)
+        found.documents = documents_moved(trainer)
         found.write(folder / f"rank-{trainer.ctx.rank}.json")
 
 
@@ -182,6 +185,25 @@ def _train(
         found.norms.append(result.grad_norm)
     found.comm, found.samples, found.monitored = result.comm, result.global_batch, len(result.monitored)
     found.peak_bytes = device.peak_bytes()
+
+
+def documents_moved(trainer: Trainer) -> float | None:
+    """Returns by which part the loss of all documents but the first changes where the first has other tokens; None
+    where samples are not packed. Where documents are kept apart it does not change, on any layout and for any module:
+    the loss is a function of all logits of these documents."""
+    ctx, config = trainer.ctx, trainer.ctx.config
+    if not (config.data.reset_attention or config.objective in PACKED):
+        return None
+    paired = config.objective == "preference" and config.tune.loss != "kto"
+    losses = []
+    for changed in (False, True):
+        data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
+        batches = MicroBatches(ctx, data, fields_of(trainer.modules), trainer.train_batches.reader)
+        samples = 4 * validation_unit(ctx)
+        found = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)
+        losses.append(found.loss)
+    moved = abs(losses[1] - losses[0]) / abs(losses[0])
+    return moved if moved == moved else math.inf
 
 
 def _names(trainer: Trainer) -> Iterator[str]:

@@ -140,6 +140,24 @@ class Fields:
         return {name: value for name, value in self.dataset.sample(n).items() if name in self.names}
 
 
+class OtherFirst:
+    """The samples of a dataset whose first document (or pair of answers) counts nothing. With `changed`, it also has
+    other tokens, which nothing that counts may notice."""
+
+    FIRST = 16  # samples from here on have a first document of some length
+
+    def __init__(self, dataset: Any, vocab: int, documents: int, changed: bool) -> None:
+        self.dataset, self.vocab, self.documents, self.changed = dataset, vocab, documents, changed
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        found = dict(self.dataset.sample(n + self.FIRST))
+        first = found["segments"] < self.documents
+        found["loss_mask"] = np.where(first, 0, found["loss_mask"])
+        if self.changed:
+            found["tokens"] = np.where(first, (found["tokens"] + 1 + n) % self.vocab, found["tokens"])
+        return found
+
+
 def samples_for(config: Config) -> Any:
     """Returns random samples with the fields, masks and documents that the data of a config have."""
     m = config.model

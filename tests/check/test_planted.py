@@ -17,6 +17,7 @@ import torch
 import meshwright.cli.check as command
 import meshwright.train.checking as checking
 from meshwright.cli.main import main
+from meshwright.models.gpt import GPTStage
 from meshwright.train.step import Trainer
 from tests.parity.planted import Plant, mean_of_means
 from tests.parity.test_planted_bugs import BUGS
@@ -62,6 +63,13 @@ def _sum_over_cp_missing(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _documents_unmasked(trainer: Trainer) -> Iterator[None]:
+    """Attention sees all tokens of a sample that come before."""
+    with mock.patch.object(GPTStage, "_documents", lambda *given: None):
+        yield
+
+
 def _of(name: str) -> Plant:
     return BUGS[name].plant
 
@@ -87,7 +95,9 @@ PLANTED = {
     "stale-zero-shard": Planted(("zero.stage=1",), _of("zero1-update-not-gathered"), ".*"),
     "stale-zero-weights": Planted(("zero.stage=3",), _of("zero3-stale-prefetch"), ".*"),
 }  # fmt: skip
-QUICK = ("swapped-box", "expert-gradients-doubled")
+PACKED = ("data.reset_attention=true", "data.reset_positions=true", "data.eod=0")
+PLANTED["documents-unmasked"] = Planted(("zero.stage=1", *PACKED), _documents_unmasked, "embedding.weight")
+QUICK = ("swapped-box", "expert-gradients-doubled", "documents-unmasked")
 
 
 def planted_rank(rank: int, world: int, name: str, args: Any) -> None:
@@ -129,4 +139,5 @@ def test_a_planted_bug_is_found_and_its_parameter_named(
     said = capsys.readouterr().out
     found = re.search(r"the first is (\S+) \(off by \S+\), the worst (\S+) \(off by", said)
     assert found, said
+    assert ("documents of a sample see each other" in said) == (name == "documents-unmasked")
     assert re.fullmatch(planted.first, found[1]) and re.fullmatch(planted.worst, found[2]), found[0]

@@ -64,7 +64,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f"meshwright.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
     parser = argparse.ArgumentParser(exit_on_error=False)
     module.add_arguments(parser)
-    parser.add_argument("--json", action="store_true")
+    if not getattr(module, "OWN_JSON", False):
+        parser.add_argument("--json", action="store_true")
     return parser
 
 

@@ -1,0 +1,26 @@
+"""The page on correctness names tests that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from tests.docs.pages import ROOT
+
+
+def named_tests() -> list[str]:
+    text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    return re.findall(r"`(tests/[\w/]+\.py::[^`]+)`", text)
+
+
+def test_the_named_tests_exist() -> None:
+    named = named_tests()
+    assert len(named) >= 12
+    files = sorted({name.partition("::")[0] for name in named})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    found = set(done.stdout.split())
+    found |= {name.partition("[")[0] for name in found}
+    assert [name for name in named if name not in found] == [], done.stderr[-2000:]
