@@ -168,7 +168,8 @@ def _wrong() -> Iterator[Fault]:
         # Gloo itself aborts a rank that receives a message of another size: there only the time is looked at.
         yield Fault(f"disagree-{deed}", "tp4", Plant(2, "call", deed, layer=3), gloo_codes=(LOST, 1, -6))
     slow = r"rank 1 did not arrive[^;]*(outside any collective, in \S+:\d+|does not answer)"
-    yield Fault("sleep-data", "tp2", Plant(1, "data", "sleep"), says=slow)
+    # The ranks of tp get their samples from the first of them, so each rank here reads its own.
+    yield Fault("sleep-data", "dp4", Plant(1, "data", "sleep"), says=slow)
     # The others learn of it at once: nobody waits for a timeout.
     soon: dict[str, Any] = {"names": False, "timeout": 60.0, "limit": 20.0}
     for layout in ("tp2", "pp4"):
