@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy meshwright benchmarks examples
-	$(BIN)/mypy tests
+	$(BIN)/mypy --implicit-reexport --cache-dir .mypy_cache/tests tests
 
 test: setup
 	$(PYTEST) -m 'not wide' $(PARALLEL)

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.plan.cluster import FOLDER, Cluster
 from meshwright.plan.cost import predict_cost
@@ -26,6 +27,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import mixtures  # noqa: E402
 import published  # noqa: E402
 from common import BenchParser, finish  # noqa: E402
 
@@ -104,7 +106,7 @@ def applied(case: published.Case, values: Values) -> tuple[Job, Cluster]:
     """Returns the case's job and cluster with these values in place of their own."""
     cluster, stack = case.cluster, case.job.stack
     for_cluster = {c.field: v for c, v in values.items() if c.kind == "cluster" and cluster.name in c.names}
-    for_stack = {c.field: v for c, v in values.items() if c.kind == "stack" and stack.name in c.names}
+    for_stack: dict[str, Any] = {c.field: v for c, v in values.items() if c.kind == "stack" and stack.name in c.names}
     if stack.name == "fsdp-compiled" and stack.hide_tp:
         overlap = next((v for c, v in values.items() if c.field == "hide_tp"), stack.hide_tp)
         for_stack["hide_tp"] = overlap
@@ -194,7 +196,7 @@ def main() -> None:
     args = parser.parse(csv=Path(__file__).parent / "published_mixtures.csv", rounds=1)
     cases = []
     for row in published.read_rows(args.csv):
-        if published.is_mixture(row):  # what they do beside the planner's formulas would spoil the constants
+        if mixtures.is_mixture(row):  # what they do beside the planner's formulas would spoil the constants
             continue
         try:
             case = published.case_of(row)

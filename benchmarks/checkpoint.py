@@ -30,6 +30,7 @@ from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
+from meshwright.sharding.remainders import tensors_of
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -78,10 +79,13 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = make_trainer(args.hidden)
     trainer.step()
-    shares = [(f"{state.name}/{i}/{j}", share) for i, state in enumerate(trainer.states())
-              for j, share in enumerate(state.tensors)]  # fmt: skip
-    tensors = dict(shares)
-    size = sum(share.nbytes for share in tensors.values())
+    tensors = {
+        f"{state.name}/{i}/{j}/{part}": tensor
+        for i, state in enumerate(trainer.states())
+        for j, share in enumerate(state.tensors)
+        for part, tensor in enumerate(tensors_of(share))
+    }
+    size: int = sum(share.nbytes for share in tensors.values())
     rows: dict[str, list[float]] = {k: [] for k in ("sync", "stall", "beside", "alone", "dcp", "load", "dcp_load")}
     with tempfile.TemporaryDirectory(dir=".") as name:
         root = Path(name)

@@ -38,6 +38,7 @@ MIXTURE = ["count=8", "top_k=3", "shared=1", "ffn=96", "scale=3", "aux_loss=0.1"
 
 TINY = [
     "model.layers=1", "model.hidden=32", "model.heads=2", "model.seq=32", "train.global_batch=4", "train.micro_batch=4",
+    "lr.warmup=2",
 ]  # fmt: skip
 
 Lines = list[dict[str, Any]]

@@ -62,7 +62,7 @@ class Launches:
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: list[float] = []
         self._real = trainer.launch
-        trainer.launch = self._timed  # type: ignore[method-assign]
+        trainer.launch = self._timed  # type: ignore[method-assign, assignment]
 
     def _timed(self, *given: Any) -> Launched:
         begin = time.perf_counter()

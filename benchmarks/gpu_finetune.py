@@ -113,7 +113,7 @@ def hf(kind: str, model: str, settings: dict[str, str], device: Device, steps: i
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach()  # type: ignore[no-any-return]
 
     losses = [step(number) for number in range(WARM)]
     device.synchronize()
@@ -139,7 +139,7 @@ def hf_model(kind: str, name: str, recompute: bool, liger: bool, device: Device)
 
         apply_liger_kernel_to_llama()
     m = BENCH_MODELS[name]
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         hidden_size=m["hidden"], num_hidden_layers=m["layers"], num_attention_heads=m["heads"],
         num_key_value_heads=m["kv_heads"], intermediate_size=m["ffn"], vocab_size=m["vocab"],
         max_position_embeddings=m["seq"], attn_implementation="sdpa", use_cache=False,

@@ -14,6 +14,7 @@ from common import BenchParser, finish, gpu_or_leave
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device
+from meshwright.sharding.remainders import tensors_of
 from meshwright.train.context import build_context
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.pretrain import build_modules
@@ -60,7 +61,8 @@ def main() -> None:
     modules = build_modules(ctx, model_provider, draw_on_device)
     trainer = Trainer(ctx, modules, forward_step, RandomTokens(config.model.vocab, config.model.seq))
     weights = sum(b.size for b in trainer.data_parallel.buffers)
-    moved = sum(share.nbytes for state in trainer.states() for share in state.tensors)
+    shares = (part for state in trainer.states() for share in state.tensors for part in tensors_of(share))
+    moved: int = sum(part.nbytes for part in shares)
     print(
         f"{weights / 1e9:.2f}B parameters: {weights * 18 / 2**30:.0f} GiB of weights, gradients and states, "
         f"{moved / 2**30:.0f} of them in host memory; set up in {time.perf_counter() - begin:.0f} s", flush=True,

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--techniques", nargs="+", choices=list(TECHNIQUES), default=list(TECHNIQUES))
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the training losses")
-    args = parser.parse(prefix=None, seeds=[1], steps=6, techniques=["plain", "int8"], results=Path(os.devnull))
+    args = parser.parse(prefix=None, seeds=[1], steps=32, techniques=["plain", "int8"], results=Path(os.devnull))
     with tokens(args) as prefix:
         runs = all_runs(prefix, args)
     print(table(runs))

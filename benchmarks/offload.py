@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--buffer-mib", type=float, default=8.0)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to use (default: a temporary folder)")
     parser.add_argument("--child", choices=["none", "disk"], help=argparse.SUPPRESS)
-    args = parser.parse(hidden=64, steps=1, limit_gib=1.0)
+    args = parser.parse(hidden=96, steps=1, limit_gib=1.0)
     if args.child:
         print(json.dumps(train(args)))
         return

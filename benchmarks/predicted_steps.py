@@ -20,10 +20,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
 import torch.multiprocessing as mp
 from common import BenchParser, finish
 
@@ -57,7 +59,7 @@ SHAPES = (
     (2, 768, 12, 128, 8192, 2, 1, "gpt"),
     (6, 768, 12, 64, 2048, 4, 2, "gpt"),
 )
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"tied_embeddings": False},
     "llama": {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False},
 }
@@ -107,8 +109,9 @@ class Calm:
     def others(self, begin: tuple[float, float, float]) -> float:
         """Returns how many cores other programs kept busy since `begin`, the same number on both ranks."""
         world, device = self.mesh.world, self.device.torch
-        own = world.agreed(time.process_time() - begin[1], device, "sum")
-        share = (busy_seconds() - begin[0] - own) / (time.perf_counter() - begin[2])
+        own = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64, device=device)
+        world.all_reduce(own)
+        share = (busy_seconds() - begin[0] - float(own)) / (time.perf_counter() - begin[2])
         return world.agreed(share, device)
 
     def __call__(self, work: Callable[[], Any]) -> Any:
@@ -123,6 +126,10 @@ class Calm:
             if not self.wanted or self.others(begin) < QUIET:
                 return result
             self.disturbed += 1
+
+
+def steps_of(trainer: Trainer, count: int) -> list[Any]:
+    return [trainer.step() for _ in range(count)]
 
 
 def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
@@ -145,7 +152,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
             profiles.append({key: found[key] for key in ("links", "rates", "cluster")})
             for name, config in jobs.items():
                 # Before the first that counts, one that brings caches and allocator to this shape.
-                results = calm(lambda t=trainers[name]: [t.step() for _ in range(1 + args.steps)])[1:]
+                results = calm(partial(steps_of, trainers[name], 1 + args.steps))[1:]
                 seen[name]["measured"] += [result.step_time_s for result in results]
                 seen[name]["phases"] += [result.phases for result in results]
                 seen[name]["predicted"].append(predicted(config, found["cluster"]))

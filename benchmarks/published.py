@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from meshwright.config.data import DataConfig
 from meshwright.config.sections import (
     Config,
-    DataConfig,
     LayoutConfig,
     ModelConfig,
     PipelineConfig,
