@@ -171,8 +171,10 @@ class Watchdog:
                 return
         self._broken, self._overdue = broken, held
         self._wake.set()
-        if self._store is not None and time.monotonic() - self._heard < 3 * self.interval + 1.0:
-            # The listener ends the process, unless the store keeps it waiting.
+        recent = time.monotonic() - self._heard < 3 * self.interval + 1.0
+        if self._store is not None and (recent or self._alarmed.is_set()):
+            # The listener ends the process, unless the store keeps it waiting. One that answers an alarm waits for the
+            # message, which takes longer than the store usually does.
             self._stopping.wait(2 * self.grace + 2.0)
         if self._stopping.is_set():
             return
@@ -313,6 +315,16 @@ class Watchdog:
             time.sleep(0.02)
             gone = store.add(count, 0)
 
+    def _wait_for_answered(self, store: Store) -> None:
+        """Keeps the store, on the rank that does, until every rank that answered the alarm has read the message: on a
+        busy machine that takes longer than to hear the alarm, and they would take this rank for the dead one."""
+        deadline = time.monotonic() + 2 * self.grace
+        while self.rank == self.keeper and time.monotonic() < deadline:
+            answered = sum(store.check([f"state/{rank}"]) for rank in range(self.world))
+            if store.add("ended", 0) >= answered:
+                return
+            time.sleep(0.05)
+
     # The end.
 
     def _speak_alone(self, call: RecordedCall) -> None:
@@ -352,6 +364,7 @@ class Watchdog:
                     store.set("told", message if lost else HANG_TOLD)
                 # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
                 self._leave(store, "ended", self.interval + 0.5)
+                self._wait_for_answered(store)
         act_before_end()
         os._exit(EXIT_CODE)
 
