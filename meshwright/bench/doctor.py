@@ -75,7 +75,7 @@ def _look_at_network(facts: Facts, backend: str) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         # Nothing is sent: connecting only has the system choose the way.
         asked.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
-        facts.interface = interface_of(asked.getsockname()[0])
+        facts.interface = interface_of(asked.getsockname()[0]) or ""
 
 
 def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], first_on_machine: bool) -> None:

@@ -91,7 +91,7 @@ def unit_name(module: nn.Module, unit: nn.Module) -> str:
     records = [(name, record) for name, value in unit.named_parameters() if (record := record_of(value)) is not None]
     for name, record in records:
         if record.name.endswith(f".{name}"):
-            return record.name.removesuffix(f".{name}")
+            return str(record.name).removesuffix(f".{name}")
     for name, part in module.named_modules():
         if part is unit:
             return name
