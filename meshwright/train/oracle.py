@@ -74,11 +74,11 @@ def gather_global(pairs: Pairs) -> Whole:
     for record, local in pairs:
         target = whole.setdefault(record.name, np.zeros(record.shape))
         for box in record.boxes:
-            target[_at(box.start, box.shape)] = local[_at(box.local_start, box.shape)].numpy()
+            target[box_slices(box.start, box.shape)] = local[box_slices(box.local_start, box.shape)].numpy()
     return whole
 
 
-def _at(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def box_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
@@ -94,9 +94,9 @@ def error_of(record: ParamRecord, local: torch.Tensor, reference: np.ndarray[Any
     peak = float(np.abs(reference).max()) if reference.size else 0.0
     scale = max(peak, LEAST * largest) or 1.0
     for box in record.boxes:
-        a = local[_at(box.local_start, box.shape)].numpy()
+        a = local[box_slices(box.local_start, box.shape)].numpy()
         if a.size:
-            error = float(np.abs(a - reference[_at(box.start, box.shape)]).max()) / scale
+            error = float(np.abs(a - reference[box_slices(box.start, box.shape)]).max()) / scale
             result = max(result, error if error == error else np.inf)
     return result
 

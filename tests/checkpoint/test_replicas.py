@@ -12,11 +12,12 @@ import pytest
 from meshwright.checkpoint.load import Reader
 from meshwright.sharding.buffers import REPLICA_STATE
 from meshwright.sharding.remainders import plain
+from meshwright.train.oracle import whole_locals
 from meshwright.train.step import Trainer
 from tests.optim.replica_runs import Sections, Whole, replicas
 from tests.sharding.sums import placed
 from tests.sharding.test_compressed_checkpoints import saved
-from tests.support.oracle import _whole, load_into, make_trainer, small_config
+from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
 ADAM = {"name": "adamw", "lr": 1e-2}
@@ -74,7 +75,7 @@ def model_of(trainer: Trainer, name: str) -> Whole:
     """This rank's part of one kind of state: rows of zeros elsewhere; of replicas their own."""
     into: Whole = {}
     for state in (state for state in trainer.states() if state.name == name):
-        placed([(slot.record, value) for slot, value in _whole(trainer, state.buffer, list(state.tensors))], into)
+        placed([(slot.record, value) for slot, value in whole_locals(trainer, state.buffer, list(state.tensors))], into)
     return into
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from meshwright.layout.params import ParamRecord
 from meshwright.plan.communication import Line, Traffic
 from meshwright.train.gpt import forward_step, model_provider
+from meshwright.train.oracle import box_slices, whole_locals
 from meshwright.train.pretrain import build_modules
 from meshwright.train.step import Trainer
-from tests.support.oracle import Made, Pairs, _at, _whole, make_trainer, small_config
+from tests.support.oracle import Made, Pairs, make_trainer, small_config
 
 
 def trainer_of(rank: int, world: int, sections: dict[str, Any], reducer: Any) -> Trainer:
@@ -30,7 +31,7 @@ def reduced(trainer: Trainer, steps: int) -> list[Pairs]:
         trainer.gradients()
         found.append([
             (slot.record, grad.clone()) for buffer in trainer.data_parallel.buffers
-            for slot, grad in _whole(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets])
+            for slot, grad in whole_locals(trainer, buffer, [bucket.own_grads for bucket in buffer.buckets])
         ])  # fmt: skip
         trainer.consumed += trainer.ctx.config.train.global_batch
         trainer.step_number += 1
@@ -63,7 +64,7 @@ def added(pairs: Iterable[tuple[ParamRecord, Tensor]]) -> dict[str, np.ndarray]:
     for record, local in pairs:
         target = whole.setdefault(record.name, np.zeros(record.shape))
         for box in record.boxes:
-            target[_at(box.start, box.shape)] += local[_at(box.local_start, box.shape)].numpy()
+            target[box_slices(box.start, box.shape)] += local[box_slices(box.local_start, box.shape)].numpy()
     return whole
 
 
@@ -71,4 +72,4 @@ def placed(pairs: Pairs, into: dict[str, np.ndarray]) -> None:
     for record, local in pairs:
         target = into.setdefault(record.name, np.full(record.shape, np.nan))
         for box in record.boxes:
-            target[_at(box.start, box.shape)] = local[_at(box.local_start, box.shape)].numpy()
+            target[box_slices(box.start, box.shape)] = local[box_slices(box.local_start, box.shape)].numpy()
