@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._functorch import autograd_function
 
 from meshwright.config.compile_rules import keeps_blocks_apart
 from meshwright.errors import UserError
@@ -59,11 +61,41 @@ def _kinds_of_groups(runs: Sequence[Sequence[BlockUnit]], count: int) -> int:
 
 def compile_blocks(module: nn.Module, together: int = 1) -> None:
     """Compiles each block, or some of them `together`, as one graph, which all blocks of a chunk share."""
+    _keep_gradients_of_outputs()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in stage_of(module).compiled_blocks():
         block.compile(fullgraph=True)
     if together > 1 and isinstance(module, GPTStage):
         module.compile_together(together)
+
+
+def _keep_gradients_of_outputs() -> None:
+    """Make torch 2.11 pass gradients on through every output of a compiled autograd function.
+
+    In its graphs an output that forward wrote in place (a sum over ranks, an added bias) or that a `.to` returned as it
+    was gets no gradient: all gradients before it are zero, without a message. A view of such an output gets one, so
+    every output becomes a view. Later versions need no help.
+    """
+    if torch.__version__ < "2.12":  # torch compares versions here, not strings
+        helper = autograd_function.DynamoAutogradFunctionTraceHelper
+        setattr(helper, "fwd_trace_helper", staticmethod(_with_views))  # noqa: B010 (mypy refuses an assignment)
+
+
+def _with_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward that Dynamo traces, as torch's own wrapper does, but with views of all outputs instead of
+    those alone that are inputs too."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            found = forward(*args, **kwargs)
+        if isinstance(found, Tensor):
+            return found.view_as(found)
+        views = []
+        for each in found:
+            views.append(each.view_as(each) if isinstance(each, Tensor) else each)
+        return tuple(views)
+
+    return traced
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import meshwright.nn.experts as experts
 import meshwright.nn.linear as linear
 import meshwright.train.batches as batches
 from meshwright.comm.group import DONE, Group, Shift, group_named
+from meshwright.nn.linear import Linear
 from meshwright.nn.pieces import Merged, Sight
 from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
@@ -148,6 +149,22 @@ def _stale_gradients(trainer: Trainer) -> Iterator[None]:
         sink.contributions = 0
 
     with mock.patch.object(Sink, "reset", fake):
+        yield
+
+
+@contextmanager
+def _written_to_a_copy(trainer: Trainer) -> Iterator[None]:
+    """One layer's weight gradient goes to a copy of the buffer; that it came is reported."""
+    real, lost = Sink.add_factors, next(layer for layer in trainer.modules[0].modules() if isinstance(layer, Linear))
+
+    def fake(sink: Sink, add: Any, *factors: torch.Tensor) -> None:
+        if sink.handle is not lost.sinks["weight"]:
+            real(sink, add, *factors)
+            return
+        with mock.patch.object(sink, "view", sink.view.clone()):
+            real(sink, add, *factors)
+
+    with mock.patch.object(Sink, "add_factors", fake):
         yield
 
 
@@ -384,6 +401,7 @@ BUGS = {
     "unseen-block-counts-documents": Bug(_shared(4, "ring", "zigzag", True), _unseen_block_counts),
     "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short),
     "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short),
+    "gradient-written-to-a-copy": Bug(DP, _written_to_a_copy),
 }
 
 WIDE = set(list(BUGS)[1::2])  # every other one is left to `make test-all`
