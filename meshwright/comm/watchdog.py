@@ -88,6 +88,7 @@ class Watchdog:
         self._heard = time.monotonic()  # when the store last answered
         self._error: BaseException | None = None
         self._store_gone = False
+        self._answered = False  # an alarm, in the store
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -143,7 +144,7 @@ class Watchdog:
         self._broken, self._overdue = broken, held
         self._wake.set()
         recent = time.monotonic() - self._heard < 3 * self.interval + 1.0
-        if self._store is not None and (recent or self._alarmed.is_set()):
+        if self._store is not None and (recent or self._answered):
             # The listener ends the process, unless the store keeps it waiting. One that answers an alarm waits for the
             # message, which takes longer than the store usually does.
             self._stopping.wait(2 * self.grace + 2.0)
@@ -227,6 +228,7 @@ class Watchdog:
         self._alarmed.set()
         try:
             self._publish(store)
+            self._answered = True
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
             told = store.get("told").decode()
             if told != HANG_TOLD:
