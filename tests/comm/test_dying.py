@@ -67,7 +67,8 @@ def lose(rank_is_lost: bool, axis: str, op: str, before: int, dies: bool) -> Non
 def train(mesh: Mesh, case: Case, dies: bool) -> None:
     sections, *where = case
     trainer = make_trainer(small_config(**sections), mesh.rank, mesh.layout.world)
-    with Watchdog(trainer.ctx.mesh, TIMEOUT, open_store(), keeper=store_keeper()):
+    # A death is noticed without any limit; a short one would only be reached on a busy machine.
+    with Watchdog(trainer.ctx.mesh, 20.0 if dies else TIMEOUT, open_store(), keeper=store_keeper()):
         trainer.step()
         lose(mesh.rank == VICTIM, *where, dies)
         trainer.step()
