@@ -107,6 +107,7 @@ class Watchdog:
         self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
         self._error: BaseException | None = None
         self._store_gone = False
+        self._answered = False  # an alarm, in the store
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -172,7 +173,7 @@ class Watchdog:
         self._broken, self._overdue = broken, held
         self._wake.set()
         recent = time.monotonic() - self._heard < 3 * self.interval + 1.0
-        if self._store is not None and (recent or self._alarmed.is_set()):
+        if self._store is not None and (recent or self._answered):
             # The listener ends the process, unless the store keeps it waiting. One that answers an alarm waits for the
             # message, which takes longer than the store usually does.
             self._stopping.wait(2 * self.grace + 2.0)
@@ -289,6 +290,7 @@ class Watchdog:
             call = json.loads(store.get("alarm"))
             self._asked = None if call is None else (call[0], call[1])
             self._publish(store)
+            self._answered = True
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
             told = store.get("told").decode()
             if told != HANG_TOLD:

@@ -69,7 +69,8 @@ def train(mesh: Mesh, case: Case, dies: bool) -> None:
     sections, *where = case
     trainer = make_trainer(small_config(**sections), mesh.rank, mesh.layout.world)
     trainer.step()  # before the watch begins: it makes what later steps reuse, which takes a busy machine long
-    with Watchdog(trainer.ctx.mesh, TIMEOUT, open_store(), keeper=store_keeper()):
+    # A death is noticed without any limit; a short one would only be reached on a busy machine.
+    with Watchdog(trainer.ctx.mesh, 60.0 if dies else TIMEOUT, open_store(), keeper=store_keeper()):
         lose(mesh.rank == VICTIM, *where, dies)
         trainer.step()
 
