@@ -59,8 +59,10 @@ class Mesh:
         self.layout, self.rank = layout, rank
         self.ledger, self.flight = Ledger(), FlightRecord()
         self._limit = call_limit(timeout) if timeout else None
-        self._given = {layout.without_ones(name): group for name, group in (made_elsewhere or {}).items()}
-        if unused := self._given.keys() - set(layout.step_groups()):
+        given = made_elsewhere or {}
+        # The group of the pipeline's gradients has the ranks of `pp` and no axis of its own.
+        self._given = {name if name == PP_BACK else layout.without_ones(name): group for name, group in given.items()}
+        if unused := self._given.keys() - {*layout.step_groups(), PP_BACK}:
             known = ", ".join(layout.step_groups())
             raise UserError(f"process group '{min(unused)}' is not used by this layout: name one of {known}")
         self.groups: dict[str, Group] = {}
@@ -108,7 +110,8 @@ class Mesh:
         """Makes the group of the pipeline's gradients. Its calls are counted under `pp`, as activations are."""
         if self.pp.alone:
             return self.pp
-        back = self._group(PP, self.pp.ranks, self._new(PP_BACK, self.pp.ranks))
+        process_group = self._given.get(PP_BACK) or self._new(PP_BACK, self.pp.ranks)
+        back = self._group(PP, self.pp.ranks, process_group)
         back.label = f"{PP_BACK}:{back.ranks[0]}"  # the two are two sequences of calls to the flight record
         self.groups[PP_BACK] = back
         return back
