@@ -171,6 +171,7 @@ class Attempt:
                 waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
                 ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
                 assert ready, "the ranks make no progress"
+                pipe: Any
                 for pipe in ready:
                     try:
                         kind, value = pipe.recv()

@@ -195,7 +195,7 @@ def test_a_rank_s_part_of_experts_is_read_straight_from_the_folder(
         for record in describe(config.model).records(at).values():
             locals_ = [torch.zeros(record.local_shape) for _ in range(2)]
             for source, local in zip((folder, reader), locals_, strict=True):
-                source.fill(f"param/{record.name}", record, local)
+                source.fill(f"param/{record.name}", record, local)  # type: ignore[attr-defined]
             assert torch.equal(*locals_) and locals_[0].any(), record.name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from meshwright.config.load import load_config
 from meshwright.errors import UserError
 from meshwright.train.processes import Place, find_place, first_host, rendezvous
 from tests.support.oracle import small_config
+from tests.support.ports import reserved_port
 from tests.support.waiting import HANG_S
 
 CONFIG = """
@@ -92,9 +92,7 @@ def test_a_run_and_what_it_leaves(folder: Path) -> None:
 
 @pytest.mark.wide
 def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     nodes = []
     for node in (0, 1):
         command = [
@@ -103,9 +101,9 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
             "-m", "meshwright", "train", "config.yaml", "run.dir=two", "train.steps=3",
         ]  # fmt: skip
         nodes.append(subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True))
-    for number, node in enumerate(nodes):
-        _, said = node.communicate(timeout=HANG_S)
-        assert node.returncode == 0, said
+    for number, agent in enumerate(nodes):
+        _, said = agent.communicate(timeout=HANG_S)
+        assert agent.returncode == 0, said
         told = [words in said for words in ("starts two with 4 ranks", "step 1/3", "finished 3 steps")]
         assert told == [number == 0] * 3, said  # the first node speaks
     one = train(folder, "run.dir=one", "train.steps=3", "layout.tp=1", "layout.pp=1", "--nproc", "1")

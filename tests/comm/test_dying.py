@@ -71,7 +71,7 @@ def train(mesh: Mesh, case: Case, dies: bool) -> None:
     trainer.step()  # before the watch begins: it makes what later steps reuse, which takes a busy machine long
     # A death is noticed without any limit; a short one would only be reached on a busy machine.
     with Watchdog(trainer.ctx.mesh, 60.0 if dies else TIMEOUT, open_store(), keeper=store_keeper()):
-        lose(mesh.rank == VICTIM, *where, dies)
+        lose(mesh.rank == VICTIM, *where, dies)  # type: ignore[call-arg]
         trainer.step()
 
 

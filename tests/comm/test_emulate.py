@@ -65,7 +65,8 @@ def test_bytes_take_their_time() -> None:
 
 def test_bytes_take_no_longer_than_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By a clock that stands still: when each call is due, from the moment at which its link is free."""
-    clock = SimpleNamespace(now=1e6, monotonic=lambda: clock.now)
+    clock = SimpleNamespace(now=1e6)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(emulate, "time", clock)
     file = os.open(tmp_path / "adapters", os.O_CREAT | os.O_RDWR)
     links = EmulatedLinks(SLOW, 0, 2, Adapters(file))

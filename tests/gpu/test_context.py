@@ -62,7 +62,7 @@ def test_blocks_are_attention(
     owner = torch.from_numpy(np.take_along_axis(numbers, rows, 1)).cuda()
     seen = (at[:, None, None, :] <= at[:, None, :, None]) & (owner[:, None, None, :] == owner[:, None, :, None])
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact = plain(*leaves, seen)
+    exact = plain(*leaves, seen)  # type: ignore[call-arg]
     exact.backward(grad.double())
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     size = SEQ // RANKS
@@ -108,7 +108,7 @@ def test_documents_in_one_sequence_are_attention(
     seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=CUDA).tril() & (
         owner[:, None, :, None] == owner[:, None, None]
     )
-    out, expected = function(*leaves, Documents.of(numbers, CUDA)), plain(*exact, seen)
+    out, expected = function(*leaves, Documents.of(numbers, CUDA)), plain(*exact, seen)  # type: ignore[call-arg]
     out.backward(grad)
     expected.backward(grad.double())
     bound = 8e-3 if dtype == torch.bfloat16 else 1e-5
@@ -127,10 +127,10 @@ def test_samples_of_one_document_each_are_attention(compiled: bool, causal: bool
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=CUDA)
     documents = Documents.of(np.zeros((BATCH, SEQ), np.int64), CUDA, causal)
-    expected = plain(*exact, seen.tril() if causal else seen)
+    expected = plain(*exact, seen.tril() if causal else seen)  # type: ignore[call-arg]
     expected.backward(grad.double())
     for lying in (grad, grad.contiguous(), grad.transpose(0, 1).contiguous().transpose(0, 1)):
-        out = function(*leaves, documents)
+        out = function(*leaves, documents)  # type: ignore[call-arg]
         close(out, expected, 8e-3, "result")
         for mine, other in zip(torch.autograd.grad(out, leaves, lying), exact, strict=True):
             close(mine, other.grad, 8e-3, "gradient")

@@ -47,7 +47,7 @@ def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
         for queries in map(table.held, range(ranks)):
             for keys in [*map(table.held, range(ranks)), every]:
                 documents = [None if numbers is None else numbers[x] for x in (queries, keys)]
-                found, total = pieces(queries, keys, *documents, window), total + 1
+                found, total = pieces(queries, keys, *documents, window), total + 1  # type: ignore[call-arg]
                 if found is None:
                     unsaid += 1
                     continue

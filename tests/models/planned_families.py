@@ -188,7 +188,7 @@ def alone(folder: str) -> Alone:
     kind = type(skeleton(config, torch.float64))
     with Wide():
         torch.manual_seed(5)
-        theirs = in_double(kind._from_config(config, dtype=torch.float64))
+        theirs = in_double(kind._from_config(config, dtype=torch.float64))  # type: ignore[attr-defined]
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -90,9 +90,9 @@ def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, mo
     """Results, log-sums and all gradients; queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
     monkeypatch.setattr("meshwright.layout.pieces.FEW", 8 if runs else 0)
-    q, k, v, grad, at, to = made(*case[:-1], runs)
+    q, k, v, grad, at, to = made(*case[:-1], runs)  # type: ignore[call-arg]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected, sums = naive(*leaves, at, to, window)
+    expected, sums = naive(*leaves, at, to, window)  # type: ignore[call-arg]
     expected.backward(grad)
     sight = Sight(at, to, CPU, window)
     assert (sight.pieces is not None) == runs
@@ -197,7 +197,8 @@ def test_documents_in_one_sequence_are_attention(compiled: bool, window: int) ->
         segments = torch.randint(0, documents, (2, 24), generator=random).sort(1)[0].numpy()
         rows = Rows(np.arange(24)[None].repeat(2, 0), segments)
         leaves, plain = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
-        out, expected = function(*leaves, Documents.of(segments, CPU), window), naive(*plain, rows, rows, window)[0]
+        out = function(*leaves, Documents.of(segments, CPU), window)  # type: ignore[call-arg]
+        expected = naive(*plain, rows, rows, window)[0]  # type: ignore[call-arg]
         out.backward(grad)
         expected.backward(grad)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)

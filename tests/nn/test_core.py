@@ -47,7 +47,8 @@ def test_wider_heads_are_alibi(dtype: torch.dtype, close: float, segments: Tenso
     parallel = Parallel(Mesh(Layout(world=1), 0).tp, False, dtype, CPU, Streams(1, 0, 0, CPU))
     tables = Alibi(model, parallel)(torch.arange(first, first + 24)[None], 24)
     documents = None if segments is None else Documents.of(segments.numpy(), CPU)
-    found = attention_core(*(x.transpose(1, 2) for x in widen(q, k, v, tables)), documents, True, 0.0)
+    heads = (x.transpose(1, 2) for x in widen(q, k, v, tables))
+    found = attention_core(*heads, documents, True, 0.0)  # type: ignore[call-arg]
     assert not found[..., 8:].any()
     at = torch.arange(24)
     bias = torch.tensor(alibi_slopes(6), dtype=torch.float64)[:, None, None] * (at[None] - at[:, None])
@@ -80,8 +81,8 @@ def test_dropout_in_tiles(causal: bool, segments: Tensor | None, monkeypatch: py
         mask = mask | mask.mT if segments is not None else torch.ones_like(mask)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     others = [x.clone().requires_grad_() for x in (q, k, v)]
-    tiles = core._with_dropout(*leaves, documents, causal, 0.0)
-    said = F.scaled_dot_product_attention(*others, mask, enable_gqa=True)
+    tiles = core._with_dropout(*leaves, documents, causal, 0.0)  # type: ignore[call-arg]
+    said = F.scaled_dot_product_attention(*others, mask, enable_gqa=True)  # type: ignore[call-arg]
     torch.testing.assert_close(tiles, said)
     weights = torch.randn(tiles.shape, dtype=tiles.dtype)
     for result in (tiles, said):
@@ -111,7 +112,8 @@ def test_no_step_makes_a_tensor_of_all_scores(name: str, documents: bool, monkey
 
 
 def test_it_compiles_for_lengths_that_change() -> None:
-    compiled = torch.compile(lambda *qkv: attention_core(*qkv, None, True, 0.0), fullgraph=True, backend="aot_eager")
+    core_of: Any = lambda *qkv: attention_core(*qkv, None, True, 0.0)  # type: ignore[call-arg]  # noqa: E731
+    compiled = torch.compile(core_of, fullgraph=True, backend="aot_eager")
     for seq in (16, 24, 40):
         q, k, v = (x.transpose(1, 2) for x in drawn(seq=seq))
         torch.testing.assert_close(compiled(q, k, v), attention_core(q, k, v, None, True, 0.0))

@@ -16,7 +16,8 @@ from meshwright.optim.scaling import gradient_scaling
 def test_floats_and_tensors(count: float, squares: float, clip: float) -> None:
     weight = 0.25
     host = gradient_scaling(count, squares, weight, clip)
-    device = gradient_scaling(*(torch.tensor(x, dtype=torch.float64) for x in (count, squares)), weight, clip)
+    sums = (torch.tensor(x, dtype=torch.float64) for x in (count, squares))
+    device = gradient_scaling(*sums, weight, clip)  # type: ignore[call-arg]
     for a, b in zip(host, device, strict=True):
         assert float(a) == pytest.approx(float(b), rel=1e-15, nan_ok=True)
     learns = count > 0 or squares != 0

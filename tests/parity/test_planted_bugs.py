@@ -268,7 +268,7 @@ def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
         if not given.again:
             return real(self, *args)
         with mock.patch.object(Router, "choose", other):
-            return real(self, *inputs, replace(given, saved=experts.Saved(), again=False))
+            return real(self, *inputs, replace(given, saved=experts.Saved(), again=False))  # type: ignore[call-arg]
 
     with mock.patch.object(experts.Experts, "forward", fake):
         yield

@@ -38,8 +38,8 @@ def test_every_element_is_brought_once_and_taken_back(dtype: torch.dtype, most: 
                 values += kind + 1
             seen += piece.high - piece.low
         assert seen == sum(SIZES)
-    for number, kind in enumerate(kinds):
-        assert all((share == 3 * (number + 1)).all() for share in kind.shares)
+    for number, store in enumerate(kinds):
+        assert all((share == 3 * (number + 1)).all() for share in store.shares)
     assert list(tmp_path.iterdir()) == [], "files have no name, so nothing is left behind"
 
 

@@ -78,11 +78,12 @@ def _collect(pipes: list[Any], children: list[Any], folder: str, deadline: float
     results: dict[int, Any] = {}
     end = time.monotonic() + deadline
     while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             late = f"no result within {deadline:.0f} s from ranks {sorted(waiting.values())}"
             raise RankFailed(f"{late}:\n{_stacks(children, folder)}")
+        pipe: Any
         for pipe in ready:
             rank = waiting[pipe]
             try:

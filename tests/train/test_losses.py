@@ -116,7 +116,8 @@ def measure(rank: int, world: int, layouts: list[dict[str, Any]], reference: Fou
 
 
 def check_layouts(world: int, layouts: list[dict[str, Any]]) -> None:
-    gradients, *reference = one_process()
+    alone: Any = one_process()
+    gradients, *reference = alone
     for rank in run_ranks(world, measure, layouts, (gradients, *reference), False):
         for layout, (error, numbers, values, line) in zip(layouts, rank, strict=True):
             assert error[0] <= EXACT, (layout, error)

@@ -18,7 +18,7 @@ from tests.support.oracle import Made, small_config
 from tests.support.ranks import run_ranks
 
 Event = dict[str, Any]
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"layout": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
     "interleaved": {"layout": {"pp": 2, "chunks": 2}, "pipeline": {"schedule": "interleaved"}},
     "stage 3": {"layout": {"pp": 2}, "pipeline": {"schedule": "gpipe"}, "zero": {"stage": 3}},
