@@ -51,6 +51,8 @@ def draw(seed: int | str, number: int) -> Case:
     _variants(random, case)
     _batches(random, case)
     case.dry = random.random() < 0.2
+    if kind == "dense" and case.against == "one process" and not case.then and random.random() < 0.04:
+        case.sections["train"]["compile"] = True  # one process computes the same without a compiler
     return case
 
 
