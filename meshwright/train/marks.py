@@ -94,7 +94,7 @@ def unit_name(module: nn.Module, unit: nn.Module) -> str:
             return str(record.name).removesuffix(f".{name}")
     for name, part in module.named_modules():
         if part is unit:
-            return name
+            return str(name)
     return str(records[0][1].name.rpartition(".")[0]) if records else type(unit).__name__
 
 

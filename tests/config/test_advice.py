@@ -52,6 +52,14 @@ def test_what_is_advised_runs(name: str) -> None:
         assert first_broken_rule(made(sections, nested(keys)), world) is None, keys
 
 
+def test_advice_is_read_from_its_sentence() -> None:
+    assert advised("a.b=3 cuts c.d=16 into 6 equal parts: try c.d=18") == [{"c.d": 18}]
+    assert advised("a.b=3 is not a multiple of c x d = 4: try 4") == [{"a.b": 4}]
+    assert advised("a.b=x fails: use a.b=y or z, with a.c=0") == [{"a.b": "y", "a.c": 0}]
+    assert advised("a.b=3: set a.b=1 (as before), or c.d=[1,2]") == [{"a.b": 1}, {"c.d": [1, 2]}]
+    assert advised("leave it out") == [] == advised("a.b=1 needs c.d=2: change one of them")
+
+
 def test_a_micro_batch_is_not_called_the_same_where_losses_are_of_micro_batches() -> None:
     experts = {"count": 4, "top_k": 2, "ffn": 8, "aux_loss": 0.01, "aux_level": "batch"}
     sections = {"train": {"global_batch": 12, "micro_batch": 2}, "model": {"experts": experts}}

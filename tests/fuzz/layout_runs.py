@@ -31,10 +31,11 @@ from tests.support.oracle import made_for
 from tests.tune.test_preferences import Answers
 
 DEADLINE_S = 120.0
+COMPILING_S = 600.0  # the same where blocks are compiled: g++ takes its time
 GRACE_S = 5.0  # for the other ranks, after one has failed
 EXACT = 1e-9  # of a tensor's largest element; fp64 runs agree to 1e-12
 FLOOR = 1e-13  # below which a difference is that of a gradient that is zero in theory (a key's bias)
-ADVICE = 3  # refusals of one case whose advice is followed, one after the other
+ADVICE = 4  # refusals of one case whose advice is followed, one after the other
 STOP_AT = 2  # the step that is the last one of an interrupted run
 
 
@@ -93,8 +94,10 @@ def _rank(rank: int, world: int, folder: Path, body: Any, args: tuple[Any, ...])
     return code
 
 
-def run_forks(world: int, folder: Path, body: Any, *args: Any, deadline: float = DEADLINE_S) -> Outcome:
+def run_forks(world: int, folder: Path, body: Any, *args: Any) -> Outcome:
     """Runs `body(*args)` on so many forked ranks, joined by a file, and says how they ended."""
+    compiles = isinstance(args[0], dict) and args[0]["train"].get("compile")
+    deadline = COMPILING_S if compiles else DEADLINE_S
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     children: dict[int, int] = {}
@@ -230,9 +233,10 @@ class Runner:
         found = {name: dict(keys) for name, keys in self.sections.items() if name not in dropped}
         found["run"] = found.get("run", {}) | {"dir": str(run), "tensorboard": False, "device": "cpu"}
         found["checkpoint"] = {"every": 1, "keep": 0}
-        found["train"] = found["train"] | {"compile": False} | more
+        found["train"] = {"compile": False} | found["train"] | more
         if not shared:
             found["train"].pop("server", None)
+            found["train"]["compile"] = False
         return found
 
     def _whole(self, run: Path) -> Outcome:

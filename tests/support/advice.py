@@ -16,7 +16,7 @@ def advised(sentence: str) -> list[dict[str, Any]]:
     if ": " not in sentence:
         return []
     head, text = sentence.rsplit(": ", 1)
-    if (tried := re.match(r"try ([\w.]+)", text)) and (named := KEY.findall(head)):
+    if (tried := re.match(r"try ([\w.]+)(?![\w.=])", text)) and (named := KEY.findall(head)):
         return [{named[0][0]: parse_yaml(tried[1], named[0][0])}]
     text = re.sub(r"=([a-z0-9.]+)((, [a-z0-9.]+)* or [a-z0-9.]+)(?=,? with |$)", r"=\1", text)
     # "layout.cp=model.seq" compares two keys, and sets none.
