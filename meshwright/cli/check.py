@@ -180,7 +180,9 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     own = bool(args.model and args.model.endswith(".py"))
     if args.full:
         ranks = [replace(rank, parameters={}) for rank in ranks]  # one update of rounded gradients moves them apart
-    verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not own)
+    # The plan counts the field `segments`, which a module of transformers does not read.
+    foreign = own or (checked.config.model.kind == "hf" and checked.config.has_segments)
+    verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not foreign)
     measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     return as_json(args.config, checked, verdict) | {"memory": None if own else memory_of(checked, measured)}
 
@@ -192,6 +194,8 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
     memory = largest(job)
     if measured:
         return {"planned": int(memory.peak), "measured": max(measured), "how": "measured"}
+    if checked.config.model.kind == "hf":  # transformers' masks look at the values of positions, which `meta` lacks
+        return {"planned": int(memory.peak), "measured": None, "how": "not measured (a CPU does not measure it)"}
     from meshwright.device import Device
     from meshwright.dryrun.run_rank import run_rank
 

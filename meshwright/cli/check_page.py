@@ -43,8 +43,8 @@ def page(found: Mapping[str, Any]) -> str:
     lines += [table([("gradients, the largest differences", steps), *_named(found)]), ""]
     lines += [table([("bytes of a step, all ranks", "planned", "recorded", ""), *_bytes(found)]), ""]
     if memory := found.get("memory"):
-        planned, measured = size(memory["planned"]), size(memory["measured"])
-        lines.append(f"  peak memory of a rank: planned {planned}, {memory['how']}: {measured}")
+        measured = "" if memory["measured"] is None else f": {size(memory['measured'])}"
+        lines.append(f"  peak memory of a rank: planned {size(memory['planned'])}, {memory['how']}{measured}")
     if found["documents"] is not None:
         moved = f"{found['documents']:.1e} of it"
         lines.append(f"  packed documents: another first one changes the loss of the others by {moved}")

@@ -18,6 +18,7 @@ from meshwright.errors import UserError
 from meshwright.plan.communication import predict_step
 from meshwright.watch.planned import planned_bytes
 from tests.check.test_planted import CONFIG, MIXTURE
+from tests.models.planned_families import write_tiny
 
 LLAMA = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.bias=false", "model.kv_heads=2")
 CASES: dict[str, tuple[str, ...]] = {
@@ -147,6 +148,18 @@ def test_a_module_of_ones_own(config: str, tmp_path: Path, capsys: pytest.Captur
     words = ["check", config, "--model", str(tmp_path / "own.py"), "--nproc", "2"]
     assert main([*words, "zero.stage=1"]) == 0
     assert "all 3 gradients of 3 steps are within 1e-10" in capsys.readouterr().out
+
+
+@pytest.mark.wide
+def test_a_module_of_transformers_with_packed_documents(tmp_path: Path) -> None:
+    folder, path, out = write_tiny("granite", tmp_path), tmp_path / "hf.yaml", tmp_path / "found.json"
+    path.write_text(
+        "model: {seq: 16}\ntrain: {global_batch: 8, micro_batch: 2}\nlayout: {tp: 2}\n"
+        "data: {prefixes: [made], reset_attention: true, reset_positions: true, eod: 0}\n", encoding="utf-8",
+    )  # fmt: skip
+    assert main(["check", str(path), "--model", folder, "--nproc", "2", "--json", str(out)]) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["documents"] <= 1e-10 and found["memory"]["measured"] is None
 
 
 @pytest.mark.wide
