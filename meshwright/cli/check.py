@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.cli.check_page import as_json, page
 from meshwright.cli.files import write
 from meshwright.cli.ranks import place_in_launcher, start
-from meshwright.config.exact_twin import STEPS, Checked, exact_twin, full_size
+from meshwright.config.exact_twin import Checked, exact_twin, full_size
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
@@ -99,7 +99,8 @@ def checked_from(args: argparse.Namespace) -> Checked:
     config = load_config(args.config, words)
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)
-    if args.full or (args.model and args.model.endswith(".py")):
+    # A module that is not ours can't be made smaller here.
+    if args.full or (args.model and args.model.endswith(".py")) or config.model.kind == "hf":
         return full_size(config, args.nproc or devices, exact=not args.full)
     most = args.nproc or ranks_here()
     checked = exact_twin(config, devices, most, given=args.nproc is not None)
@@ -158,13 +159,13 @@ def providers_of(args: argparse.Namespace) -> Any:
 def reference(args: argparse.Namespace) -> None:
     from meshwright.train.checking import run_reference
 
-    run_reference(args.checked.alone, args.scratch, providers_of(args), STEPS)
+    run_reference(args.checked.alone, args.scratch, providers_of(args), args.checked.compared)
 
 
 def as_rank(args: argparse.Namespace) -> None:
     from meshwright.train.checking import run_rank
 
-    run_rank(args.checked.config, args.scratch, providers_of(args), STEPS)
+    run_rank(args.checked.config, args.scratch, providers_of(args), args.checked.compared)
 
 
 def judged(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +178,11 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     rounding = ROUNDING[checked.config.train.precision] if args.full else EXACT
     tolerance = rounding if args.tolerance is None else args.tolerance
     own = bool(args.model and args.model.endswith(".py"))
-    verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not own)
+    if args.full:
+        ranks = [replace(rank, parameters={}) for rank in ranks]  # one update of rounded gradients moves them apart
+    # The plan counts the field `segments`, which a module of transformers does not read.
+    foreign = own or (checked.config.model.kind == "hf" and checked.config.has_segments)
+    verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not foreign)
     measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     return as_json(args.config, checked, verdict) | {"memory": None if own else memory_of(checked, measured)}
 
@@ -189,6 +194,8 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
     memory = largest(job)
     if measured:
         return {"planned": int(memory.peak), "measured": max(measured), "how": "measured"}
+    if checked.config.model.kind == "hf":  # transformers' masks look at the values of positions, which `meta` lacks
+        return {"planned": int(memory.peak), "measured": None, "how": "not measured (a CPU does not measure it)"}
     from meshwright.device import Device
     from meshwright.dryrun.run_rank import run_rank
 

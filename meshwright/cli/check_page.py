@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.config.exact_twin import STEPS, Checked
+from meshwright.config.exact_twin import Checked
 from meshwright.plan.agreement import Verdict, difference
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
@@ -20,7 +20,7 @@ def as_json(name: str, checked: Checked, verdict: Verdict) -> dict[str, Any]:
     return {
         "config": name, "agree": not verdict.complaints, "complaints": verdict.complaints, "world": checked.world,
         "layout": sizes | {"ep": layout.ep, "zero": c.zero.stage}, "precision": c.train.precision,
-        "tolerance": verdict.tolerance, "changes": list(checked.changes), "compared_steps": STEPS,
+        "tolerance": verdict.tolerance, "changes": list(checked.changes), "compared_steps": checked.compared,
         "losses": [list(pair) for pair in verdict.losses], "grad_norms": [list(pair) for pair in verdict.norms],
         "first": next(iter(verdict.differing), None), "worst": verdict.worst or None,
         "gradients": dict(verdict.gradients), "parameters": dict(verdict.parameters),
@@ -43,8 +43,8 @@ def page(found: Mapping[str, Any]) -> str:
     lines += [table([("gradients, the largest differences", steps), *_named(found)]), ""]
     lines += [table([("bytes of a step, all ranks", "planned", "recorded", ""), *_bytes(found)]), ""]
     if memory := found.get("memory"):
-        planned, measured = size(memory["planned"]), size(memory["measured"])
-        lines.append(f"  peak memory of a rank: planned {planned}, {memory['how']}: {measured}")
+        measured = "" if memory["measured"] is None else f": {size(memory['measured'])}"
+        lines.append(f"  peak memory of a rank: planned {size(memory['planned'])}, {memory['how']}{measured}")
     if found["documents"] is not None:
         moved = f"{found['documents']:.1e} of it"
         lines.append(f"  packed documents: another first one changes the loss of the others by {moved}")

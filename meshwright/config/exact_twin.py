@@ -34,12 +34,14 @@ BUCKET_MIB = 0.05  # several buckets even of a small model
 
 @dataclass(frozen=True)
 class Checked:
-    """A config to check on `world` ranks, the same on one process, and sentences about what was changed."""
+    """A config to check on `world` ranks, the same on one process, and sentences about what was changed. The gradients
+    of the first `compared` steps are compared."""
 
     config: Config
     alone: Config
     world: int
     changes: tuple[str, ...]
+    compared: int = STEPS
 
 
 def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
@@ -213,4 +215,5 @@ def full_size(config: Config, world: int, exact: bool) -> Checked:
     one = alone(config)
     if not exact:  # one device has no room for a whole step at once
         one = replace(one, train=replace(one.train, micro_batch=config.train.micro_batch), recompute=config.recompute)
-    return Checked(config, one, world, tuple(changes))
+    # Rounding grows from update to update, since Adam divides a gradient by its own size: one step is compared.
+    return Checked(config, one, world, tuple(changes), STEPS if exact else 1)

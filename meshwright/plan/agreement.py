@@ -89,7 +89,8 @@ def judge(
     one = ranks[0]
     comm: dict[str, tuple[int | None, int]] = {axis: (None, counts["wire_bytes"]) for axis, counts in one.comm.items()}
     if plans:
-        planned = predict_step(config, world, samples=one.samples, monitored=one.monitored)
+        others = one.monitored - len(config.monitored)  # the plan knows those of the objective itself
+        planned = predict_step(config, world, samples=one.samples, monitored=others)
         unknown = unplanned_axes(config)
         for axis in dict.fromkeys([*planned, *one.comm]):
             said = planned[axis].wire_bytes if axis in planned else 0

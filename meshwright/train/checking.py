@@ -20,6 +20,7 @@ from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.config.data import PACKED
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
+from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import record_of
 from meshwright.outside import read_json
@@ -106,13 +107,16 @@ class Stored:
         (folder / "names.json").write_text(json.dumps(about), encoding="utf-8")
 
     def errors(self, pairs: Pairs) -> dict[str, float]:
-        """Returns the largest error of a rank's part of every parameter; infinite for one that is missing here."""
+        """Returns the largest error of a rank's part of every parameter."""
         found: dict[str, float] = {}
         for record, local in pairs:
-            error = math.inf
-            if record.name in self.numbers:
-                whole = np.load(self.folder / f"{self.numbers[record.name]}.npy", mmap_mode="r")
-                error = error_of(record, local, whole, self.largest)
+            if record.name not in self.numbers:
+                raise UserError(
+                    f"one process has no parameter {record.name}: those of a module without records are named by their "
+                    "stage, so check it with layout.pp=1 and layout.chunks=1, or give them records"
+                )
+            whole = np.load(self.folder / f"{self.numbers[record.name]}.npy", mmap_mode="r")
+            error = error_of(record, local, whole, self.largest)
             found[record.name] = max(found.get(record.name, 0.0), error)
         return found
 

@@ -24,7 +24,8 @@ KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffe
 
 def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at: int) -> dict[str, dict[str, int]]:
     """Calls and bytes by axis of one step, summed over all ranks: what metrics.jsonl calls `comm`."""
-    found = predict_step(config, world, samples=samples, monitored=monitored, **at)
+    others = max(0, monitored - len(config.monitored))  # the plan knows those of the objective itself
+    found = predict_step(config, world, samples=samples, monitored=others, **at)
     return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
 
 

@@ -15,7 +15,10 @@ from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import LayoutConfig
 from meshwright.errors import UserError
+from meshwright.plan.communication import predict_step
+from meshwright.watch.planned import planned_bytes
 from tests.check.test_planted import CONFIG, MIXTURE
+from tests.models.planned_families import write_tiny
 
 LLAMA = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.bias=false", "model.kv_heads=2")
 CASES: dict[str, tuple[str, ...]] = {
@@ -100,3 +103,76 @@ def test_dp_shrinks_first_and_nothing_below_two() -> None:
 def test_wrong_input_is_told(words: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+OWN = """
+import numpy as np
+import torch
+from torch import nn
+
+
+class Stage(nn.Module):
+    def __init__(self, ctx, stage):
+        super().__init__()
+        torch.manual_seed(1)
+        model = ctx.config.model
+        self.embed, self.head = nn.Embedding(model.vocab, 16), nn.Linear(16, model.vocab)
+        self.receives = {}
+        self.double()
+
+
+class Data:
+    def sample(self, n):
+        ids = np.random.default_rng(n).integers(0, 1000, 33)
+        return {"tokens": ids[:-1], "labels": ids[1:]}
+
+
+def model_provider(ctx, stage):
+    return Stage(ctx, stage)
+
+
+def datasets_provider(ctx, samples):
+    return Data(), None, None
+
+
+def forward_step(ctx, module, batch, received):
+    out, labels = module.head(module.embed(batch["tokens"])), batch["labels"]
+    loss = nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, labels.numel(), {}
+"""
+
+
+@pytest.mark.wide
+def test_a_module_of_ones_own(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    words = ["check", config, "--model", str(tmp_path / "own.py"), "--nproc", "2"]
+    assert main([*words, "zero.stage=1"]) == 0
+    assert "all 3 gradients of 3 steps are within 1e-10" in capsys.readouterr().out
+
+
+@pytest.mark.wide
+def test_a_module_of_transformers_with_packed_documents(tmp_path: Path) -> None:
+    folder, path, out = write_tiny("granite", tmp_path), tmp_path / "hf.yaml", tmp_path / "found.json"
+    path.write_text(
+        "model: {seq: 16}\ntrain: {global_batch: 8, micro_batch: 2}\nlayout: {tp: 2}\n"
+        "data: {prefixes: [made], reset_attention: true, reset_positions: true, eod: 0}\n", encoding="utf-8",
+    )  # fmt: skip
+    assert main(["check", str(path), "--model", folder, "--nproc", "2", "--json", str(out)]) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["documents"] <= 1e-10 and found["memory"]["measured"] is None
+
+
+@pytest.mark.wide
+def test_the_real_sizes_in_the_run_s_precision(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["model.layers=2", "model.hidden=64", "model.seq=32", "train.precision=fp32", "run.device=cpu"]
+    assert main(["check", config, *sizes, "layout.tp=2", "--full", "--nproc", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "in fp32" in said and "within 0.0001 of one process's" in said
+
+
+def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None:
+    pairs = load_config(config, CASES["preferences"])
+    assert len(pairs.monitored) == 1
+    plan = predict_step(pairs, 4, samples=16)
+    found = planned_bytes(pairs, 4, 16, monitored=1)
+    assert found == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}
