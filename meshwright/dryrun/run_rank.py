@@ -80,7 +80,8 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
     if device.kind == "meta" and is_host(config, device):
         _keep_host_states(trainer)
-    trainer.train_batches.reads = True  # the tensor-parallel rank that would broadcast the samples may not be there
+    # The tensor-parallel rank that would broadcast the samples may not be there.
+    trainer.train_batches.reads = trainer.train_batches.sends = True
     # Nor may the one that counts the loss's terms: the rank that computes them does.
     trainer.train_batches.counts_terms = any(getattr(each, "head", None) is not None for each in trainer.modules)
     # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a

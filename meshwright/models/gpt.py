@@ -297,7 +297,8 @@ class BlockInputs(NamedTuple):
 
 
 def read_field(batch: Batch, name: str) -> np.ndarray[Any, Any]:
-    """Returns a field as the host reads it; ranks that got it from another one wait for the device."""
+    """Returns a field as the host reads it. A batch that was not made by `MicroBatches` may have it on the device
+    alone, and the host then waits for it."""
     found: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
     return found
 

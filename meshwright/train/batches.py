@@ -93,7 +93,7 @@ class MicroBatches:
     ) -> None:
         self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
-        self.reads, self._exchanged = ctx.mesh.tp.index <= 0, 0
+        self.sends, self._exchanged = ctx.mesh.tp.index <= 0, 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
         self._coming: dict[tuple[int, int], Future[Read]] = {}
         # One broadcast per dtype: fields of one dtype travel packed.
@@ -102,6 +102,10 @@ class MicroBatches:
             if fields is None or name in fields:
                 value = torch.as_tensor(array)
                 self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
+        # One tp rank reads and the others get a broadcast. The host needs some fields to plan attention: a rank that
+        # had them on its device alone would wait there for all work before, so every rank reads those by itself.
+        known = {name for pack in self.packs.values() for name, _ in pack}
+        self.reads = self.sends or bool(known & WHO_SEES_WHOM)
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
         """A micro-batch of the step that begins at sample `consumed`, on the device."""
@@ -116,7 +120,7 @@ class MicroBatches:
         batch: dict[str, Tensor] = {}
         for dtype, fields in self.packs.items():
             sizes = [self.size * int(np.prod(shape)) for _, shape in fields]
-            if self.reads:
+            if self.sends:
                 packed = ctx.device.upload(packs[dtype])
             else:
                 packed = torch.empty(sum(sizes), dtype=dtype, device=ctx.device.torch)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.models.description import on_host
 from meshwright.train.step import Trainer
 from tests.support.oracle import Made, make_trainer, small_config
+from tests.support.ranks import run_ranks
 from tests.support.waiting import HANG_S
 
 
@@ -83,3 +85,17 @@ def test_what_was_read_ahead_for_elsewhere_is_not_used() -> None:
     moved.step()
     for found in (data.read, other.read):
         assert [n for n in found if n >= 12][:4] == [12, 13, 14, 15]
+
+
+def host_copies(rank: int, world: int) -> bool:
+    config = small_config(
+        layout={"tp": 2}, data={"reset_attention": True, "eod": 7}, train={"global_batch": 2, "micro_batch": 2}
+    )
+    data = Made(53, 16, segments=True)
+    batch = make_trainer(config, rank, world, data=data).train_batches.load(0, 0)
+    return bool((batch[on_host("segments")] == batch["segments"]).all())
+
+
+def test_every_tensor_parallel_rank_reads_what_the_host_plans_attention_by() -> None:
+    """A rank with a broadcast copy on its device alone would wait there for all work before, in each micro-batch."""
+    assert run_ranks(2, host_copies) == [True, True]
