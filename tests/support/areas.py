@@ -7,6 +7,7 @@ says which areas were covered. A test that fails is run once more, alone and wit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -90,6 +91,15 @@ def areas_of(files: Iterable[str], known: Iterable[str]) -> list[str]:
     return sorted(set(weight) & set(known), key=lambda folder: (-weight[folder], folder))
 
 
+def descendants(process: int) -> list[int]:
+    """Return the processes that a process and its children have started and that still run (Linux)."""
+    try:
+        words = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, words) for found in (child, *descendants(child))]
+
+
 def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]:
     """Return pytest's exit code (None: the time was up) and the tests that failed until then."""
     with tempfile.TemporaryDirectory() as folder:
@@ -99,9 +109,13 @@ def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]
         try:
             code: int | None = process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            # All of its session: workers, their ranks and the commands that tests have started.
+            # Workers, their ranks, and the commands that tests have started, some of them in sessions of their own.
+            below = descendants(process.pid)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            for each in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
             code = None
         return code, failures.read_text().split("\n")[:-1] if failures.exists() else []
 
