@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, products_in_pieces, ranks_of
 from meshwright.config.grid import grid_numbers
-from meshwright.config.numbers import length_argument
+from meshwright.config.numbers import count_argument, length_argument
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     least = "comm.overlap.piece_gflop: which products are cut (default: 60; 0: all)"
     parser.add_argument("--piece-gflop", type=float, default=60.0, help=least)
     parser.add_argument("--pp", type=int, default=1, help="measure the first of this many stages (default: 1)")
-    parser.add_argument("--steps", type=int, default=10, help="steps to time after the warm-up (default: 10)")
+    timed = "steps to time after the warm-up (default: 10)"
+    parser.add_argument("--steps", type=count_argument, default=10, help=timed)
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="run.device")
 

@@ -15,6 +15,7 @@ from meshwright.cli import savings
 from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
+from meshwright.config.numbers import count_argument
 from meshwright.errors import UserError, plural
 from meshwright.layout.layout import Layout
 from meshwright.show.chart import Chart, check_svg, svg
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="savings: a config, and its keys")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="savings: predict for this cluster")
     parser.add_argument("--devices", type=int, metavar="N", help="savings: predict for so many devices")
-    parser.add_argument("--steps", type=int, default=7, help="savings: timed steps of each technique (default 7)")
+    timed = "savings: timed steps of each technique (default 7)"
+    parser.add_argument("--steps", type=count_argument, default=7, help=timed)
     parser.add_argument("--nproc", type=int, metavar="N", help="local ranks to start (default: the GPUs, or 2)")
     add_axes(parser)
     parser.add_argument("--axis", metavar="AXIS,...", help="axes to measure (default: all of more than one rank)")

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
+from meshwright.config.numbers import count_argument
 from meshwright.errors import plural
 from meshwright.show.terminal import UNLIMITED, is_terminal, printable, terminal_width
 from meshwright.show.units import clock, count, decimals, percent, seconds, size
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     complete = "print nothing: exit with 0 if the run is complete, with 1 if it has something left to do"
     parser.add_argument("--complete", action="store_true", help=complete)
     steps = "with --complete: the steps that the run shall have (default: train.steps of the run's config)"
-    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    parser.add_argument("--steps", type=count_argument, metavar="N", help=steps)
     cluster = "plan with this cluster (default: by the device's name, where it is known)"
     parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
 

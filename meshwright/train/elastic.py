@@ -292,9 +292,11 @@ class Elastic:
                 continue
             node, name = there.get(share.name), f"node {share.name}"
             fault = node.fault if node is not None and node.generation == generation.number else ""
+            # A node that has gone on, or has left, says nothing more of this generation.
+            past = node is not None and (node.generation > generation.number or node.state == "left")
             if node is None or fault in ("own", "unsure") or (name in watch.lost and fault != "others"):
                 failed.append(name)
-            elif not fault:
+            elif not fault and not past:
                 silent.append(name)
         return failed, silent
 

@@ -87,7 +87,7 @@ def test_one_rank_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     off = [check["name"] for check in found["checks"] if not check["ok"]]
     assert code == int(bool(off)) and off in ([], ["disk"]), "a busy disk may be slow"
-    assert len(found["checks"]) == 10 and list(tmp_path.iterdir()) == []
+    assert len(found["checks"]) == 11 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide

@@ -58,7 +58,7 @@ TRAIN = {
     "scaling without rope": (["model.rope_scaling.kind=linear"], "model.rope_scaling has no effect"),
     "a key of another scaling": (["model.rope_scaling.beta_fast=8"], "has no effect with model.rope_scaling.kind=none"),
     "ramp that misses": (["train.ramp=[3,2,100]"], "does not lead from 3"),
-    "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "train.ramp passes through 1"),
+    "ramp through an odd size": (["train.ramp=[1,1,64]", "--nproc", "2"], "passes through 1 samples"),
     "a sequence that cp can't cut": (
         ["layout.cp=2", "model.seq=18", "--nproc", "2"], "into 4 equal parts: try model.seq=20"
     ),

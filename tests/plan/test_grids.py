@@ -127,8 +127,8 @@ def test_the_search_tries_grids_and_says_what_one_wins(tmp_path: Path, capsys: p
     words += ["--cluster", "h100-80g-dgx", "--devices", "64", "--global-batch", "64", "--out", str(tmp_path / "p.yaml")]
     assert main([*words, "--tp-grids"]) == 0
     told = capsys.readouterr().out
-    assert "Along one axis instead of the grid 3d" in told and "more: tp +" in told
-    assert "tp_kind: 3d" in (tmp_path / "p.yaml").read_text()
+    assert "Along one axis instead of the grid 2.5d" in told and "more: tp +" in told
+    assert "tp_kind: 2.5d" in (tmp_path / "p.yaml").read_text()
     assert main(words) == 0
     assert "grid" not in capsys.readouterr().out
     assert main([*words, "layout.tp_grid=[8,8]", "--json"]) == 0

@@ -217,15 +217,17 @@ def test_of_two_nodes_only_the_device_of_the_rank_that_failed_rests(
     monkeypatch.setattr(elastic, "BLAME_S", 60.0)
     monkeypatch.setattr(elastic, "END_S", 60.0)
     shared: dict[str, Any] = {"most": 2, "least": 2, "folder": tmp_path / "notes", "lost_after": 60.0}
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def ends_first(node: Played, team: Team) -> Outcome:
         node.step += 1
+        assert begun.wait(HANG_S)
         ended.set()
         return here
 
     def ends_later(node: Played, team: Team) -> Outcome:
-        assert ended.wait(10.0)
+        begun.set()
+        assert ended.wait(HANG_S)
         time.sleep(0.2)
         return there
 
