@@ -16,6 +16,7 @@ that torch has: a request that waits there, e.g. for a peer of a new communicato
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import math
@@ -49,10 +50,13 @@ PUBLISHED_CALLS = 8
 # One counter in the store carries both what a listener must hear, so that it asks once per look: it grows by one with
 # every sign of a rank that compiles, and by ALARM with an alarm.
 ALARM = 1 << 40
-HANG_TOLD = "1"  # what `told` holds after a hang, whose message is out; after a loss it holds the message
+# Value of the key `told` after a hang, whose message was already printed. After a loss the value is the message.
+HANG_TOLD = "1"
 STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
+# Seconds that the end of a rank waits for its files. A network disk that is away may block a write for ever.
+DISK_S = 5.0
+BACKSTOP_S = 120.0  # beyond all that a report may take, after which the process ends even if no Python thread runs
 
-CPU = Device("cpu")
 _NUMBERS = itertools.count()
 
 
@@ -79,14 +83,15 @@ def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 class Watchdog:
-    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
+    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), device, folder=...):` around the run."""
 
     def __init__(
-        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None,
-        device: Device = CPU,
+        self, mesh: Mesh, timeout: float, store: Store | None, device: Device, folder: Path | None = None,
+        keeper: int | None = None,
     ) -> None:  # fmt: skip
-        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store.
-        `device`: the one whose events the calls are marked with."""
+        """`device`: the one whose events the calls are marked with; it has no default, since the threads would ask the
+        wrong one. `folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the
+        store."""
         self.device = device
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
@@ -102,7 +107,7 @@ class Watchdog:
         self._broken: str | None = None  # what a process group says of its failure
         self._heard = time.monotonic()  # when the store last answered
         self._signs, self._compiled = 0, -math.inf  # the signs of compiling ranks, and when the last one was heard
-        self._compiles = False  # whether this rank did at the last look
+        self._compiles = False  # True if this rank was compiling at the last look.
         self._excused: tuple[str, int] | None = None  # the call of which it was said why it takes long
         self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
         self._error: BaseException | None = None
@@ -110,6 +115,7 @@ class Watchdog:
         self._answered = False  # an alarm, in the store
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._writers: list[threading.Thread] = []  # of files, each abandoned if the disk does not answer
 
     def __enter__(self) -> Watchdog:
         if self.world == 1:
@@ -134,11 +140,14 @@ class Watchdog:
             if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
                 thread.join(2 * self.grace + 4.0)
         silent = any(thread.is_alive() for thread in self._threads)  # only a store that does not answer holds one up
+        if self._threads:
+            faulthandler.cancel_dump_traceback_later()
         self._threads = []
         if isinstance(error, CommError):
-            self._write_flight(self.state())
             if silent or self._store_gone:
                 self._end_alone(str(error))
+            self._write_flight(self.state())
+            self._finish_writes()
 
     def state(self) -> State:
         """What this rank tells the others after an alarm."""
@@ -168,7 +177,9 @@ class Watchdog:
         self.device.make_current()
         held: RecordedCall | None = None
         while (broken := self._errors.look()) is None and (held := self._overdue_call()) is None:
+            self._arm_backstop()
             if self._stopping.wait(self._pause()):
+                faulthandler.cancel_dump_traceback_later()
                 return
         self._broken, self._overdue = broken, held
         self._wake.set()
@@ -183,6 +194,12 @@ class Watchdog:
             self._end_alone(broken)
         elif held is not None:
             self._speak_alone(held)
+
+    def _arm_backstop(self) -> None:
+        """Have the process end, with all stacks on stderr, if this thread makes no further turn for very long. That
+        needs no Python thread: one that holds the interpreter's lock for ever stops the watchdog's threads too."""
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            faulthandler.dump_traceback_later(3 * self.timeout + COMPILING_S + BACKSTOP_S, exit=True, file=2)
 
     def _overdue_call(self) -> RecordedCall | None:
         """Returns a call that has held up the program for too long. Where ranks compile, the time counts anew."""
@@ -348,18 +365,19 @@ class Watchdog:
         return f"{why}, so the other ranks can't be asked"
 
     def _end(self, message: str | None, store: Store | None = None, lost: bool = False) -> None:
-        """Writes the message, tells the others and ends the process at once: its main thread can't do it. `lost`: the
-        message is about a loss, of which the launcher may know better."""
+        """Print the message, tell the others and end the process at once: its main thread can't do it. Files come last,
+        since the disk may not answer. `lost`: the message is about a loss, of which the launcher may know better."""
         if not self._ending.acquire(blocking=False):
             time.sleep(60.0)  # the other thread is ending the process
         if message is not None and lost:
             report_loss(message, speaks=True)
         elif message is not None:
             where = "" if self.folder is None else f" (flight records in {self.folder})"
-            self._write_message(message)
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"meshwright: {message}{where}\n")
                 sys.stderr.flush()
+            # It begins before the others hear that the message is out: when they end, a launcher ends this rank too.
+            self._write_message(message)
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 if message is not None:
@@ -367,28 +385,43 @@ class Watchdog:
                 # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
                 self._leave(store, "ended", self.interval + 0.5)
                 self._wait_for_answered(store)
+        self._finish_writes()
         act_before_end()
         os._exit(EXIT_CODE)
 
-    def _write_flight(self, state: State) -> None:
-        """Writes the whole flight record to a file, for later study."""
-        if self.folder is None:
+    def _try_write(self, name: str, text: str) -> None:
+        """Begin to write a file in the folder of flight records, in a thread that may block for ever."""
+        folder = self.folder
+        if folder is None:
             return
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text, encoding="utf-8")
+
+        writer = threading.Thread(target=write, name=f"meshwright-{name}", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+            writer.start()
+            self._writers.append(writer)
+
+    def _finish_writes(self) -> None:
+        """Wait until the files are written, for at most DISK_S seconds."""
+        deadline = time.monotonic() + DISK_S
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
+
+    def _write_flight(self, state: State) -> None:
+        """Begin to write the whole flight record to a file, for later study."""
         record = state | {
             "open": [call.plain() for call in list(self.flight.open.values())],
             "last": [call.plain() for call in list(self.flight.last)],
         }
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        self._try_write(f"rank-{self.rank}.json", json.dumps(record, indent=1))
 
     def _write_message(self, message: str) -> None:
-        """Leaves the message beside the flight records, for whoever looks at the run later."""
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"time": time.time(), "rank": self.rank, "text": message})
-                (self.folder / "hang.json").write_text(text, encoding="utf-8")
+        """Begin to write the message beside the flight records, for whoever looks at the run later."""
+        self._try_write("hang.json", json.dumps({"time": time.time(), "rank": self.rank, "text": message}))
 
     def _stack(self) -> list[tuple[str, bool]]:
         """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""
@@ -404,7 +437,7 @@ def watched(
     """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
     that the first rank may be the one that keeps the store."""
     store = open_store() if mesh.layout.world > 1 else None
-    return Watchdog(mesh, timeout, store, folder, store_keeper() if own_world else None, device)
+    return Watchdog(mesh, timeout, store, device, folder, store_keeper() if own_world else None)
 
 
 # Files of torch that have a frame on the stack only while something is compiled, and not while it runs.

@@ -86,7 +86,7 @@ def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = No
     """What a rank publishes, as JSON brings it to another."""
     mesh = Mesh(Layout(world=1), 0)
     mesh.rank, mesh.flight = rank, flight
-    watchdog = Watchdog(mesh, 5.0, None)
+    watchdog = Watchdog(mesh, 5.0, None, Device("cpu"))
     watchdog._asked = asked
     state: dict[str, Any] = json.loads(json.dumps(watchdog.state()))
     return state
@@ -182,7 +182,7 @@ def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.Mo
     # A kind of device that torch can name and nobody has here.
     monkeypatch.setattr(torch, "mtia", Module)
     mesh = Mesh(Layout(world=1), 0)
-    watchdog = Watchdog(mesh, 0.0, None, device=Device("mtia", 3))
+    watchdog = Watchdog(mesh, 0.0, None, Device("mtia", 3))
     watchdog.world, watchdog.interval, watchdog._store = 2, 0.01, Store()  # type: ignore[assignment]
     call = launch(mesh.flight)
     call.event = Asked()
