@@ -144,7 +144,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         self._threads = []
         if isinstance(error, CommError):
-            if silent or self._store_gone:
+            if error.lost and (silent or self._store_gone):
                 self._end_alone(str(error))
             self._write_flight(self.state())
             self._finish_writes()
@@ -230,8 +230,8 @@ class Watchdog:
                     self._raise_alarm(store, self._overdue)
                 elif not self._stopping.is_set():
                     self._look(store)
-            if isinstance(self._error, CommError):
-                self._tell_loss(store, str(self._error))
+            if (loss := self._loss()) is not None:
+                self._tell_loss(store, loss)
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
             self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
@@ -314,12 +314,19 @@ class Watchdog:
                 report_loss(told, speaks=False)
         except RuntimeError:
             self._store_gone = True
-            if isinstance(self._error, CommError) or self._broken is not None:
-                self._end_alone(self._broken or str(self._error))
+            if (loss := self._loss()) is not None:
+                self._end_alone(loss)
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
             self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
         self._end(None, store)
+
+    def _loss(self) -> str | None:
+        """Return why this rank believes that another one is lost, or None if it has no reason to."""
+        if self._broken is not None:
+            return self._broken
+        # A call that torch refused fails on a rank whose peers are all well.
+        return str(self._error) if isinstance(self._error, CommError) and self._error.lost else None
 
     def _publish(self, store: Store) -> None:
         state = self.state()

@@ -87,6 +87,18 @@ def test_a_rank_that_left_with_an_error_is_named_with_it(tmp_path: Path) -> None
     assert text.count("\n") == 1 and "; rank 1 has left (ValueError: bad sample)" in text, text
 
 
+def refused(mesh: Mesh) -> None:
+    mesh.world.all_reduce(torch.ones(1))
+    mesh.world.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+
+
+def test_a_call_that_torch_refuses_is_no_loss(tmp_path: Path) -> None:
+    ends = run_hanging(2, refused, tmp_path, timeout=TIMEOUT)
+    assert [end.code for end in ends] == [1, 1], ends
+    assert all("torch refused it (Invalid scalar type)" in end.stderr for end in ends), ends
+    assert not any("disturbed" in end.stderr or "does not answer" in end.stderr for end in ends), ends
+
+
 # A process group that can tell of errors, as NCCL's: the calls never return, and only its state says why.
 
 
