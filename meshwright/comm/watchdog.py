@@ -39,7 +39,7 @@ from meshwright.comm.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
-from meshwright.comm.lost_ranks import ErrorPoll, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, say_present, who_is_lost
 from meshwright.comm.mesh import COMPILING_S, Mesh
 from meshwright.device import Device
 from meshwright.errors import notice
@@ -150,18 +150,20 @@ class Watchdog:
             self._finish_writes()
 
     def state(self) -> State:
-        """What this rank tells the others after an alarm."""
+        """What this rank tells the others after an alarm. Of the ranks of calls it holds only those that the others do
+        not know: at thousands of ranks the lists would take longer to send than a report may take."""
         frames = self._stack()
         held = self.flight.holding()
+        is_known = held is not None and (held.group, held.number) == self._asked
         return {
             "rank": self.rank,
             "numbers": self.flight.begun(held),
-            "holding": held.plain() if held else None,
-            "around": [call.plain() for call in self._around(held)],
+            "holding": held.plain(with_ranks=not is_known) if held else None,
+            "around": [call.plain(with_ranks=False) for call in self._around(held)],
             "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
-            "last": [call.plain() for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
+            "last": [call.plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
     def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
@@ -220,8 +222,8 @@ class Watchdog:
     def _listen(self) -> None:
         assert self._store is not None
         store = self._store
-        self.device.make_current()
         try:
+            self.device.make_current()
             while not self._stopping.is_set():
                 self._wake.wait(self.interval)
                 if self._broken is not None:
@@ -234,7 +236,8 @@ class Watchdog:
                 self._tell_loss(store, loss)
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-            self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
+            say_present(store, self.rank, self._left)
+            self._leave(store, STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
             self._store_gone = True
             if self._broken is not None:
@@ -329,27 +332,37 @@ class Watchdog:
         return str(self._error) if isinstance(self._error, CommError) and self._error.lost else None
 
     def _publish(self, store: Store) -> None:
-        state = self.state()
-        store.set(f"state/{self.rank}", json.dumps(state))
+        """Answer an alarm. Only after a hang do others read states; after a loss it is enough that a rank answers."""
+        try:
+            state = self.state()
+        except Exception as error:  # the main thread changes what is read here, and any answer is better than none
+            state = {"rank": self.rank, "at": f"an unknown place ({type(error).__name__}: {error})"}
+        if self._asked is not None:
+            store.set(f"state/{self.rank}", json.dumps(state))
+        say_present(store, self.rank)
+        store.add("answered", 1)
         self._write_flight(state)
 
-    def _leave(self, store: Store, count: str, patience: float) -> None:
-        """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
-        gone = store.add(count, 1)
+    def _leave(self, store: Store, patience: float) -> None:
+        """Count this rank as gone. The keeper of the store stays until all are, or for `patience` seconds."""
+        gone = store.add("left", 1)
         deadline = time.monotonic() + patience
         while self.rank == self.keeper and gone < self.world and time.monotonic() < deadline:
             time.sleep(0.02)
-            gone = store.add(count, 0)
+            gone = store.add("left", 0)
 
-    def _wait_for_answered(self, store: Store) -> None:
-        """Keeps the store, on the rank that does, until every rank that answered the alarm has read the message: on a
-        busy machine that takes longer than to hear the alarm, and they would take this rank for the dead one."""
-        deadline = time.monotonic() + 2 * self.grace
-        while self.rank == self.keeper and time.monotonic() < deadline:
-            answered = sum(store.check([f"state/{rank}"]) for rank in range(self.world))
-            if store.add("ended", 0) >= answered:
+    def _leave_after_alarm(self, store: Store) -> None:
+        """Count this rank as ended. The keeper of the store first stays long enough for ranks outside the stuck call to
+        hear the alarm, and then until every rank that answered has read the message: on a busy machine that takes
+        longer, and they would take this rank for the dead one."""
+        ended, begun = store.add("ended", 1), time.monotonic()
+        while self.rank == self.keeper and ended < self.world:
+            waited = time.monotonic() - begun
+            all_read = waited >= self.interval + 0.5 and ended >= store.add("answered", 0)
+            if all_read or waited >= self.interval + 0.5 + 2 * self.grace:
                 return
-            time.sleep(0.05)
+            time.sleep(0.02)
+            ended = store.add("ended", 0)
 
     # The end.
 
@@ -389,9 +402,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 if message is not None:
                     store.set("told", message if lost else HANG_TOLD)
-                # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
-                self._leave(store, "ended", self.interval + 0.5)
-                self._wait_for_answered(store)
+                self._leave_after_alarm(store)
         self._finish_writes()
         act_before_end()
         os._exit(EXIT_CODE)

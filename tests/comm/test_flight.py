@@ -82,6 +82,16 @@ def test_a_call_that_is_waited_for_late_is_watched() -> None:
     assert flight.holding() is None and early in flight.passed
 
 
+def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
+    """The main thread begins the first call of a group between the two reads of the watchdog's."""
+    flight = FlightRecord()
+    held = launch(flight)
+    late = RecordedCall("new:0", "new", "all_reduce", "forward", None, 8, (0, 1), number=1)
+    late.started = held.started + 1.0
+    flight.last.append(late)
+    assert flight.begun(held)["new:0"] == 0
+
+
 def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = None) -> dict[str, Any]:
     """What a rank publishes, as JSON brings it to another."""
     mesh = Mesh(Layout(world=1), 0)

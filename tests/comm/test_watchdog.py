@@ -345,6 +345,59 @@ def test_the_message_where_everybody_arrived() -> None:
     assert explain(here, 0, 9.0, states.get).endswith("arrived, so the network or a device is probably stuck")
 
 
+def test_ranks_may_send_different_sizes_in_an_exchange() -> None:
+    calls = [_call("exchange", "dp:0", 4, [0, 1], payload) for payload in (8, 0)]
+    states = {rank: {"numbers": {"dp:0": 4}, "holding": call, "last": [call]} for rank, call in enumerate(calls)}
+    assert explain(calls[0], 0, 9.0, states.get).endswith("arrived, so the network or a device is probably stuck")
+
+
+class Kept:
+    """A store that keeps what is set, and counts."""
+
+    def __init__(self) -> None:
+        self.values, self.counts = dict[str, str](), dict[str, int]()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+def stuck_among_thousands(asked: bool) -> tuple[Watchdog, Kept]:
+    mesh, store = Mesh(Layout(1), 0), Kept()
+    for _ in range(12):
+        call = RecordedCall("world:0", "world", "all_reduce", "reduce", None, 64, range(4096))
+        mesh.flight.begin(call)
+    watch = Watchdog(mesh, 10.0, None, CPU)
+    held = mesh.flight.holding()
+    assert held is not None
+    watch._asked = (held.group, held.number) if asked else None
+    return watch, store
+
+
+def test_what_a_rank_publishes_does_not_grow_with_the_ranks() -> None:
+    watch, store = stuck_among_thousands(asked=True)
+    watch._publish(store)  # type: ignore[arg-type]
+    assert json.loads(store.values["state/0"])["holding"]["op"] == "all_reduce"
+    assert sum(map(len, store.values.values())) < 12_000
+    assert store.counts == {"answered": 1}
+    watch, store = stuck_among_thousands(asked=False)
+    watch._publish(store)  # type: ignore[arg-type]
+    assert store.values == {"here/0": "null"}, "after a loss nobody reads states"
+    watch._asked = "tp:0", 1
+    assert len(watch.state()["holding"]["ranks"]) == 4096, "the others follow a call that they do not know"
+
+
+def test_a_rank_answers_though_its_state_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, store = stuck_among_thousands(asked=True)
+    monkeypatch.setattr(watch, "state", lambda: {}["x"])
+    watch._publish(store)  # type: ignore[arg-type]
+    assert json.loads(store.values["state/0"]) == {"rank": 0, "at": "an unknown place (KeyError: 'x')"}
+    assert store.values["here/0"] == "null" and store.counts == {"answered": 1}
+
+
 def test_many_missing_ranks_are_named_together_and_a_rank_that_left_says_why() -> None:
     here = _call("all_reduce", "world:0", 2, list(range(100)))
     at = {"numbers": {"world:0": 1}, "holding": None, "at": "data/dataset.py:9 sample"}
