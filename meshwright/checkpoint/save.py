@@ -28,6 +28,7 @@ from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.companions import copy_all
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.format import Index, SavedBlock
+from meshwright.comm.ending import before_sudden_end
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
@@ -38,7 +39,8 @@ from meshwright.sharding.buffers import SideState, Slot, State, regions
 from meshwright.sharding.data_parallel import DataParallel
 from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
 
-POLL_S, LONGEST_POLL_S = 0.02, 1.0  # between two looks, the first time and at last
+# Seconds between two polls: the first pause, and the longest.
+POLL_S, LONGEST_POLL_S = 0.02, 1.0
 # How long the rank that commits waits for the next rank's part to appear. It is no limit of a whole save, which takes
 # as long as the disk needs, and has nothing to do with comm.timeout.
 PART_WAIT_S = 1800.0
@@ -213,6 +215,7 @@ def wait_for(
         pause = min(2 * pause, LONGEST_POLL_S)
 
 
+SUDDEN_END_S = 3.0  # how long a save under way may still take where the watchdog ends the process
 FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
 
 
@@ -231,6 +234,7 @@ class Saver:
         self._failures = 0  # one after the other
         self._last = False  # whether the save under way is the run's last one
         self._staging: dict[tuple[int, int], Tensor] = {}
+        self._registered = contextlib.ExitStack()
         # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
         # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
         self._staged = threading.Event()
@@ -242,6 +246,7 @@ class Saver:
         self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
 
     def __enter__(self) -> Saver:
+        self._registered.enter_context(before_sudden_end(self._finish_soon))
         return self
 
     def __exit__(
@@ -255,6 +260,13 @@ class Saver:
             if self._error is None and self.saved_step is not None:
                 with contextlib.suppress(UserError):
                     wait_for([self.folder / fmt.folder_name(self.saved_step)], end - time.monotonic())
+        self._registered.close()
+
+    def _finish_soon(self) -> None:
+        """Give a save under way a few seconds: a part that is nearly written may complete the checkpoint."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(SUDDEN_END_S)
 
     def save(self, last: bool = False) -> bool:
         """Begins a save of the present state; False if it is skipped since the one before is still under way. The
@@ -344,7 +356,7 @@ class Saver:
             ) from None
 
     def _finished(self) -> bool:
-        """Waits until no rank is writing; whether all have written. Every rank must call this.
+        """Wait until no rank is writing, and return whether all of them succeeded. Every rank must call this.
 
         The ranks write for different times, on a slow disk longer than `comm.timeout`: so none waits inside of one
         call for another's disk. They agree again and again, up to once a second, while their threads write. That also

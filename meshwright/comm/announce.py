@@ -1,4 +1,5 @@
-"""Texts that the first rank gives to all others, who wait for them outside of any collective, however long it takes.
+"""Send texts from rank 0 to all ranks through the store. The others wait outside any collective, for as long as it
+takes.
 
 Ranks that waited for a person inside a broadcast would keep their devices busy, and be taken for a hang.
 """
@@ -16,7 +17,8 @@ LOOK_S = 0.05  # between two looks: a person does not notice it
 
 
 class Announcements:
-    """One rank's end. Every rank calls `next` as often; the first rank's text comes out on all."""
+    """One rank's side of the announcements. All ranks call `next` equally often, and each call returns rank 0's
+    text."""
 
     def __init__(self, rank: int, store: Store | None = None) -> None:
         """`store`: a connection that nobody else waits on; None: a new one."""

@@ -19,7 +19,8 @@ EMBEDDING, WORLD, SEQUENCE = "embedding", "world", "tp-cp"
 # The most thread blocks of a kernel, where NCCL chooses up to 32. Its memory grows with them. World and the router's
 # sums move kilobytes. Pipeline sends move one tensor at a time, and a posted receive holds its blocks until the tensor
 # comes: four carry more than a network card does.
-MOST_BLOCKS = {WORLD: 2, SEQUENCE: 2, EMBEDDING: 4, PP: 4, PP_BACK: 4}
+# A layout whose order has cp before tp names the router's group the other way round.
+MOST_BLOCKS = {WORLD: 2, SEQUENCE: 2, "cp-tp": 2, EMBEDDING: 4, PP: 4, PP_BACK: 4}
 
 # The compute stream waits for these at once, while others run beside it.
 _URGENT = ("tp", "cp", "ep", "etp", "pp")

@@ -1,4 +1,4 @@
-"""How a rank ends suddenly: whom it tells of a loss, and what is done before its process ends. No torch."""
+"""Report a loss and run the last actions before the watchdog ends a process. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _last_acts: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
-    """Within it, `act` is called, by another thread than this one, before the watchdog ends the process."""
+    """Register `act` for the duration of the context. A watchdog thread calls it before it ends the process."""
     _last_acts.append(act)
     try:
         yield
@@ -34,7 +34,7 @@ _reports: list[Report] = []  # at most one: how the launcher that started this p
 
 
 def report_losses_by(report: Report) -> None:
-    """Has losses told to the launcher, which knows best who died, instead of written to stderr."""
+    """Send loss reports to the launcher instead of stderr, since the launcher knows best which rank died."""
     _reports[:] = [report]
 
 

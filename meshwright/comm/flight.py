@@ -39,12 +39,13 @@ class RecordedCall:
     def describe(self) -> str:
         return describe_call(self.plain())
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the call as values that JSON can hold."""
+    def plain(self, with_ranks: bool = True) -> dict[str, Any]:
+        """Return the call as values that JSON can hold."""
         now, since = time.monotonic(), self.since
         return {
             "group": self.group, "axis": self.axis, "op": self.op, "number": self.number, "phase": self.phase,
-            "layer": self.layer, "payload": self.payload, "ranks": list(self.ranks), "peer": self.peer,
+            "layer": self.layer, "payload": self.payload, "ranks": list(self.ranks) if with_ranks else [],
+            "peer": self.peer,
             "age_s": now - self.started, "held_s": None if since is None else now - since,
             "done": self.ended is not None,
         }  # fmt: skip
@@ -153,7 +154,8 @@ class FlightRecord:
             return numbers
         for call in (*list(self.unreached), *list(self.last)):
             if call is not held and call.started > since:
-                numbers[call.group] = min(numbers[call.group], call.number - 1)
+                # The main thread may have begun the first call of a group after `numbers` was copied.
+                numbers[call.group] = min(numbers.get(call.group, call.number), call.number - 1)
         return numbers
 
     def around(self, group: str, number: int, reach: int = 4) -> list[RecordedCall]:

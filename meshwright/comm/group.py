@@ -40,11 +40,22 @@ def group_named(name: str) -> Group:
 
 
 class CommError(RuntimeError):
-    """A collective or transfer that torch gave up; the message is one sentence that names it."""
+    """A collective or transfer that torch gave up; the message is one sentence that names it. `lost`: it failed since
+    another rank, or the way to it, is gone. Else torch refused the call, which is a mistake in the program."""
+
+    def __init__(self, text: str, lost: bool = True) -> None:
+        super().__init__(text)
+        self.lost = lost
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.lost)
 
 
 # Words in the back ends' messages when the other end of a connection is gone.
-_GONE = ("peer", "connection", "socket", "remote", "refused", "reset", "broken pipe", "timed out", "timeout", "aborted")
+_GONE = (
+    "peer", "connection", "socket", "remote", "refused", "reset", "broken pipe", "timed out", "timeout", "aborted",
+    "closed", "unhandled system error", "remote process exited",
+)  # fmt: skip
 
 
 class Pending:
@@ -194,7 +205,7 @@ class Group:
         gone = any(word in reason.lower() for word in _GONE)
         guess = "another rank has probably stopped" if gone else "torch refused it"
         where = f"of ranks {list_ranks(self.ranks)} failed on rank {self.rank}"
-        return CommError(f"{call.describe()} {where}: {guess} ({reason})")
+        return CommError(f"{call.describe()} {where}: {guess} ({reason})", lost=gone)
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
         """Reduces `x` in place."""

@@ -18,6 +18,7 @@ Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
 MAX_FOLLOWED = 8  # calls, including the first
+OF_ANY_SIZE = ("all_to_all", "exchange")  # Ranks may send different sizes in these.
 OTHER_END = {"send": "receive", "receive": "send"}  # of a transfer, by this end's op
 
 
@@ -82,10 +83,9 @@ def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> st
 
 
 def _fits(call: dict[str, Any], other: dict[str, Any], is_peer: bool) -> bool:
-    """Whether another rank's call of the same number is the same call, or the other end of the same transfer."""
+    """Return True if another rank's call of the same number is the same call, or the other end of the transfer."""
     expected = OTHER_END[call["op"]] if is_peer else call["op"]
-    # Ranks may give an all_to_all different numbers of rows.
-    return other["op"] == expected and (other["payload"] == call["payload"] or expected == "all_to_all")
+    return other["op"] == expected and (other["payload"] == call["payload"] or expected in OF_ANY_SIZE)
 
 
 def _arrived(state: State | None, call: dict[str, Any]) -> bool:

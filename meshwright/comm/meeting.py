@@ -16,7 +16,7 @@ from meshwright.errors import UserError, notice
 
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 30.0  # of waiting, until it is said, and said again
 ARRIVED = "arrived"
-OTHER_FILES = 64  # that a process has open besides connections to the store, about
+OTHER_FILES = 64  # Rough number of other files that a process keeps open.
 
 
 def meet(rank: int, world: int, first_on_node: bool, host: str, port: int, limit: timedelta) -> Store | None:

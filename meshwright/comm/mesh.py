@@ -119,6 +119,8 @@ class Mesh:
     def _new(self, name: str, ranks: Sequence[int]) -> Any:
         """Makes a process group, of which its back end makes the communicators when it is first used."""
         options = nccl_options(name, dist.ProcessGroupNCCL.Options) if dist.get_backend() == "nccl" else None
+        if options is not None and self._limit is not None:
+            options._timeout = self._limit  # torch takes it from here, and warns on every rank where the two differ
         return dist.new_group(
             list(ranks), timeout=self._limit, pg_options=options, use_local_synchronization=True
         )  # fmt: skip

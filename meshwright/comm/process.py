@@ -1,6 +1,6 @@
 """The settings of a process that takes part in a run: its limits and its environment, each with the reason. No torch.
 
-What the user has set is left as it is.
+Variables that the user has set are never changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import warnings
 from collections.abc import MutableMapping
 from contextlib import suppress
 
+# Enough for any number of ranks. Containers may allow a thousand times as many, and programs that close every possible
+# file before they start a child would take minutes.
+MOST_FILES = 1 << 20
 CONNECTIONS = 2  # of a rank to the store: torch's process groups have one, the watchdog has one of its own
 
 
@@ -35,21 +38,23 @@ def rank_environment(timeout: float) -> dict[str, str]:
 
 
 def quiet_torch(env: MutableMapping[str, str] = os.environ) -> None:
-    """Leaves out warnings of torch's that say nothing to our users: stack traces of lost peers, whom we name ourselves,
-    and that an unbatched send makes a communicator of two ranks, which the pipeline wants. torch writes them from C++
-    at this level, which it reads when it is imported, or gives them to Python."""
+    """Silence two kinds of torch warnings: stack traces of lost peers, which we name ourselves, and notes about
+    unbatched sends, which the pipeline makes on purpose. torch writes them from C++ at this level, which it reads when
+    it is imported, or gives them to Python."""
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message=r".*unbatched P2P op")
 
 
 def raise_file_limit() -> int:
-    """Raises the number of files that this process and its children may open as far as the system lets it, and returns
-    it. The process that keeps the store has `CONNECTIONS` of each rank; the usual limit of 1,024 is at its end with
-    some 500 ranks, of whom the others time out without a reason."""
+    """Raise the number of files that this process and its children may open as far as the system lets it, up to
+    MOST_FILES, and return it. The process that keeps the store has `CONNECTIONS` of each rank: the usual limit of 1,024
+    is reached at about 500 ranks; further ranks time out without an explanation."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(ValueError, OSError):  # macOS calls it unlimited and refuses that
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    unlimited = resource.RLIM_INFINITY
+    wanted = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
+    if soft != unlimited and soft < wanted:
+        with suppress(ValueError, OSError):  # some systems refuse what they said they allow
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return file_limit()
 
 

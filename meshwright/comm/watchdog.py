@@ -16,6 +16,7 @@ that torch has: a request that waits there, e.g. for a peer of a new communicato
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import math
@@ -38,7 +39,7 @@ from meshwright.comm.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
-from meshwright.comm.lost_ranks import ErrorPoll, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, say_present, who_is_lost
 from meshwright.comm.mesh import COMPILING_S, Mesh
 from meshwright.device import Device
 from meshwright.errors import notice
@@ -49,10 +50,13 @@ PUBLISHED_CALLS = 8
 # One counter in the store carries both what a listener must hear, so that it asks once per look: it grows by one with
 # every sign of a rank that compiles, and by ALARM with an alarm.
 ALARM = 1 << 40
-HANG_TOLD = "1"  # what `told` holds after a hang, whose message is out; after a loss it holds the message
+# Value of the key `told` after a hang, whose message was already printed. After a loss the value is the message.
+HANG_TOLD = "1"
 STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
+# Seconds that the end of a rank waits for its files. A network disk that is away may block a write for ever.
+DISK_S = 5.0
+BACKSTOP_S = 120.0  # beyond all that a report may take, after which the process ends even if no Python thread runs
 
-CPU = Device("cpu")
 _NUMBERS = itertools.count()
 
 
@@ -79,14 +83,15 @@ def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 class Watchdog:
-    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), folder=...):` around the run."""
+    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), device, folder=...):` around the run."""
 
     def __init__(
-        self, mesh: Mesh, timeout: float, store: Store | None, folder: Path | None = None, keeper: int | None = None,
-        device: Device = CPU,
+        self, mesh: Mesh, timeout: float, store: Store | None, device: Device, folder: Path | None = None,
+        keeper: int | None = None,
     ) -> None:  # fmt: skip
-        """`folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the store.
-        `device`: the one whose events the calls are marked with."""
+        """`device`: the one whose events the calls are marked with; it has no default, since the threads would ask the
+        wrong one. `folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the
+        store."""
         self.device = device
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
@@ -102,7 +107,7 @@ class Watchdog:
         self._broken: str | None = None  # what a process group says of its failure
         self._heard = time.monotonic()  # when the store last answered
         self._signs, self._compiled = 0, -math.inf  # the signs of compiling ranks, and when the last one was heard
-        self._compiles = False  # whether this rank did at the last look
+        self._compiles = False  # True if this rank was compiling at the last look.
         self._excused: tuple[str, int] | None = None  # the call of which it was said why it takes long
         self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
         self._error: BaseException | None = None
@@ -110,6 +115,7 @@ class Watchdog:
         self._answered = False  # an alarm, in the store
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._writers: list[threading.Thread] = []  # of files, each abandoned if the disk does not answer
 
     def __enter__(self) -> Watchdog:
         if self.world == 1:
@@ -134,25 +140,30 @@ class Watchdog:
             if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
                 thread.join(2 * self.grace + 4.0)
         silent = any(thread.is_alive() for thread in self._threads)  # only a store that does not answer holds one up
+        if self._threads:
+            faulthandler.cancel_dump_traceback_later()
         self._threads = []
         if isinstance(error, CommError):
-            self._write_flight(self.state())
-            if silent or self._store_gone:
+            if error.lost and (silent or self._store_gone):
                 self._end_alone(str(error))
+            self._write_flight(self.state())
+            self._finish_writes()
 
     def state(self) -> State:
-        """What this rank tells the others after an alarm."""
+        """What this rank tells the others after an alarm. Of the ranks of calls it holds only those that the others do
+        not know: at thousands of ranks the lists would take longer to send than a report may take."""
         frames = self._stack()
         held = self.flight.holding()
+        is_known = held is not None and (held.group, held.number) == self._asked
         return {
             "rank": self.rank,
             "numbers": self.flight.begun(held),
-            "holding": held.plain() if held else None,
-            "around": [call.plain() for call in self._around(held)],
+            "holding": held.plain(with_ranks=not is_known) if held else None,
+            "around": [call.plain(with_ranks=False) for call in self._around(held)],
             "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
-            "last": [call.plain() for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
+            "last": [call.plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
     def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
@@ -168,7 +179,9 @@ class Watchdog:
         self.device.make_current()
         held: RecordedCall | None = None
         while (broken := self._errors.look()) is None and (held := self._overdue_call()) is None:
+            self._arm_backstop()
             if self._stopping.wait(self._pause()):
+                faulthandler.cancel_dump_traceback_later()
                 return
         self._broken, self._overdue = broken, held
         self._wake.set()
@@ -183,6 +196,12 @@ class Watchdog:
             self._end_alone(broken)
         elif held is not None:
             self._speak_alone(held)
+
+    def _arm_backstop(self) -> None:
+        """Have the process end, with all stacks on stderr, if this thread makes no further turn for very long. That
+        needs no Python thread: one that holds the interpreter's lock for ever stops the watchdog's threads too."""
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            faulthandler.dump_traceback_later(3 * self.timeout + COMPILING_S + BACKSTOP_S, exit=True, file=2)
 
     def _overdue_call(self) -> RecordedCall | None:
         """Returns a call that has held up the program for too long. Where ranks compile, the time counts anew."""
@@ -203,8 +222,8 @@ class Watchdog:
     def _listen(self) -> None:
         assert self._store is not None
         store = self._store
-        self.device.make_current()
         try:
+            self.device.make_current()
             while not self._stopping.is_set():
                 self._wake.wait(self.interval)
                 if self._broken is not None:
@@ -213,11 +232,12 @@ class Watchdog:
                     self._raise_alarm(store, self._overdue)
                 elif not self._stopping.is_set():
                     self._look(store)
-            if isinstance(self._error, CommError):
-                self._tell_loss(store, str(self._error))
+            if (loss := self._loss()) is not None:
+                self._tell_loss(store, loss)
             # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-            self._leave(store, "left", STORE_LINGER_S if self._error is None else 0.0)
+            say_present(store, self.rank, self._left)
+            self._leave(store, STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # the store is gone, and with it the rank that kept it
             self._store_gone = True
             if self._broken is not None:
@@ -297,35 +317,52 @@ class Watchdog:
                 report_loss(told, speaks=False)
         except RuntimeError:
             self._store_gone = True
-            if isinstance(self._error, CommError) or self._broken is not None:
-                self._end_alone(self._broken or str(self._error))
+            if (loss := self._loss()) is not None:
+                self._end_alone(loss)
             if self._overdue is not None:
                 self._speak_alone(self._overdue)
             self._end(f"rank {self.rank} ends: another rank raised an alarm and did not say why")
         self._end(None, store)
 
+    def _loss(self) -> str | None:
+        """Return why this rank believes that another one is lost, or None if it has no reason to."""
+        if self._broken is not None:
+            return self._broken
+        # A call that torch refused fails on a rank whose peers are all well.
+        return str(self._error) if isinstance(self._error, CommError) and self._error.lost else None
+
     def _publish(self, store: Store) -> None:
-        state = self.state()
-        store.set(f"state/{self.rank}", json.dumps(state))
+        """Answer an alarm. Only after a hang do others read states; after a loss it is enough that a rank answers."""
+        try:
+            state = self.state()
+        except Exception as error:  # the main thread changes what is read here, and any answer is better than none
+            state = {"rank": self.rank, "at": f"an unknown place ({type(error).__name__}: {error})"}
+        if self._asked is not None:
+            store.set(f"state/{self.rank}", json.dumps(state))
+        say_present(store, self.rank)
+        store.add("answered", 1)
         self._write_flight(state)
 
-    def _leave(self, store: Store, count: str, patience: float) -> None:
-        """Counts this rank as gone; the keeper of the store stays until all are, or for `patience` seconds."""
-        gone = store.add(count, 1)
+    def _leave(self, store: Store, patience: float) -> None:
+        """Count this rank as gone. The keeper of the store stays until all are, or for `patience` seconds."""
+        gone = store.add("left", 1)
         deadline = time.monotonic() + patience
         while self.rank == self.keeper and gone < self.world and time.monotonic() < deadline:
             time.sleep(0.02)
-            gone = store.add(count, 0)
+            gone = store.add("left", 0)
 
-    def _wait_for_answered(self, store: Store) -> None:
-        """Keeps the store, on the rank that does, until every rank that answered the alarm has read the message: on a
-        busy machine that takes longer than to hear the alarm, and they would take this rank for the dead one."""
-        deadline = time.monotonic() + 2 * self.grace
-        while self.rank == self.keeper and time.monotonic() < deadline:
-            answered = sum(store.check([f"state/{rank}"]) for rank in range(self.world))
-            if store.add("ended", 0) >= answered:
+    def _leave_after_alarm(self, store: Store) -> None:
+        """Count this rank as ended. The keeper of the store first stays long enough for ranks outside the stuck call to
+        hear the alarm, and then until every rank that answered has read the message: on a busy machine that takes
+        longer, and they would take this rank for the dead one."""
+        ended, begun = store.add("ended", 1), time.monotonic()
+        while self.rank == self.keeper and ended < self.world:
+            waited = time.monotonic() - begun
+            all_read = waited >= self.interval + 0.5 and ended >= store.add("answered", 0)
+            if all_read or waited >= self.interval + 0.5 + 2 * self.grace:
                 return
-            time.sleep(0.05)
+            time.sleep(0.02)
+            ended = store.add("ended", 0)
 
     # The end.
 
@@ -348,47 +385,61 @@ class Watchdog:
         return f"{why}, so the other ranks can't be asked"
 
     def _end(self, message: str | None, store: Store | None = None, lost: bool = False) -> None:
-        """Writes the message, tells the others and ends the process at once: its main thread can't do it. `lost`: the
-        message is about a loss, of which the launcher may know better."""
+        """Print the message, tell the others and end the process at once: its main thread can't do it. Files come last,
+        since the disk may not answer. `lost`: the message is about a loss, of which the launcher may know better."""
         if not self._ending.acquire(blocking=False):
             time.sleep(60.0)  # the other thread is ending the process
         if message is not None and lost:
             report_loss(message, speaks=True)
         elif message is not None:
             where = "" if self.folder is None else f" (flight records in {self.folder})"
-            self._write_message(message)
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"meshwright: {message}{where}\n")
                 sys.stderr.flush()
+            # It begins before the others hear that the message is out: when they end, a launcher ends this rank too.
+            self._write_message(message)
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 if message is not None:
                     store.set("told", message if lost else HANG_TOLD)
-                # Long enough for the ranks that do not take part in the stuck call to hear the alarm.
-                self._leave(store, "ended", self.interval + 0.5)
-                self._wait_for_answered(store)
+                self._leave_after_alarm(store)
+        self._finish_writes()
         act_before_end()
         os._exit(EXIT_CODE)
 
-    def _write_flight(self, state: State) -> None:
-        """Writes the whole flight record to a file, for later study."""
-        if self.folder is None:
+    def _try_write(self, name: str, text: str) -> None:
+        """Begin to write a file in the folder of flight records, in a thread that may block for ever."""
+        folder = self.folder
+        if folder is None:
             return
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text, encoding="utf-8")
+
+        writer = threading.Thread(target=write, name=f"meshwright-{name}", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+            writer.start()
+            self._writers.append(writer)
+
+    def _finish_writes(self) -> None:
+        """Wait until the files are written, for at most DISK_S seconds."""
+        deadline = time.monotonic() + DISK_S
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
+
+    def _write_flight(self, state: State) -> None:
+        """Begin to write the whole flight record to a file, for later study."""
         record = state | {
             "open": [call.plain() for call in list(self.flight.open.values())],
             "last": [call.plain() for call in list(self.flight.last)],
         }
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        self._try_write(f"rank-{self.rank}.json", json.dumps(record, indent=1))
 
     def _write_message(self, message: str) -> None:
-        """Leaves the message beside the flight records, for whoever looks at the run later."""
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"time": time.time(), "rank": self.rank, "text": message})
-                (self.folder / "hang.json").write_text(text, encoding="utf-8")
+        """Begin to write the message beside the flight records, for whoever looks at the run later."""
+        self._try_write("hang.json", json.dumps({"time": time.time(), "rank": self.rank, "text": message}))
 
     def _stack(self) -> list[tuple[str, bool]]:
         """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""
@@ -404,7 +455,7 @@ def watched(
     """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
     that the first rank may be the one that keeps the store."""
     store = open_store() if mesh.layout.world > 1 else None
-    return Watchdog(mesh, timeout, store, folder, store_keeper() if own_world else None, device)
+    return Watchdog(mesh, timeout, store, device, folder, store_keeper() if own_world else None)
 
 
 # Files of torch that have a frame on the stack only while something is compiled, and not while it runs.

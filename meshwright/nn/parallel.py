@@ -20,7 +20,7 @@ from meshwright.nn.random import Streams
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
     ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
-    first. `cp` are those of `sequence` that hold other tokens whatever tp is."""
+    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp."""
 
     etp: Group
     ep: Group

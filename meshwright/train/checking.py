@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.checkpoint.base import begin_with_folder, read_base
-from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.comm.watchdog import watched
 from meshwright.config.data import PACKED
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
@@ -128,7 +128,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
     check(config, place.world, RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
-    with Watchdog(ctx.mesh, comm.timeout, open_store() if joined else None, keeper=store_keeper() if joined else None):
+    with watched(ctx.mesh, comm.timeout, device, joined):
         modules = build_modules(ctx, own.model)
         data = samples_for(config) if own.datasets is None else own.datasets(ctx, (0, 0, 0))[0]
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, own.forward), data)
@@ -147,7 +147,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
 
 
 def run_reference(config: Config, folder: Path, own: Providers, compared: int) -> None:
-    """Trains on one process and leaves in `folder` what every layout must find."""
+    """Train on one process, and write the reference gradients and parameters to `folder`."""
     with trainer_of(config, own) as trainer:
         found = Steps(names=list(_names(trainer)))
 

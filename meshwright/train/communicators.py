@@ -25,6 +25,8 @@ def used_groups(config: Config, layout: Layout) -> set[str]:
     names |= {CP_INNER, CP_OUTER} if config.context_kind == "hybrid" else {"cp"}
     names |= _data_groups(config, layout)
     experts = config.model.experts
+    if experts.count and experts.capacity is not None:
+        names.add("cp")  # an expert's places are counted over the whole sequence
     if experts.count:
         names |= parts & {EP_NODE, EP_ACROSS} or {"ep"}
         names.add("etp")

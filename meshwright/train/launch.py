@@ -144,12 +144,15 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
         _report(place, "mistake", str(error))
         code = 2
     except CommError as error:
-        _report(place, "weak", str(error))
-        time.sleep(LAUNCHER_SEES_S)
-        code = EXIT_CODE
+        _report(place, "weak" if error.lost else "bug", str(error) if error.lost else traceback.format_exc())
+        time.sleep(LAUNCHER_SEES_S if error.lost else 0.0)
+        code = EXIT_CODE if error.lost else 1
     except SystemExit as error:
         if not error.code or not at.launched:
             raise
+        if not isinstance(error.code, int):
+            # The interpreter would print the text at its end, to which this process does not come.
+            _report(place, "bug", str(error.code))
         code = error.code if isinstance(error.code, int) else 1
     except Exception as error:
         mistake = mistake_of(error) if isinstance(error, OSError) else None
@@ -427,7 +430,7 @@ def _distinct(told: Mapping[int, str]) -> str:
 
 
 def _ended_by_torch(exit_code: int) -> bool:
-    """Whether torch may have ended a rank since its peers were gone: NCCL's watchdog does so by SIGABRT."""
+    """Return True if torch may have aborted the rank because its peers were gone. NCCL's watchdog uses SIGABRT."""
     from meshwright.device import accelerator_count
 
     return exit_code == -signal.SIGABRT and accelerator_count() > 0

@@ -318,7 +318,8 @@ def check_shared(
             raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
-        end, pause = clock() + SHARED_S, 0.1
+        # The other ranks wait in a call, which the watchdog must not take for a hang.
+        end, pause = clock() + min(SHARED_S, ctx.config.comm.timeout / 2), 0.1
         while not mark.exists():
             if clock() >= end:
                 fix = "put run.dir on a disk that all share"

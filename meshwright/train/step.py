@@ -418,7 +418,7 @@ def micro_batches(ctx: Context, samples: int) -> int:
 
 
 def releases_grads(ctx: Context, samples: int) -> bool:
-    """Whether whole gradients in ZeRO stages 0 and 1 have memory from backward to the update only."""
+    """Return True if gradients in ZeRO stages 0 and 1 are freed between the update and the next backward."""
     # Later micro-batches add to the gradients of the first, and a CPU keeps them too: a page that was returned to the
     # system costs ten times as much to write as one that was kept.
     return micro_batches(ctx, samples) == 1 and not is_host(ctx.config, ctx.device)

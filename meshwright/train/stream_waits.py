@@ -1,4 +1,4 @@
-"""How long a device computes and how long its stream waits for communication, in a sample of the steps. No torch.
+"""Measure a device's compute time and its waits for communication, in one step of ten. No torch.
 
 On an accelerator the host launches work and goes on, so its clock tells neither. In every tenth step marks are recorded
 on the compute stream around each wait: between them the stream does nothing but wait. They are read two steps later,
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from meshwright.comm.ledger import Ledger
 
-EVERY = 10  # of so many steps one is timed,
-FIRST = 5  # beginning with this step of a process: the first ones make what later ones reuse
+EVERY = 10  # One step in EVERY is timed.
+FIRST = 5  # The first timed step; earlier steps fill caches that later ones reuse.
 # Steps until the marks are read, the same on all ranks, whose figures are summed. The host reads a step's numbers,
 # which are the last work of that step, before it launches the step after the next.
 LATER = 2

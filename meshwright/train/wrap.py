@@ -57,7 +57,7 @@ class Wrapped:
 
     def __init__(self, trainer: Trainer, own_world: bool, watch: ExitStack) -> None:
         """`watch`: closed at the end, it ends the watchdog."""
-        self.trainer, self._own_world = trainer, own_world
+        self.trainer, self._own_world, self._watch = trainer, own_world, watch
         # A loop need not call `close`. Then the interpreter's end calls it: a thread in the store must not outlive it.
         self._end_watch = weakref.finalize(self, _end_watch, watch)
         self._given = _Given()
@@ -119,13 +119,15 @@ class Wrapped:
     def close(self) -> None:
         """Leaves the other ranks, if `wrap` joined them."""
         self.trainer.data_parallel.weights.wait_for_gathers()
-        self._end_watch()
+        # Not through the finalizer: the last error of an interactive session may be an old one.
+        if self._end_watch.detach() is not None:
+            self._watch.close()
         if self._own_world:
             leave()
 
 
 def _end_watch(watch: ExitStack) -> None:
-    """Ends the watchdog, which tells the other ranks of the error that ended this program, if one did."""
+    """End the watchdog when the interpreter ends. It tells the other ranks of the error that ended this program."""
     error = getattr(sys, "last_value", None)
     watch.__exit__(type(error) if error else None, error, None)
 

@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
+from meshwright.comm import ending
 from meshwright.errors import UserError
 from meshwright.sharding.remainders import plain, tensors_of
 from meshwright.train.step import Trainer
@@ -246,6 +248,28 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
     assert said.endswith("; it is tried once more with the next one\n")
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
+
+
+def test_a_save_under_way_may_end_before_the_watchdog_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_last_acts", [])
+    written: list[str] = []
+    never = threading.Event()
+    saver = Saver(SimpleNamespace(), tmp_path, True, "wait", 0)  # type: ignore[arg-type]
+    with saver:
+        ending.act_before_end()  # nothing is under way
+        saver._thread = threading.Timer(0.3, lambda: written.append("part"))
+        saver._thread.start()
+        ending.act_before_end()
+        assert written == ["part"]
+        monkeypatch.setattr(save, "SUDDEN_END_S", 0.05)
+        saver._thread = threading.Thread(target=never.wait, daemon=True)
+        saver._thread.start()
+        ending.act_before_end()
+        assert saver.is_writing, "a disk that does not answer is not waited for"
+    never.set()
+    assert ending._last_acts == []
 
 
 def test_two_failures_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

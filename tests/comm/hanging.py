@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
+from meshwright.device import Device
 from meshwright.layout import Layout
 from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
 from tests.support.waiting import HANG_S, until
@@ -59,7 +60,7 @@ def _child(body: Any, rank: int, world: int, folder: str, timeout: float, axes: 
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         mesh = Mesh(Layout(world=world, **axes), rank)
         dist.barrier()  # the watch begins when all have come, however long a busy machine took to start them
-        with Watchdog(mesh, timeout, open_store(), folder=Path(folder) / "flight", keeper=store_keeper()):
+        with Watchdog(mesh, timeout, open_store(), Device("cpu"), Path(folder) / "flight", store_keeper()):
             body(mesh, *args)
         dist.destroy_process_group()
     except BaseException:

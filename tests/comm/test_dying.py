@@ -14,6 +14,7 @@ import pytest
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE, Watchdog, open_store, store_keeper
+from meshwright.device import Device
 from tests.checkpoint.runs import steps
 from tests.comm.hanging import run_hanging
 from tests.support.commands import ended, folder, ranks, start
@@ -70,7 +71,7 @@ def train(mesh: Mesh, case: Case, dies: bool) -> None:
     trainer = make_trainer(small_config(**sections), mesh.rank, mesh.layout.world)
     trainer.step()  # before the watch begins: it makes what later steps reuse, which takes a busy machine long
     # A death is noticed without any limit; a short one would only be reached on a busy machine.
-    with Watchdog(trainer.ctx.mesh, 60.0 if dies else TIMEOUT, open_store(), keeper=store_keeper()):
+    with Watchdog(trainer.ctx.mesh, 60.0 if dies else TIMEOUT, open_store(), Device("cpu"), keeper=store_keeper()):
         lose(mesh.rank == VICTIM, *where, dies)  # type: ignore[call-arg]
         trainer.step()
 

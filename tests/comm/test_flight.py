@@ -82,11 +82,21 @@ def test_a_call_that_is_waited_for_late_is_watched() -> None:
     assert flight.holding() is None and early in flight.passed
 
 
+def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
+    """The main thread begins the first call of a group between the two reads of the watchdog's."""
+    flight = FlightRecord()
+    held = launch(flight)
+    late = RecordedCall("new:0", "new", "all_reduce", "forward", None, 8, (0, 1), number=1)
+    late.started = held.started + 1.0
+    flight.last.append(late)
+    assert flight.begun(held)["new:0"] == 0
+
+
 def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = None) -> dict[str, Any]:
     """What a rank publishes, as JSON brings it to another."""
     mesh = Mesh(Layout(world=1), 0)
     mesh.rank, mesh.flight = rank, flight
-    watchdog = Watchdog(mesh, 5.0, None)
+    watchdog = Watchdog(mesh, 5.0, None, Device("cpu"))
     watchdog._asked = asked
     state: dict[str, Any] = json.loads(json.dumps(watchdog.state()))
     return state
@@ -182,7 +192,7 @@ def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.Mo
     # A kind of device that torch can name and nobody has here.
     monkeypatch.setattr(torch, "mtia", Module)
     mesh = Mesh(Layout(world=1), 0)
-    watchdog = Watchdog(mesh, 0.0, None, device=Device("mtia", 3))
+    watchdog = Watchdog(mesh, 0.0, None, Device("mtia", 3))
     watchdog.world, watchdog.interval, watchdog._store = 2, 0.01, Store()  # type: ignore[assignment]
     call = launch(mesh.flight)
     call.event = Asked()

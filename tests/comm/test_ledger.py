@@ -117,8 +117,16 @@ def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
         "receive number 1 over dp from rank 1 (startup, 16 bytes) of ranks [1, 3] failed on rank 3: "
         "another rank has probably stopped (Connection closed by peer [::1]:9)"
     )
-    with pytest.raises(CommError, match="failed on rank 3: torch refused it [(]Invalid scalar type[)]"):
+    assert caught.value.lost
+    with pytest.raises(CommError, match="failed on rank 3: torch refused it [(]Invalid scalar type[)]") as refused:
         group._call("all_reduce", torch.zeros(4), lambda later: _Failing("Invalid scalar type").wait())
+    assert not refused.value.lost
+    for words in ("NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details)",
+                  "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error",
+                  "NCCL communicator was closed"):  # fmt: skip
+        with pytest.raises(CommError, match="another rank has probably stopped") as caught:
+            group._call("all_reduce", torch.zeros(4), lambda later, words=words: _Failing(words).wait())
+        assert caught.value.lost
     assert not flight.open and flight.holding() is None
 
 

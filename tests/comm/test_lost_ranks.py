@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from meshwright.comm import ending, lost_ranks
-from meshwright.comm.lost_ranks import ErrorPoll, leave_errors_to_us, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, leave_errors_to_us, say_present, who_is_lost
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE
 from tests.comm.hanging import Ended, run_hanging
@@ -85,6 +86,18 @@ def test_a_rank_that_left_with_an_error_is_named_with_it(tmp_path: Path) -> None
     assert [end.code for end in ends] == [EXIT_CODE, 1, EXIT_CODE], ends
     text = ends[0].stderr + ends[2].stderr
     assert text.count("\n") == 1 and "; rank 1 has left (ValueError: bad sample)" in text, text
+
+
+def refused(mesh: Mesh) -> None:
+    mesh.world.all_reduce(torch.ones(1))
+    mesh.world.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+
+
+def test_a_call_that_torch_refuses_is_no_loss(tmp_path: Path) -> None:
+    ends = run_hanging(2, refused, tmp_path, timeout=TIMEOUT)
+    assert [end.code for end in ends] == [1, 1], ends
+    assert all("torch refused it (Invalid scalar type)" in end.stderr for end in ends), ends
+    assert not any("disturbed" in end.stderr or "does not answer" in end.stderr for end in ends), ends
 
 
 # A process group that can tell of errors, as NCCL's: the calls never return, and only its state says why.
@@ -176,29 +189,52 @@ def test_torch_s_own_teardown_is_off_unless_the_user_wants_it(before: dict[str, 
 
 
 class Answers:
-    """A store that holds these ranks' states."""
+    """A store that counts requests, in which these ranks say that they are there or why they have left."""
 
-    def __init__(self, **states: str) -> None:
-        self.states = {f"state/{name.removeprefix('r')}": state for name, state in states.items()}
+    def __init__(self, said: dict[int, str | None]) -> None:
+        self.values, self.requests = dict[str, str](), 0
+        for rank, left in said.items():
+            say_present(self, rank, left)  # type: ignore[arg-type]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self.states for key in keys)
+        self.requests += 1
+        return all(key in self.values for key in keys)
 
-    def get(self, key: str) -> str:
-        return self.states[key]
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 1
+        return [self.values[key].encode() for key in keys]
 
 
 @pytest.mark.parametrize(
     ("states", "clause"),
     [
-        ({"r0": "{}", "r2": "{}"}, f"rank 1 {DEAD}"),
-        ({"r1": "{}"}, "ranks [0, 2] do not answer (stopped or dead)"),
-        ({"r0": "{}", "r1": '{"left": "ValueError: no"}', "r2": "{}"}, "rank 1 has left (ValueError: no)"),
-        ({"r0": "{}", "r1": "{}", "r2": "{}"}, "every rank answers, so the network between them is probably disturbed"),
+        ({0: None, 2: None}, f"rank 1 {DEAD}"),
+        ({1: None}, "ranks [0, 2] do not answer (stopped or dead)"),
+        ({}, "ranks [0, 1, 2] do not answer (stopped or dead)"),
+        ({0: None, 1: "ValueError: no", 2: None}, "rank 1 has left (ValueError: no)"),
+        ({0: None, 1: None, 2: None}, "every rank answers, so the network between them is probably disturbed"),
     ],
 )
-def test_who_is_lost(states: dict[str, str], clause: str) -> None:
-    assert who_is_lost(Answers(**states), 3, time.monotonic()) == clause  # type: ignore[arg-type]
+def test_who_is_lost(states: dict[int, str | None], clause: str) -> None:
+    assert who_is_lost(Answers(states), 3, time.monotonic()) == clause  # type: ignore[arg-type]
+
+
+def test_who_is_lost_among_thousands_takes_few_requests() -> None:
+    store = Answers({rank: None for rank in range(4096) if rank not in (7, 4000)})
+    assert who_is_lost(store, 4096, time.monotonic()) == "ranks [7, 4000] do not answer (stopped or dead)"  # type: ignore[arg-type]
+    assert store.requests < 60
+    assert max(map(len, store.values.values())) < 10
+
+
+def test_a_store_of_torch_s_says_who_is_lost() -> None:
+    store = PrefixStore("watchdog/0", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    say_present(store, 0)
+    say_present(store, 2, "ValueError: no")
+    expected = "rank 1 does not answer (stopped or dead); rank 2 has left (ValueError: no)"
+    assert who_is_lost(store, 3, time.monotonic()) == expected
 
 
 def test_the_launcher_is_told_instead_of_the_terminal(monkeypatch: Any, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -13,16 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.comm import watchdog
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.hang import explain
 from meshwright.comm.mesh import COMPILING_S, Mesh, call_limit
 from meshwright.comm.watchdog import EXIT_CODE, Watchdog, is_compiling, open_store
+from meshwright.device import Device
 from meshwright.layout import Layout
 from tests.comm.hanging import Ended, run_hanging
 
 TIMEOUT = 2.0
+CPU = Device("cpu")
 OUTSIDE = r"it is outside any collective, in comm/test_watchdog.py:\d+"
 
 
@@ -55,6 +59,38 @@ def test_a_rank_that_sleeps_is_named_with_its_place(tmp_path: Path) -> None:
     records = {rank: json.loads((tmp_path / f"flight/rank-{rank}.json").read_text()) for rank in range(4)}
     assert records[2]["holding"] is None and records[0]["holding"]["number"] == 2
     assert [call["op"] for call in records[1]["last"]] == ["all_reduce", "all_reduce"]
+
+
+def asleep_without_a_disk(mesh: Mesh) -> None:
+    watchdog.DISK_S = 0.2
+    asleep(mesh, 1)
+
+
+def test_a_disk_that_does_not_answer_keeps_no_rank_from_its_end(tmp_path: Path) -> None:
+    """Nobody reads these FIFOs, so whoever opens one for writing waits for ever."""
+    (tmp_path / "flight").mkdir()
+    for name in ("rank-0.json", "rank-1.json", "hang.json"):
+        os.mkfifo(tmp_path / "flight" / name)
+    ends = run_hanging(2, asleep_without_a_disk, tmp_path, timeout=TIMEOUT)
+    assert "did not end within 2 s on rank 0; rank 1 did not arrive" in message(ends)
+    assert [end.code for end in ends] == [EXIT_CODE] * 2
+
+
+def test_a_thread_that_never_lets_others_run_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer has the process ended late, and takes that back when the watch ends."""
+    armed: list[float] = []
+
+    def arm(seconds: float, exit: bool, file: int) -> None:
+        assert exit and file == 2
+        armed.append(seconds)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(0.0))
+    watch = Watchdog(Mesh(Layout(1), 0), 10.0, None, CPU)
+    watch._stopping.set()
+    watch._time()
+    assert armed == [3 * 10.0 + COMPILING_S + watchdog.BACKSTOP_S, 0.0]
+    assert armed[0] > call_limit(10.0).total_seconds(), "torch's own limit comes first"
 
 
 def stopped(mesh: Mesh, victim: int) -> None:
@@ -99,6 +135,8 @@ def test_a_stopped_keeper_of_the_store_is_named_also_where_the_call_fails_first(
 
 
 def crossed(mesh: Mesh) -> None:
+    # The mesh gives world the process group of tp, which has the same ranks. There the two calls would match.
+    mesh.world.process_group = dist.new_group()
     warm(mesh)
     first, second = (mesh.tp, mesh.world) if mesh.rank == 0 else (mesh.world, mesh.tp)
     first.all_reduce(torch.ones(8))
@@ -234,7 +272,7 @@ def test_the_time_counts_from_the_last_sign_of_a_rank_that_compiles(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     mesh, store = Mesh(Layout(1), 0), Signs()
-    watchdog = Watchdog(mesh, 10.0, None)
+    watchdog = Watchdog(mesh, 10.0, None, CPU)
     call = mesh.flight.begin(RecordedCall("tp:0", "tp", "all_reduce", "forward", 0, 64, (0, 1), started=now))
 
     def looked(at: float, signs: int) -> bool:
@@ -270,7 +308,7 @@ def test_compiled_code_that_runs_is_not_taken_for_a_compiler() -> None:
 
 
 def test_torch_lets_a_call_wait_as_long_as_the_watchdog_does() -> None:
-    assert call_limit(5.0).total_seconds() > 5.0 + COMPILING_S + Watchdog(Mesh(Layout(1), 0), 5.0, None).grace
+    assert call_limit(5.0).total_seconds() > 5.0 + COMPILING_S + Watchdog(Mesh(Layout(1), 0), 5.0, None, CPU).grace
 
 
 def test_a_clean_end_is_silent_though_the_store_s_keeper_is_done_first(tmp_path: Path) -> None:
@@ -305,6 +343,59 @@ def test_the_message_where_everybody_arrived() -> None:
     assert explain(here, 0, 9.0, states.get).endswith(f"rank 1 has called {called} there, so the ranks disagree")
     states[1] = {"numbers": {"tp:0": 4}, "holding": here, "last": [here]}
     assert explain(here, 0, 9.0, states.get).endswith("arrived, so the network or a device is probably stuck")
+
+
+def test_ranks_may_send_different_sizes_in_an_exchange() -> None:
+    calls = [_call("exchange", "dp:0", 4, [0, 1], payload) for payload in (8, 0)]
+    states = {rank: {"numbers": {"dp:0": 4}, "holding": call, "last": [call]} for rank, call in enumerate(calls)}
+    assert explain(calls[0], 0, 9.0, states.get).endswith("arrived, so the network or a device is probably stuck")
+
+
+class Kept:
+    """A store that keeps what is set, and counts."""
+
+    def __init__(self) -> None:
+        self.values, self.counts = dict[str, str](), dict[str, int]()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+def stuck_among_thousands(asked: bool) -> tuple[Watchdog, Kept]:
+    mesh, store = Mesh(Layout(1), 0), Kept()
+    for _ in range(12):
+        call = RecordedCall("world:0", "world", "all_reduce", "reduce", None, 64, range(4096))
+        mesh.flight.begin(call)
+    watch = Watchdog(mesh, 10.0, None, CPU)
+    held = mesh.flight.holding()
+    assert held is not None
+    watch._asked = (held.group, held.number) if asked else None
+    return watch, store
+
+
+def test_what_a_rank_publishes_does_not_grow_with_the_ranks() -> None:
+    watch, store = stuck_among_thousands(asked=True)
+    watch._publish(store)  # type: ignore[arg-type]
+    assert json.loads(store.values["state/0"])["holding"]["op"] == "all_reduce"
+    assert sum(map(len, store.values.values())) < 12_000
+    assert store.counts == {"answered": 1}
+    watch, store = stuck_among_thousands(asked=False)
+    watch._publish(store)  # type: ignore[arg-type]
+    assert store.values == {"here/0": "null"}, "after a loss nobody reads states"
+    watch._asked = "tp:0", 1
+    assert len(watch.state()["holding"]["ranks"]) == 4096, "the others follow a call that they do not know"
+
+
+def test_a_rank_answers_though_its_state_can_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, store = stuck_among_thousands(asked=True)
+    monkeypatch.setattr(watch, "state", lambda: {}["x"])
+    watch._publish(store)  # type: ignore[arg-type]
+    assert json.loads(store.values["state/0"]) == {"rank": 0, "at": "an unknown place (KeyError: 'x')"}
+    assert store.values["here/0"] == "null" and store.counts == {"answered": 1}
 
 
 def test_many_missing_ranks_are_named_together_and_a_rank_that_left_says_why() -> None:

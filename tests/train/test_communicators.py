@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import meshwright.comm.mesh as mesh_module
-from meshwright.comm.communicators import PP_BACK, Communicator, is_urgent
+from meshwright.comm.communicators import PP_BACK, SEQUENCE, Communicator, is_urgent
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
@@ -54,6 +55,13 @@ CASES: dict[str, tuple[int, Sections]] = {
     "cp-tp-dp": (8, {"layout": {"cp": 2, "tp": 2}, "model": LLAMA}),
     "ulysses": (4, {"layout": {"cp": 2}, "model": LLAMA, "context": {"kind": "ulysses"}}),
     "hybrid": (8, {"layout": {"cp": 4}, "model": LLAMA, "context": {"kind": "hybrid", "inner": 2}}),
+    "hybrid experts": (8, {
+        "layout": {"cp": 4}, "model": MIXTURE, "context": {"kind": "hybrid", "inner": 2},
+    }),
+    "hybrid dropless": (8, {
+        "layout": {"cp": 4}, "model": {**LLAMA, "experts": {"count": 4, "ffn": 16}},
+        "context": {"kind": "hybrid", "inner": 2},
+    }),
     "ep": (4, {"layout": {"ep": 2}, "model": MIXTURE}),
     "ep-tp": (8, {"layout": {"ep": 2, **SP}, "model": MIXTURE}),
     "ep-cp-tp balanced": (8, {"layout": {"ep": 2, "cp": 2, **SP}, "model": BALANCED, "zero": {"stage": 3}}),
@@ -164,13 +172,16 @@ def test_options_of_groups_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         return object()
 
     def options() -> Any:
-        return SimpleNamespace(config=SimpleNamespace(max_ctas=None), is_high_priority_stream=False)
+        config = SimpleNamespace(max_ctas=None)
+        return SimpleNamespace(config=config, is_high_priority_stream=False, _timeout=timedelta(minutes=10))
 
     backend = SimpleNamespace(Options=options)
     monkeypatch.setattr(mesh_module.dist, "ProcessGroupNCCL", backend, raising=False)
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
     monkeypatch.setattr(mesh_module.dist, "get_backend", lambda: "nccl")
-    Mesh(Layout(8, tp=2, pp=2), 0)
+    Mesh(Layout(8, tp=2, pp=2), 0, timeout=5.0)
+    # torch warns on every rank where the options and the argument have different limits.
+    assert {each._timeout for options in made.values() for each in options} == {mesh_module.call_limit(5.0)}
     found = {ranks: [(each.config.max_ctas, each.is_high_priority_stream) for each in made[ranks]] for ranks in made}
     assert found == {
         (0, 2): [(None, False)], (0, 1): [(None, True)], tuple(range(8)): [(2, False)],
@@ -180,6 +191,12 @@ def test_options_of_groups_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module.dist, "get_backend", lambda: "gloo")
     Mesh(Layout(8, tp=2, pp=2), 0)
     assert {each for options in made.values() for each in options} == {None}
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp"])
+def test_sums_over_a_sequence_are_small_in_every_order_of_the_axes(order: str) -> None:
+    layout = Layout(8, tp=2, cp=2, order=order)
+    assert Communicator(layout.without_ones(SEQUENCE), (0, 1, 2, 3)).is_small
 
 
 def test_gradients_do_not_go_first() -> None:

@@ -29,7 +29,8 @@ atexit.register(time.sleep, 600)
 def body():
     print("printed", end="")
     raise {"mistake": UserError("no such file"), "weak": CommError("a peer is gone"), "bug": ValueError("oops"),
-           "exit": SystemExit(2)}[sys.argv[1]]
+           "exit": SystemExit(2), "text": SystemExit("no data today"),
+           "refused": CommError("torch refused it", lost=False)}[sys.argv[1]]
 launch.guarded(None, False, body)
 """
 
@@ -37,7 +38,8 @@ launch.guarded(None, False, body)
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [("mistake", 2, "rank 1: no such file"), ("weak", EXIT_CODE, "rank 1: a peer is gone"),
-     ("bug", 1, "ValueError: oops"), ("exit", 2, "")],
+     ("bug", 1, "ValueError: oops"), ("exit", 2, ""), ("text", 1, "rank 1: no data today"),
+     ("refused", 1, "CommError: torch refused it")],
 )  # fmt: skip
 def test_a_rank_that_fails_ends_at_once_and_loses_nothing(kind: str, code: int, said: str) -> None:
     """It does not run what waits at the interpreter's end, such as torch's teardown, but flushes its streams."""

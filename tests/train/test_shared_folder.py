@@ -24,8 +24,9 @@ class World:
         return max(value, self.numbers.pop(0) if self.numbers else 0.0)
 
 
-def rank_of(writes: bool, number: float = 0.0) -> Any:
-    ctx = SimpleNamespace(mesh=SimpleNamespace(world=World(number)), device=Device("cpu"), rank=3)
+def rank_of(writes: bool, number: float = 0.0, timeout: float = 600.0) -> Any:
+    config, mesh = SimpleNamespace(comm=SimpleNamespace(timeout=timeout)), SimpleNamespace(world=World(number))
+    ctx = SimpleNamespace(config=config, mesh=mesh, device=Device("cpu"), rank=3)
     return SimpleNamespace(ctx=ctx, writes=writes)
 
 
@@ -52,6 +53,13 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"rank 3 does not see {tmp_path}, which another rank made: put run.dir on"):
         check_shared(rank_of(False, 255.0), tmp_path, lambda: clock.now, clock.sleep)
     assert SHARED_S <= clock.now < SHARED_S + 3.0
+
+
+def test_the_wait_ends_before_the_watchdog_takes_it_for_a_hang(tmp_path: Path) -> None:
+    clock = Clock(tmp_path / "other", 1e9)
+    with pytest.raises(UserError, match="rank 3 does not see"):
+        check_shared(rank_of(False, 255.0, timeout=20.0), tmp_path, lambda: clock.now, clock.sleep)
+    assert 10.0 <= clock.now < 13.0
 
 
 def test_the_name_is_a_new_one_each_time_and_nothing_is_left(tmp_path: Path, monkeypatch: Any) -> None:

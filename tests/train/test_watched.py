@@ -14,7 +14,7 @@ from torch import nn
 import meshwright
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE
-from meshwright.train import evaluate
+from meshwright.train import checking, evaluate
 from tests.comm.hanging import run_hanging
 
 
@@ -56,6 +56,27 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
     else:
         assert evaluate.with_model("somewhere", {}, use) == "result"
         assert seen == [*began, "end of watch", "leave"]
+
+
+def test_a_check_is_watched_on_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's threads would otherwise ask the first device for events that are another one's."""
+    comm = SimpleNamespace(timeout=7.0, backend="auto")
+    config = SimpleNamespace(comm=comm, run=SimpleNamespace(device="cpu"), train=SimpleNamespace(precision="fp32"))
+    seen: list[Any] = []
+
+    def watched(*args: Any) -> Any:
+        seen.append(args)
+        raise InterruptedError
+
+    stand_ins: dict[str, Any] = {
+        "check": lambda *args: None, "enter": lambda *args: ("device", True),
+        "build_context": lambda *args, **named: SimpleNamespace(mesh="mesh"), "watched": watched,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(checking, name, stand_in)
+    with pytest.raises(InterruptedError), checking.trainer_of(config, checking.Providers()):  # type: ignore[arg-type]
+        pass
+    assert seen == [("mesh", 7.0, "device", True)]
 
 
 def mean(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:

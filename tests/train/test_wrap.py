@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +134,25 @@ def test_every_block_leaves_marks() -> None:
     for direction in (FORWARD, BACKWARD):
         found = {mark.order for mark in marks.steps[STEPS] if mark.direction == direction}
         assert len(found) == 5, "begin, three blocks and end"
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_only_a_program_that_ends_without_close_reports_its_last_error(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interactive session keeps the error of an earlier line, from which it went on."""
+    error = ValueError("of an earlier line")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    seen: list[BaseException | None] = []
+    watch = ExitStack()
+    watch.push(lambda kind, caught, trace: seen.append(caught))
+    weights = SimpleNamespace(wait_for_gathers=lambda: None)
+    trainer: Any = SimpleNamespace(data_parallel=SimpleNamespace(weights=weights))
+    model = meshwright.train.wrap.Wrapped(trainer, False, watch)
+    if closes:
+        model.close()
+    model._end_watch()
+    assert seen == [None if closes else error]
 
 
 def test_mistakes_are_told() -> None:
