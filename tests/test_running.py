@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import areas
+from tests.support import areas, ports
 from tests.support.clock import sitecustomize as clock
 from tests.support.order import shuffle
 from tests.support.ports import reserved_port
@@ -203,7 +203,8 @@ def test_descendants_of_all_threads_are_found() -> None:
         "thread = threading.Thread(target=lambda: (start(), print('', flush=True), time.sleep(1e6)))\n"
         "thread.start()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "-c", source]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None and process.stdout.readline()
         until(lambda: len(tree_below(process.pid)) == 2, process)
@@ -252,6 +253,49 @@ def test_the_end_of_the_time_is_no_failure_and_failures_until_then_are_kept(
     words = ["-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     code, failed = areas.run_pytest([str(file), *words, "-p", "tests.conftest"], 15.0)
     assert code is None and [name.split("::")[1] for name in failed] == ["test_a"]
+
+
+def test_one_missed_benchmark_does_not_end_the_others(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "ran $1"\ncase $1 in */b.py) exit 3;; esac\n')
+    python.chmod(0o755)
+    (tmp_path / ".ready").touch()
+    words = ["make", "bench", f"VENV={tmp_path}", "BENCHMARKS=a b c"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode != 0 and "failed: b (exit code 3)" in done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("ran")] == [
+        "ran benchmarks/a.py", "ran benchmarks/b.py", "ran benchmarks/c.py",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("--shard", "7/6"), ("--shuffle", "abc")])
+def test_wrong_options_are_refused_in_one_sentence(words: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "tests/test_running.py", "--collect-only", "-n", "1", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    said = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and f"ERROR: {' '.join(words)}: give a number" in said
+    assert "INTERNALERROR" not in said and "Traceback" not in said
+
+
+def test_the_search_for_a_port_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last port on the first ones are tried, and a file of another user is passed over."""
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(ports, "_LAST", ports._FIRST + 12)
+    monkeypatch.setattr(ports.os, "getpid", lambda: 11)
+    real, tried = os.open, []
+
+    def open_(path: Any, *given: Any) -> int:
+        tried.append(str(path))
+        if len(tried) <= 2:
+            raise PermissionError
+        return real(path, *given)
+
+    monkeypatch.setattr(ports.os, "open", open_)
+    ports.reserved_port()
+    numbers = [int(name.rsplit("-", 1)[1]) for name in tried]
+    assert len(set(numbers)) == len(numbers) >= 3 and all(f"-{os.getuid()}-" in name for name in tried)
+    assert numbers == [ports._FIRST + (132 + each) % 12 for each in range(len(numbers))]
 
 
 def test_the_conditions_of_trust_are_ten() -> None:
