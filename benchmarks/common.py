@@ -1,4 +1,4 @@
-"""What all benchmarks share: `--quick`, `--json`, tables, ranks, and text to learn from.
+"""Options, tables, ranks and made-up text shared by all benchmarks.
 
 A benchmark prints a table for people and, as its last line, its result as JSON; `--json FILE` writes that to a file
 too. With `--quick` it runs on tiny sizes, in seconds and without a GPU: to see that it works, not to measure.
@@ -53,7 +53,7 @@ def finish(args: argparse.Namespace, result: Any, *, rows: Sequence[Row] = ()) -
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the numbers, words and truths of the rows in columns; what is nested is in the JSON alone."""
+    """Return the rows as a table of numbers, strings and booleans. Nested values are only in the JSON."""
     plain = {name: None for row in rows for name, value in row.items() if isinstance(value, (int, float, str))}
     cells = [list(plain), *([_cell(row.get(name, "")) for name in plain] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(plain))]
@@ -65,7 +65,7 @@ def _cell(value: Any) -> str:
 
 
 def gpu_or_leave(args: argparse.Namespace) -> None:
-    """End the benchmark with a sentence where there is no GPU: in peace if it was only tried."""
+    """End the benchmark with a sentence where there is no GPU: with exit code 0 under --quick."""
     import torch
 
     if not torch.cuda.is_available():

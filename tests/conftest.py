@@ -18,7 +18,7 @@ import pytest
 from tests.support.clock import sitecustomize as clock
 from tests.support.cpu import CpuSeconds
 from tests.support.order import seed_of, shuffle
-from tests.support.sharding import Failures, keep_shard
+from tests.support.sharding import Failures, keep_shard, shard_of
 
 # A machine that only runs the tests of its GPU may lack hypothesis, which those tests do not use.
 try:
@@ -45,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Read here, since an error in a worker of pytest-xdist is an INTERNALERROR.
+    if part := config.getoption("--shard"):
+        shard_of(part)
     if seed := config.getoption("--shuffle"):
         of_worker = getattr(config, "workerinput", {})
         config.option.shuffle = of_worker.get("shuffle") or str(seed_of(seed))

@@ -7,6 +7,8 @@ import json
 import os
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,15 @@ from meshwright.cli.check_page import as_json, page
 from meshwright.cli.files import write
 from meshwright.cli.ranks import place_in_launcher, start
 from meshwright.config.exact_twin import Checked, exact_twin, full_size
-from meshwright.config.load import load_config
+from meshwright.config.load import config_from, load_config, read_sections, set_key
 from meshwright.config.recipes import read_recipe, recipe_names
-from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.rules import TRAINING_RULES, batch_divides, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
 from meshwright.plan.agreement import judge
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
-from meshwright.show.units import seconds
+from meshwright.show.units import seconds, size
 from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
@@ -35,14 +37,17 @@ EXAMPLES = """example:
   meshwright check config.yaml --nproc 8 --full          (the real sizes and precision, on this machine's devices)
 
 A small twin of the config trains a few steps in float64, on one process and on the layout, and every gradient of every
-step is compared. Exit code 0 if all agree, 1 if not, with the first and the worst parameter; 2 if the input is wrong.
+step is compared. Exit code 0 if all agree, 1 if not, with the first and the worst parameter; 2 if the input is wrong;
+70 if a process crashed, so that nothing is known.
 Features that lose something by design are replaced by their exact counterparts, and the page says which."""
 
 OWN_JSON = True  # its --json names a file
 EXACT = 1e-10  # relative to a parameter's largest element
-# Of --full, by precision: what another order of additions explains over a few steps.
+# Tolerances of --full by precision: the rounding that a different order of additions explains.
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
 RANK_BYTES = 500 * 2**20  # of a process with torch and a twin
+MOST_RANKS = 8  # that are started unasked: enough for three axes of 2, and the same twin on every larger machine
+CRASHED = os.EX_SOFTWARE  # 70: apart from 1, which says that the layout differs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +76,18 @@ def run(args: argparse.Namespace) -> int:
         args.scratch = Path(scratch)
         args.checked = checked = checked_from(args)
         check(checked.config, checked.world, TRAINING_RULES)
+        providers_of(args)  # A file that can't be imported is refused before any process starts.
+        if args.full and not has_own_providers(args):
+            check_memory(checked.alone)
         if checked.world > 1:
             warm_up()
         _prepare(checked, args.scratch)
         notice(f"one process trains {plural(checked.alone.train.steps, 'step')}")
-        if code := start(1, reference, args):
+        if code := train(1, reference, args):
             return code
         ranks = plural(checked.world, "rank")
         notice(f"{ranks} train the same steps, {seconds(time.monotonic() - begin)} after the start")
-        if code := start(checked.world, as_rank, args):
+        if code := train(checked.world, as_rank, args):
             return code
         found = judged(args)
     found |= {"seconds": time.monotonic() - begin}
@@ -89,18 +97,25 @@ def run(args: argparse.Namespace) -> int:
     return int(not found["agree"])
 
 
+def train(ranks: int, body: Callable[..., None], args: argparse.Namespace) -> int:
+    """Train on ranks and return 0 or the exit code of the command, which is CRASHED after a bug."""
+    try:
+        code = start(ranks, body, args)
+    except (UserError, OSError):
+        raise  # `main` turns them into one sentence
+    except Exception:
+        traceback.print_exc()
+        return CRASHED
+    return CRASHED if code == 1 else code
+
+
 def checked_from(args: argparse.Namespace) -> Checked:
-    """Returns what is run in place of the config."""
-    words = list(args.overrides)
-    if args.model and Path(args.model).is_dir():
-        words.append(f"model.hf={args.model}")
-    elif args.model and not (args.model.endswith(".py") and Path(args.model).is_file()):
-        raise UserError(f"--model {args.model} is neither a folder nor a Python file: name one of them")
-    config = load_config(args.config, words)
+    """Return the twin, or the full-size config, to run."""
+    config = config_of(args)
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)
     # A module that is not ours can't be made smaller here.
-    if args.full or (args.model and args.model.endswith(".py")) or config.model.kind == "hf":
+    if args.full or has_own_providers(args) or config.model.kind == "hf":
         return full_size(config, args.nproc or devices, exact=not args.full)
     most = args.nproc or ranks_here()
     checked = exact_twin(config, devices, most, given=args.nproc is not None)
@@ -111,22 +126,68 @@ def checked_from(args: argparse.Namespace) -> Checked:
     return replace(checked, config=split, alone=one)
 
 
+def has_own_providers(args: argparse.Namespace) -> bool:
+    return bool(args.model) and args.model.endswith(".py")
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """Return the config, with the model of the folder that --model names in place of its own."""
+    if not args.model or (has_own_providers(args) and Path(args.model).is_file()):
+        return load_config(args.config, args.overrides)
+    if not Path(args.model).is_dir():
+        raise UserError(f"--model {args.model} is neither a folder nor a Python file: name one of them")
+    given = [word for word in args.overrides if word.startswith("model.") and not word.startswith("model.seq=")]
+    if given:
+        raise UserError(f"{given[0]} and --model {args.model} both describe the model: leave one of them out")
+    raw = read_sections(args.config)
+    for word in args.overrides:
+        set_key(raw, word)
+    # Any other key of the config's model, such as its layers, would win over the folder's.
+    its = raw.get("model")
+    seq = {"seq": its["seq"]} if isinstance(its, dict) and "seq" in its else {}
+    return config_from(raw | {"model": {"hf": args.model, **seq}})
+
+
 def devices_of(args: argparse.Namespace, config: Config) -> int:
-    """Returns the devices of a run: a recipe's, or twice the least that the layout takes, so that dp is checked too."""
+    """Return the devices of a run: --nproc if the layout fits it, a recipe's, or twice the least that the layout takes,
+    so that dp is checked too. A batch that is too small for that gets the least."""
+    least, experts = config.layout.least_world, config.layout.ep * (config.layout.etp or config.layout.tp)
+
+    def is_whole(devices: int) -> bool:
+        return devices % least == 0 and devices // config.layout.pp % experts == 0
+
+    if args.nproc is not None and is_whole(args.nproc):
+        return int(args.nproc)
     if args.config in recipe_names() and not Path(args.config).is_file():
         devices = read_recipe(args.config).devices
-        if devices % config.layout.least_world == 0:
+        if devices % least == 0:
             return devices
-    least, experts = config.layout.least_world, config.layout.ep * (config.layout.etp or config.layout.tp)
-    dp = next(dp for dp in range(2, 2 + 2 * experts) if least // config.layout.pp * dp % experts == 0)
-    return least * dp
+    one, two = (next(dp for dp in range(first, 2 + 2 * experts) if is_whole(least * dp)) for first in (1, 2))
+    breaks_batch = next(batch_divides(config, least * two), None) is not None
+    return least * (one if breaks_batch else two)
 
 
 def ranks_here() -> int:
-    """Returns the ranks that this machine runs at once: by its memory, at most 8 or the number of its cores."""
+    """Return the number of ranks that this machine runs at once: by its memory, at most MOST_RANKS."""
     from meshwright.device import host_memory_bytes
 
-    return max(2, min(int(host_memory_bytes() // RANK_BYTES), max(8, os.cpu_count() or 1)))
+    return max(2, min(int(host_memory_bytes() // RANK_BYTES), MOST_RANKS))
+
+
+def check_memory(alone: Config) -> None:
+    """Refuse a model at its real sizes that one process of this machine can't hold."""
+    from meshwright.device import Device, host_memory_bytes
+
+    device = Device.find(alone.run.device)
+    on_host = device.kind == "cpu"
+    room = host_memory_bytes() if on_host else device.memory_bytes()
+    needed = largest(checked_job(alone, 1)).peak
+    if needed > room:
+        place = "this machine has free" if on_host else f"{device.name} has"
+        raise UserError(
+            f"--full trains the whole model on one process, which takes {size(needed)}, and {place} {size(room)}: "
+            "leave out --full, which checks a small twin, or make the model smaller"
+        )
 
 
 def _prepare(checked: Checked, scratch: Path) -> None:
@@ -142,14 +203,18 @@ def providers_of(args: argparse.Namespace) -> Any:
     """Returns the providers of the file that --model names, else ours."""
     from meshwright.train.checking import Providers
 
-    if not args.model or not args.model.endswith(".py"):
+    if not has_own_providers(args):
         return Providers()
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("checked_model", args.model)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UserError(f"--model {args.model} can't be imported ({said}): mend the file") from error
     names = ("model_provider", "forward_step", "datasets_provider")
     if missing := [name for name in names if not hasattr(module, name)]:
         raise UserError(f"{args.model} has no {missing[0]}: define it as for `meshwright.pretrain`")
@@ -169,7 +234,7 @@ def as_rank(args: argparse.Namespace) -> None:
 
 
 def judged(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads what all ranks found and returns the page's figures."""
+    """Read the results of all ranks and return the figures of the page."""
     from meshwright.train.checking import REFERENCE, Steps
 
     checked: Checked = args.checked
@@ -177,14 +242,15 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     ranks = [Steps.read(args.scratch / f"rank-{rank}.json") for rank in range(checked.world)]
     rounding = ROUNDING[checked.config.train.precision] if args.full else EXACT
     tolerance = rounding if args.tolerance is None else args.tolerance
-    own = bool(args.model and args.model.endswith(".py"))
+    own = has_own_providers(args)
     if args.full:
         ranks = [replace(rank, parameters={}) for rank in ranks]  # one update of rounded gradients moves them apart
     # The plan counts the field `segments`, which a module of transformers does not read.
     foreign = own or (checked.config.model.kind == "hf" and checked.config.has_segments)
     verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not foreign)
     measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
-    return as_json(args.config, checked, verdict) | {"memory": None if own else memory_of(checked, measured)}
+    memory = None if own else memory_of(checked, measured)
+    return as_json(args.config, args.model, checked, verdict) | {"memory": memory}
 
 
 def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:

@@ -29,9 +29,16 @@ def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys, as for train")
 
 
-def _target_of(args: argparse.Namespace, words: Sequence[str], layout: str, as_run: bool = True) -> Target:
-    """Returns the target of a planning command, and says on stderr where its preset only approximates a model."""
-    places = (getattr(args, name, None) for name in ("cluster", "devices", "world"))
+def _target_of(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    layout: str,
+    as_run: bool = True,
+    place_options: Sequence[str] = ("cluster", "devices", "world"),
+) -> Target:
+    """Return the target of a planning command, and say on stderr where its preset only approximates a model. A command
+    that gives one of `place_options` plans another run than the recipe's."""
+    places = (getattr(args, name, None) for name in place_options)
     own = any(word.partition(".")[0] in ("layout", "pipeline", "zero", "recompute", "context") for word in words)
     target = target_of(args.target, words, layout, as_run, placed=own or bool(layout) or any(places))
     preset = target.config.model.preset or target.name
@@ -68,7 +75,8 @@ def world_arguments(parser: argparse.ArgumentParser) -> None:
 
 def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     """Returns what to plan, and on how many ranks."""
-    target = _target_of(args, words_of(args), args.layout)
+    # The --cluster of `memory` only names the devices of the total: the run stays the recipe's.
+    target = _target_of(args, words_of(args), args.layout, place_options=("world",))
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.shard_group == "node" and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")

@@ -1,12 +1,11 @@
-"""What `meshwright check` runs in place of a config: a small twin of it in float64, whose layout fits the machine and
-whose features are exact, and the same model on one process. Everything that was changed is said. No torch."""
+"""The small float64 twin that `meshwright check` runs in place of a config, and the same model on one process. The
+twin's layout fits the machine, its features are exact, and every change is listed. No torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from meshwright.config.blocks import ExpertsConfig
 from meshwright.config.comm import GatherConfig, ReduceConfig
 from meshwright.config.replicas import LocalConfig
 from meshwright.config.scales import LossScaleConfig
@@ -28,7 +27,6 @@ from meshwright.layout.packed import BLOCK
 from meshwright.schedule.kinds import KINDS
 
 STEPS = 3  # whose gradients are compared; one more step counts the bytes
-CAPACITY = "model.experts.capacity: none (which tokens are dropped depends on the layout)"
 BUCKET_MIB = 0.05  # several buckets even of a small model
 
 
@@ -54,10 +52,9 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
     shrunk = [f"{axis} {was} -> {now}" for axis, was in sized[0].items() if (now := sized[1][axis]) != was]
     if shrunk:
         changes.append(f"layout: {', '.join(shrunk)} ({words})")
-    changes.append(
-        f"model: {config.model.layers} -> {small.layers} layers, hidden {config.model.hidden} -> {small.hidden}, "
-        f"seq {config.model.seq} -> {small.seq} (so that it fits this machine; the parts stay)"
-    )
+    pairs = {name: (getattr(config.model, name), getattr(small, name)) for name in ("layers", "hidden", "seq")}
+    if resized := [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]:
+        changes.append(f"model: {', '.join(resized)} (so that it fits this machine; the parts stay)")
     dp = world // layout.least_world
     micro = 2 if config.train.micro_batch > 1 else 1
     if layout.grid is not None:
@@ -104,16 +101,15 @@ def with_exact_features(config: Config) -> tuple[Config, list[str]]:
     change(t.precision != "fp64", f"train.precision: {t.precision} -> fp64 (rounding would hide small errors)")
     change(t.ramp, "train.ramp: left out (every step has the same batch)")
     change(c.drops, "dropout: off (the layouts draw different numbers)")
-    change(m.experts.capacity is not None, CAPACITY)
     change(c.comm.reduce.compresses, f"{c.comm.reduce.words}: plain sums (compression loses some of a gradient)")
     change(c.comm.gather.kind != "plain", f"comm.gather.kind: {c.comm.gather.kind} -> plain (rounded weights differ)")
     change(c.layout.replicas > 1, f"layout.replicas: {c.layout.replicas} -> data-parallel ranks (steps of their own)")
-    change(t.server.staleness, "train.server.staleness: 0 (gradients that come late are others)")
+    change(t.server.staleness, "train.server.staleness: 0 (late gradients differ)")
     offloads = (c.zero.offload.optimizer, c.zero.offload.params) != ("none", "none") or c.recompute.offload
     change(offloads, "offloading: off (a copy elsewhere; no number depends on it)")
     change(t.compile == "true", "train.compile: false (a compiler adds in another order)")
     change(c.pipeline.split, "pipeline.split: even (the twin has other layers)")
-    model = replace(m, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0, experts=_dropless(m.experts))
+    model = replace(m, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
     train = TrainConfig(
         steps=STEPS + 1, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed, precision="fp64",
         clip=t.clip, compile="false", local=LocalConfig(), server=replace(t.server, staleness=0),
@@ -132,16 +128,14 @@ def with_exact_features(config: Config) -> tuple[Config, list[str]]:
     return exact, changes
 
 
-def _dropless(experts: ExpertsConfig) -> ExpertsConfig:
-    return replace(experts, capacity=None)
-
-
 def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> tuple[LayoutConfig, int, str]:
-    """Returns the layout for at most `most` ranks, its world, and why it was shrunk. dp shrinks first, then the largest
-    of the others; none that is larger than 1 becomes smaller than 2."""
+    """Return the layout for at most `most` ranks, its world, and why it was shrunk. dp shrinks first, then the largest
+    of the others; none that is larger than 1 becomes smaller than 2. With `given` the world is `most`, and all axes but
+    dp stay if they divide it."""
     sizes = {"tp": its.tp, "pp": its.pp, "cp": its.cp}
     dp, grid = max(1, devices // its.least_world), its.tp_grid
-    while dp * math.prod(sizes.values()) > most and (dp > 2 or max(sizes.values()) > 2):
+    fits = given and most % its.least_world == 0
+    while not fits and dp * math.prod(sizes.values()) > most and (dp > 2 or max(sizes.values()) > 2):
         if dp > 2:
             dp = _half(dp)
             continue
@@ -198,14 +192,9 @@ def full_size(config: Config, world: int, exact: bool) -> Checked:
     else:
         if config.drops:
             changes.append("dropout: off (the layouts draw different numbers)")
-        if config.model.experts.capacity is not None:
-            changes.append(CAPACITY)
         if config.layout.replicas > 1:
             raise UserError("--full can't compare replicas that take steps of their own: set layout.replicas=1")
-        model = replace(
-            config.model, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0,
-            experts=_dropless(config.model.experts),
-        )  # fmt: skip
+        model = replace(config.model, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
         config = replace(
             config, model=model, tune=replace(config.tune, dropout=0.0),
             train=replace(config.train, steps=STEPS + 1, ramp=()), lr=replace(config.lr, warmup=1, decay=0),

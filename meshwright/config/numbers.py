@@ -8,7 +8,9 @@ import re
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 # A context of "128k" tokens is 131,072 in every model card, so lengths count in units of 1,024.
 LENGTH_SUFFIXES = {"k": 2**10, "m": 2**20}
-_NUMBER = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)([a-z]?)", re.IGNORECASE)
+# A comma only separates thousands: half the world writes 0,001 for a thousandth, which must not become 1.
+_WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)"
+_NUMBER = re.compile(rf"({_WHOLE}(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)([a-z]?)", re.IGNORECASE)
 
 
 def number_from(text: str, suffixes: dict[str, int] = SUFFIXES) -> float | None:

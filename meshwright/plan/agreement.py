@@ -13,8 +13,8 @@ from meshwright.plan.communication import predict_step, unplanned_axes
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a layout is from one process. `gradients` has the largest error of every parameter over all steps and
-    ranks, in the order of the model. `first_step` is the step that first showed one beyond the tolerance, and
+    """The differences between a layout and one process. `gradients` has the largest error of every parameter over all
+    steps and ranks, in the order of the model. `first_step` is the step that first showed one beyond the tolerance, and
     `at_first` has the errors of that step alone: after a wrong update all later gradients differ."""
 
     tolerance: float
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def complaints(self) -> list[str]:
-        """What differs, a sentence each; the parameters come first."""
+        """One sentence per difference, parameters first."""
         found = []
         if names := self.differing:
             errors = self._examined
@@ -70,11 +70,10 @@ class Verdict:
 
 
 def difference(one: float, other: float) -> float:
-    """Returns the relative difference of two numbers; infinite where only one of them is a number."""
-    if one == other or (one != one and other != other):
-        return 0.0
-    found = abs(one - other) / max(abs(one), 1e-300)
-    return found if found == found else math.inf
+    """Return the relative difference of two numbers, or infinity unless both are finite: two NaNs agree in nothing."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), 1e-300)
 
 
 def judge(

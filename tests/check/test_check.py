@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshwright.cli.check as command
+from meshwright.cli.check_page import as_json, page
 from meshwright.cli.main import main
-from meshwright.config.exact_twin import exact_twin, fitting_layout
+from meshwright.config.exact_twin import Checked, exact_twin, fitting_layout
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import LayoutConfig
 from meshwright.errors import UserError
+from meshwright.plan.agreement import Verdict, difference
 from meshwright.plan.communication import predict_step
 from meshwright.watch.planned import planned_bytes
 from tests.check.test_planted import CONFIG, MIXTURE
@@ -31,6 +37,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "lossy": ("comm.reduce.kind=int8", "model.dropout=0.1", "train.precision=fp8", "model.vocab=1024"),
     "replicas": ("layout.replicas=2", "train.local.steps=10"),
     "interleaved": ("layout.pp=2", "layout.chunks=2", "pipeline.schedule=interleaved", "model.layers=8"),
+    "capacity": ("layout.ep=2", *MIXTURE, "model.experts.capacity=1.0"),
     "preferences": ("data.objective=preference", "tune.kind=lora", "tune.loss=dpo", "tune.base=x", "layout.tp=2"),
 }
 QUICK = ("tp-pp", "lossy")
@@ -55,7 +62,8 @@ def test_a_right_layout_agrees(name: str, config: str, tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_agrees(name: str) -> None:
+def test_every_recipe_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ranks_here", lambda: 8)  # the same twin on every machine
     assert main(["check", name]) == 0
 
 
@@ -89,6 +97,93 @@ def test_dp_shrinks_first_and_nothing_below_two() -> None:
     assert (least.tp, least.pp, least.cp, world) == (2, 2, 2, 16)
     with pytest.raises(UserError, match="--nproc 6 is not a multiple of the 4 ranks of tp=2 x pp=2"):
         fitting_layout(LayoutConfig(tp=2, pp=2), 8, 6, given=True)
+
+
+@pytest.mark.parametrize("tp, pp, ranks, dp", [(4, 2, 8, 1), (2, 3, 6, 1), (2, 2, 8, 2), (4, 1, 8, 2)])
+def test_a_layout_that_fits_nproc_is_kept(tp: int, pp: int, ranks: int, dp: int) -> None:
+    its = LayoutConfig(tp=tp, pp=pp)
+    assert fitting_layout(its, 2 * its.least_world, ranks, given=True)[:2] == (its, dp * its.least_world)
+
+
+def checked(*words: str) -> Checked:
+    """Return what the command would run."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(words)
+    args.scratch = Path("nowhere")
+    return command.checked_from(args)
+
+
+def test_the_rules_are_asked_about_the_ranks_that_are_started(config: str) -> None:
+    """A batch of one sample is right on the 4 ranks of one replica, and wrong on those of two."""
+    small = ("layout.tp=4", "train.global_batch=1", "train.micro_batch=1")
+    assert checked(config, *small, "--nproc", "4").world == 4
+    assert checked(config, *small).world == 4
+    with pytest.raises(UserError, match="train.global_batch=1 "):
+        checked(config, *small, "--nproc", "8")
+    assert checked(config, "layout.tp=4", "layout.pp=2", "--nproc", "4").config.layout.tp == 2, "shrunk"
+
+
+def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    folder, its = str(tmp_path / "folder"), {"model_type": "llama", "hidden_size": 96, "intermediate_size": 128}
+    its |= {"num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 77, "rms_norm_eps": 1e-6}
+    its |= {"max_position_embeddings": 64, "num_key_value_heads": 6, "hidden_act": "silu"}
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(its), encoding="utf-8")
+    args = argparse.Namespace(config=config, overrides=["model.seq=32"], model=folder)
+    model = command.config_of(args).model
+    assert (model.layers, model.hidden, model.vocab, model.norm, model.seq) == (3, 96, 77, "rmsnorm", 32)
+    args.overrides = ["model.layers=2"]
+    with pytest.raises(UserError, match="model.layers=2 and --model .* both describe the model"):
+        command.config_of(args)
+    verdict = Verdict(1e-10, ((1.0, 1.0),), ((1.0, 1.0),), {"a": 0.0}, {"a": 0.0}, None, {}, {})
+    found = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
+    assert f"with the model of {folder} on 2 ranks" in page(found | {"seconds": 1.0})
+
+
+def test_only_changed_sizes_are_named(config: str) -> None:
+    found = exact_twin(load_config(config, ["model.layers=2"]), 2, 8, given=False)
+    (sizes,) = [sentence for sentence in found.changes if sentence.startswith("model:")]
+    assert all(was != now for was, now in re.findall(r"(\d+) -> (\d+)", sizes)), sizes
+
+
+@pytest.mark.parametrize("source", ["def (", "import no_such_module_anywhere", "undefined_name"])
+def test_a_file_that_cannot_be_imported_is_wrong_input(
+    source: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "warm_up", lambda: None)
+    (tmp_path / "own.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(command, "check", lambda *_: None)
+    assert main(["check", config, "--model", str(tmp_path / "own.py"), "--nproc", "2"]) == 2
+    assert "own.py can't be imported (" in capsys.readouterr().err
+
+
+def _raise(*_: object) -> int:
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize("start, code", [(_raise, 70), (lambda *_: 1, 70), (lambda *_: 75, 75), (lambda *_: 2, 2)])
+def test_a_crash_is_no_difference(start: Any, code: int, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setattr(command, "warm_up", lambda: None)
+    assert main(["check", config, "--nproc", "2"]) == code
+
+
+def test_real_sizes_that_do_not_fit_are_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("meshwright.device.host_memory_bytes", lambda: 2.0**20)
+    assert main(["check", config, "--full", "--nproc", "2", "run.device=cpu"]) == 2
+    assert re.search(r"which takes [\d.]+ MiB, and this machine has free 1.00 MiB", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("one, other", [(math.nan, math.nan), (1.0, math.nan), (math.inf, math.inf), (math.inf, 1.0)])
+def test_numbers_that_are_not_finite_never_agree(one: float, other: float) -> None:
+    assert difference(one, other) == math.inf
+    losses = Verdict(1e-10, ((one, other),), (), {}, {}, None, {}, {})
+    assert losses.complaints
 
 
 @pytest.mark.parametrize(

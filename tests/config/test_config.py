@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, load_config, to_mapping, to_yaml
+from meshwright.config.numbers import number_from
 from meshwright.config.presets import PRESETS
 from meshwright.config.rules import RULES, check, first_broken_rule
 from meshwright.config.sections import ModelConfig
@@ -32,6 +33,24 @@ def test_numbers_as_people_write_them() -> None:
         load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", "optimizer.lr=0.3x"])
     given = load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", *words])
     assert given.model.seq == 8192 and given.train.steps == 10_000, "a context counts in units of 1,024"
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("0,001", None), ("1,5", None), ("12,34", None), ("1,5B", None), ("0,000", None), ("1,000_000", None),
+        ("1,000", 1e3), ("12,345,678.5", 12345678.5), ("1_000", 1e3), ("1.5B", 1.5e9), ("128k", 128e3),
+        ("300e9", 3e11),
+    ],
+)  # fmt: skip
+def test_commas_only_separate_thousands(text: str, number: float | None) -> None:
+    assert number_from(text) == number
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=0,001", "train.clip=1,5"])
+def test_a_decimal_comma_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match=f"{word} must be a number"):
+        load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", word])
 
 
 def test_warm_up_may_be_a_share_of_the_steps() -> None:

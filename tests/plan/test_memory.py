@@ -211,3 +211,13 @@ def test_the_example_of_the_zero_paper(
     main(["memory", str(path), "--world", "64", "--json"])
     said = json.loads(capsys.readouterr().out)
     assert sum(said[kind] for kind in KINDS) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_a_cluster_keeps_the_layout_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cluster only says for which devices the total is."""
+    found = []
+    for words in ([], ["--cluster", "h100-80g-dgx"]):
+        assert main(["memory", "llama3-70b", "--json", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    alone, named = found
+    assert named["rank_parameters"] == alone["rank_parameters"] and named["device_gib"] < 80

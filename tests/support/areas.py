@@ -1,7 +1,8 @@
 """Runs the wide tests of the areas that a change touches, for some minutes: `python -m tests.support.areas`.
 
 The most relevant areas go first. Neither the end of the budget nor a checkout without history is a failure: the report
-says which areas were covered. A test that fails is run once more, alone and without workers, before it counts.
+says which areas were covered. A test that fails is run once more, alone and without workers, before it counts. These
+second tries have GRACE_S seconds in all beyond the budget, and end after MOST_CONFIRMED confirmed failures.
 """
 
 from __future__ import annotations
@@ -16,33 +17,55 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.support.processes import tree_below
 
 ROOT = Path(__file__).parents[2]
 NO_TESTS = 5  # pytest's exit code where nothing was selected
+GRACE_S = 600.0  # for the second tries of all failed tests together
+MOST_CONFIRMED = 3  # failures that are confirmed; after them a second try of the others would teach nothing new
+RECENT_HOURS, RECENT_COMMITS = 12, 50  # of the main branch that are taken for one change
 
 # The test folders of each folder of the package, the most relevant first. A folder without an entry has the tests of
 # its own name.
+SHARED = ("parity", "train", "comm")  # for files that everything uses
 TESTS_OF: dict[str, tuple[str, ...]] = {
     "bench": ("bench", "cli"),
     "checkpoint": ("checkpoint", "train"),
-    "cli": ("cli", "docs", "fuzz"),
+    "cli": ("cli", "check", "docs", "fuzz"),
     "comm": ("comm", "parity"),
-    "config": ("config", "cli", "fuzz"),
+    "config": ("config", "check", "cli", "fuzz"),
     "device": ("train", "nn"),
+    "disk": ("checkpoint", "data", "cli"),
     "dryrun": ("dryrun", "plan"),
+    "errors": SHARED,
+    "__init__": SHARED,
+    "__main__": ("cli",),
     "kernels": ("nn", "parity"),
     "layout": ("layout", "comm", "plan"),
     "models": ("models", "parity"),
     "nn": ("nn", "parity", "models"),
     "optim": ("optim", "sharding", "parity"),
+    "outside": ("data", "models", "cli"),
     "parts": ("parts", "plan", "parity"),
     "pipeline": ("pipeline", "parity"),
+    "recipes": ("check", "config"),
     "schedule": ("pipeline", "plan"),
     "sharding": ("sharding", "parity", "checkpoint"),
-    "train": ("train", "checkpoint", "tune", "cli"),
+    "train": ("train", "check", "checkpoint", "tune", "cli"),
     "watch": ("watch", "show"),
 }
-OTHERS: dict[str, tuple[str, ...]] = {"docs": ("docs",), "examples": ("docs",), "benchmarks": ("bench",)}
+OTHERS: dict[str, tuple[str, ...]] = {
+    "docs": ("docs",), "examples": ("docs",), "benchmarks": ("bench",),
+    "pyproject.toml": SHARED, "constraints.txt": SHARED,
+}  # fmt: skip
+SHARED_TESTS = ("support", "conftest")
+# Without history the areas go in this order, those that are not named last.
+IMPORTANCE = (
+    *SHARED, "check", "checkpoint", "sharding", "pipeline", "nn", "models", "optim", "cli", "plan", "tune", "data",
+)  # fmt: skip
 
 
 def git(*words: str) -> list[str] | None:
@@ -55,18 +78,35 @@ def git(*words: str) -> list[str] | None:
 
 
 def base_of(given: str) -> str | None:
-    """Return the commit that landed last: as given, else where the main branch was left, else the first parent."""
+    """Return the commit that landed last: as given, else where the main branch was left, else (HEAD is the main branch
+    itself) the one before its recent commits."""
     head = (git("rev-parse", "HEAD") or [""])[0]
     for name in filter(None, (given, "origin/main", "main", "origin/HEAD")):
         found = git("merge-base", "HEAD", name) or git("rev-parse", "--verify", f"{name}^{{commit}}")
         if found and found[0] != head:
             return found[0]
-    parent = git("rev-parse", "--verify", "HEAD~1^{commit}")
-    return parent[0] if parent else None
+    return recent_base()
+
+
+def recent_base() -> str | None:
+    """Return the commit before the recent ones: those of the RECENT_HOURS before HEAD's own time, RECENT_COMMITS at
+    most. A change often lands as several commits, of which the last alone would hide the others. Where the history
+    begins later, its first commit is the base; None if that is HEAD."""
+    time_of_head = git("log", "-1", "--format=%ct")
+    if not time_of_head:
+        return None
+    since = f"--since={int(time_of_head[0]) - RECENT_HOURS * 3600}"
+    recent = git("log", "--first-parent", f"--max-count={RECENT_COMMITS}", since, "--format=%H")
+    if not recent:
+        return None
+    parent = git("rev-parse", "--verify", f"{recent[-1]}~1^{{commit}}")
+    if parent:
+        return parent[0]
+    return recent[-1] if len(recent) > 1 else None
 
 
 def changed_files(base: str | None) -> list[str] | None:
-    """Return the files that differ from `base`, those not committed included; None if that can't be told."""
+    """Return the files that differ from `base`, those not committed included; None if they are unknown."""
     committed = git("diff", "--name-only", base, "HEAD") if base else None
     pending = git("status", "--porcelain", "--no-renames")
     if committed is None:
@@ -83,7 +123,7 @@ def areas_of(files: Iterable[str], known: Iterable[str]) -> list[str]:
         if top == "meshwright":
             folders = TESTS_OF.get(room, (room,))
         elif top == "tests":
-            folders = (room,)
+            folders = SHARED if room in SHARED_TESTS else (room,)
         else:
             folders = OTHERS.get(top, ())
         for place, folder in enumerate(folders):
@@ -91,13 +131,20 @@ def areas_of(files: Iterable[str], known: Iterable[str]) -> list[str]:
     return sorted(set(weight) & set(known), key=lambda folder: (-weight[folder], folder))
 
 
-def descendants(process: int) -> list[int]:
-    """Return the processes that a process and its children have started and that still run (Linux)."""
-    try:
-        words = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:
-        return []
-    return [found for child in map(int, words) for found in (child, *descendants(child))]
+def by_importance(known: Iterable[str]) -> list[str]:
+    """Return all areas, the most important first."""
+    place = {area: number for number, area in enumerate(IMPORTANCE)}
+    return sorted(known, key=lambda area: (place.get(area, len(place)), area))
+
+
+def end_tree(process: subprocess.Popen[Any]) -> None:
+    """End pytest, its workers, their ranks, and the commands of tests, some of which have sessions of their own."""
+    below = tree_below(process.pid)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for each in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]:
@@ -106,26 +153,84 @@ def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]
         failures = Path(folder) / "failures"
         command = [sys.executable, "-m", "pytest", *words, f"--failures={failures}"]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        code: int | None = None
         try:
-            code: int | None = process.wait(max(1.0, seconds))
+            code = process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            # Workers, their ranks, and the commands that tests have started, some of them in sessions of their own.
-            below = descendants(process.pid)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for each in below:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
-            code = None
+            pass
+        finally:
+            # Also after Ctrl-C and SIGTERM, which do not reach a session of its own.
+            if process.poll() is None:
+                end_tree(process)
         return code, failures.read_text().split("\n")[:-1] if failures.exists() else []
 
 
-def repeats(test: str, seconds: float) -> bool:
-    """Return whether a test fails again, or does not end, when it is alone."""
-    return run_pytest([test], seconds)[0] != 0
+class WideRun:
+    """The wide tests of some areas within a limit of time: the state of each area, and the failures."""
+
+    def __init__(self, seconds: float, workers: str) -> None:
+        self.end = time.monotonic() + seconds
+        self.grace = GRACE_S
+        self.workers = workers
+        self.state: dict[str, str] = {}
+        self.broken: list[str] = []  # tests that failed twice, and areas in which pytest itself did
+        self.not_repeated: list[str] = []  # tests that failed once, without a second try
+
+    def run_area(self, area: str) -> None:
+        if time.monotonic() >= self.end:
+            self.state[area] = "not run: the time was up"
+            return
+        code, failed = self._try(area)
+        if self._is_error(code, failed) and time.monotonic() < self.end:
+            print(f"wide tests: pytest itself failed in tests/{area}, which runs once more", flush=True)
+            code, failed = self._try(area)
+        self.state[area] = {None: "in part: the time was up", NO_TESTS: "has no wide tests"}.get(code, "covered")
+        if self._is_error(code, failed):
+            self.state[area] = "failed: pytest itself ended with an error"
+            self.broken.append(f"tests/{area}")
+        for test in dict.fromkeys(failed):
+            self._repeat(test)
+
+    def _try(self, area: str) -> tuple[int | None, list[str]]:
+        words = [f"tests/{area}", "-m", "wide", "-n", self.workers, "--dist", "loadfile"]
+        return run_pytest(words, self.end - time.monotonic())
+
+    @staticmethod
+    def _is_error(code: int | None, failed: list[str]) -> bool:
+        """True for an error without a failed test, such as a worker that is lost or an INTERNALERROR."""
+        return code not in (0, None, NO_TESTS) and not failed
+
+    def _repeat(self, test: str) -> None:
+        """Run a failed test alone. It has failed if it fails again, does not end, or can't be tried again."""
+        if self.grace <= 0 or len(self.broken) >= MOST_CONFIRMED:
+            self.not_repeated.append(test)
+            return
+        begin = time.monotonic()
+        code, _ = run_pytest([test], self.grace)
+        self.grace -= time.monotonic() - begin
+        if code == 0:
+            print(f"wide tests: {test} failed once and passed alone", flush=True)
+        else:
+            self.broken.append(test)
+
+    def report(self, known: Iterable[str]) -> int:
+        """Print the state of every area and all failures, and return the exit code."""
+        for area in known:
+            print(f"  {area:<12} {self.state.get(area, 'not touched by this change')}")
+        for test in self.broken:
+            print(f"  FAILED {test}\n    again: {sys.executable} -m pytest {test!r}")
+        for test in self.not_repeated:
+            print(f"  FAILED {test} (not repeated)\n    again: {sys.executable} -m pytest {test!r}")
+        return 1 if self.broken or self.not_repeated else 0
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Turn a signal into an exception, so that what was started is ended."""
+    sys.exit(128 + number)
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, leave)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=40.0, help="for all wide tests together")
     parser.add_argument("--base", default=os.environ.get("CI_BASE", ""), help="the commit that landed last")
@@ -134,32 +239,14 @@ def main() -> int:
     known = sorted(path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py")))
     base = base_of(given.base)
     files = changed_files(base)
-    areas = known if files is None else areas_of(files, known)
-    told = "what changed can't be told, so all areas are tried" if files is None else f"{len(files)} files changed"
-    print(f"wide tests: {told} (base {base or 'unknown'}); areas: {', '.join(areas) or 'none'}", flush=True)
-    end = time.monotonic() + 60 * given.minutes
-    state: dict[str, str] = {}
-    broken: list[str] = []
+    areas = by_importance(known) if files is None else areas_of(files, known)
+    unknown = "the changed files are unknown, so all areas are tried"
+    summary = unknown if files is None else f"{len(files)} files changed"
+    print(f"wide tests: {summary} (base {base or 'unknown'}); areas: {', '.join(areas) or 'none'}", flush=True)
+    run = WideRun(60 * given.minutes, given.workers)
     for area in areas:
-        left = end - time.monotonic()
-        if left <= 0:
-            state[area] = "not run: the time was up"
-            continue
-        words = [f"tests/{area}", "-m", "wide", "-n", given.workers, "--dist", "loadfile"]
-        code, failed = run_pytest(words, left)
-        state[area] = {None: "in part: the time was up", NO_TESTS: "has no wide tests"}.get(code, "covered")
-        if code not in (0, None, NO_TESTS) and not failed:
-            broken.append(f"tests/{area}")  # pytest itself failed
-        for test in dict.fromkeys(failed):
-            if repeats(test, 600.0):
-                broken.append(test)
-            else:
-                print(f"wide tests: {test} failed once and passed alone", flush=True)
-    for area in known:
-        print(f"  {area:<12} {state.get(area, 'not touched by this change')}")
-    for test in broken:
-        print(f"  FAILED {test}\n    again: {sys.executable} -m pytest {test!r}")
-    return 1 if broken else 0
+        run.run_area(area)
+    return run.report(known)
 
 
 if __name__ == "__main__":

@@ -13,29 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import process_table, tree_below
+
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def tree_seconds() -> float:
     """Return user and system seconds of this process and all its descendants, ended ones included."""
-    children: dict[int, list[int]] = {}
-    seconds: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The second field is the command in brackets and may hold spaces.
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue  # it ended meanwhile, and its parent has its time now
-        children.setdefault(int(fields[1]), []).append(int(entry.name))
-        seconds[int(entry.name)] = sum(map(int, fields[11:15])) / _TICK
-    found, open_ = 0.0, [os.getpid()]
-    while open_:
-        process = open_.pop()
-        found += seconds.get(process, 0.0)
-        open_ += children.get(process, [])
-    return found
+    # The time of a process that ends while the table is read is its parent's.
+    table = process_table()
+    mine = (os.getpid(), *tree_below(os.getpid(), table))
+    return sum(sum(map(int, table[process][11:15])) for process in mine if process in table) / _TICK
 
 
 class CpuSeconds:

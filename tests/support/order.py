@@ -13,7 +13,11 @@ import pytest
 
 def seed_of(text: str) -> int:
     """Return the number given, or one drawn now for `random`."""
-    return random.SystemRandom().randrange(1, 1_000_000) if text == "random" else int(text)
+    if text == "random":
+        return random.SystemRandom().randrange(1, 1_000_000)
+    if not text.isdecimal():
+        raise pytest.UsageError(f"--shuffle {text}: give a number, or the word random")
+    return int(text)
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:

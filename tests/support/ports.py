@@ -19,8 +19,16 @@ _HELD: list[int] = []  # open files, whose locks are the reservations
 
 def reserved_port() -> int:
     """Return a port of the loopback address that no other test process uses."""
-    for port in range(_FIRST + os.getpid() % 1000 * 12, _LAST):
-        lock = os.open(Path(tempfile.gettempdir()) / f"meshwright-port-{port}", os.O_CREAT | os.O_RDWR, 0o666)
+    count = _LAST - _FIRST
+    for step in range(count):
+        # Processes begin at different places, so that few of them meet at one port.
+        port = _FIRST + (os.getpid() * 12 + step) % count
+        # A file of another user can't be opened: each has files of their own, and the socket decides between users.
+        name = f"meshwright-port-{os.getuid()}-{port}"
+        try:
+            lock = os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as tried:

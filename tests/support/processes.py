@@ -1,0 +1,34 @@
+"""The processes of this machine by their parents, read from /proc (Linux)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def process_table() -> dict[int, list[str]]:
+    """Return the fields of /proc/PID/stat from the state on, of every process: the parent's number is the second."""
+    found: dict[int, list[str]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command before these fields stands in brackets and may hold spaces.
+            found[int(entry.name)] = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def tree_below(process: int, table: Mapping[int, list[str]] | None = None) -> list[int]:
+    """Return all descendants of a process, whichever of its threads started them."""
+    children: dict[int, list[int]] = {}
+    for each, fields in (process_table() if table is None else table).items():
+        children.setdefault(int(fields[1]), []).append(each)
+    found: list[int] = []
+    open_ = [process]
+    while open_:
+        below = children.get(open_.pop(), [])
+        found += below
+        open_ += below
+    return found
