@@ -57,9 +57,9 @@ def test_the_limit_of_files_is_raised_within_reason(
 ) -> None:
     """A limit of 2**30, as containers have, would keep programs busy that close every file there could be."""
     given: list[tuple[int, int]] = []
-    monkeypatch.setattr(process.resource, "RLIM_INFINITY", -1)
-    monkeypatch.setattr(process.resource, "getrlimit", lambda kind: (soft, hard))
-    monkeypatch.setattr(process.resource, "setrlimit", lambda kind, limits: given.append(limits))
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: given.append(limits))
     process.raise_file_limit()
     assert given == ([] if expected is None else [expected])
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,6 +397,16 @@ def test_a_rank_answers_though_its_state_can_not_be_read(monkeypatch: pytest.Mon
     watch._publish(store)  # type: ignore[arg-type]
     assert json.loads(store.values["state/0"]) == {"rank": 0, "at": "an unknown place (KeyError: 'x')"}
     assert store.values["here/0"] == "null" and store.counts == {"answered": 1}
+
+
+def test_a_listener_whose_device_fails_leaves_the_report_to_the_timer() -> None:
+    def make_current() -> None:
+        raise RuntimeError("device-side assert")
+
+    watch, store = stuck_among_thousands(asked=False)
+    watch._store, watch.device = store, SimpleNamespace(make_current=make_current)  # type: ignore[assignment]
+    watch._listen()
+    assert watch._store_gone
 
 
 def test_many_missing_ranks_are_named_together_and_a_rank_that_left_says_why() -> None:
