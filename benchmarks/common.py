@@ -107,5 +107,12 @@ def with_ranks(world: int, work: Callable[..., Any], *args: Any) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(_rank, (world, port, queue, work, *args), nprocs=world, start_method="spawn")
-    return json.loads(queue.get())
+    given = (world, port, queue, work, *args)
+    ranks = mp.start_processes(_rank, given, nprocs=world, join=False, start_method="spawn")
+    text, have_ended = "", False
+    while not have_ended:
+        # The first rank can't end before a result that is larger than a pipe holds is read. `join` raises if one dies.
+        have_ended = ranks.join(timeout=0.1)
+        if not text and not queue.empty():
+            text = queue.get()
+    return json.loads(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,21 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=allowed)
 
 
+def check_compare(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after the model is written: a wrong tolerance, or no transformers."""
+    if not args.compare:
+        return
+    if not 0.0 <= args.tolerance < 1.0:
+        raise UserError(f"--tolerance {args.tolerance:g} must be at least 0 and below 1, e.g. 1e-4")
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("--compare runs the model in transformers too: pip install transformers")
+
+
 def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[str, Any]:
     """Compares a checkpoint with a Hugging Face folder where that was asked for, and says on stderr what was found.
     Returns what --json adds."""
     if not args.compare:
         return {}
-    if not 0.0 <= args.tolerance < 1.0:
-        raise UserError(f"--tolerance {args.tolerance:g} must be at least 0 and below 1, e.g. 1e-4")
     from meshwright.train.compare_hf import compare_folders
 
     notice(f"compares {checkpoint} with what transformers makes of {folder}")

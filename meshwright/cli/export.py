@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.compare import add_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
 from meshwright.models.hf import FAMILIES
 
@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_compare(args)
     from meshwright.checkpoint.base import adapts
     from meshwright.checkpoint.format import find_checkpoint, read_index
     from meshwright.checkpoint.hf import export_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from meshwright.cli.compare import add_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seq < 0:
         raise UserError(f"--seq {args.seq} must be greater than zero")
+    check_compare(args)
     adapters = (Path(args.folder) / "adapter_config.json").is_file() or args.base
     if args.compare and (args.upcycle or adapters):
         raise UserError("--compare is for models that stay what they are: leave it out with --upcycle and for adapters")

@@ -104,7 +104,7 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
 
 
 def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
-    """What is needed where a micro-batch has too few sequences to deal out whole ones."""
+    """Yield the conditions for sharing sequences when a micro-batch has too few whole ones."""
     size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
     up, each = -(-c.train.micro_batch // rows) * rows, rows // size
     enough = f"train.micro_batch={c.train.micro_batch} is not a multiple of the {rows} parts of {shown}"

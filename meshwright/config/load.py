@@ -224,6 +224,8 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         return _section(hint, key, value)
     if hint in (bool, int, float, str):
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[hint]
+        if value is None:
+            raise UserError(f"{key} is empty: give {wanted}, or leave the key out")
         raise UserError(f"{key}={value} must be {wanted}")
     return value
 

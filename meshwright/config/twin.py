@@ -20,6 +20,7 @@ from meshwright.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from meshwright.data.span_lengths import span_lengths, tokens_for
 from meshwright.errors import UserError, nearest
 from meshwright.layout.packed import BLOCK
 from meshwright.schedule.kinds import KINDS
@@ -99,9 +100,9 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
 
 def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelConfig:
     """Returns the model with two blocks a stage of `layout`, of few and short heads. What it is made of stays: norms,
-    activations, positions, biases, groups of heads, windows, experts, latent attention. So does what is uneven of its
-    sizes: fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of
-    `unit` on a tp rank."""
+    activations, positions, biases, groups of heads, windows, experts, latent attention. Uneven sizes are kept too:
+    fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of `unit`
+    on a tp rank."""
     its, tp = config.model, layout.tp
     heads, grouped = _heads(config, layout)
     hidden = heads * HEAD_DIM
@@ -125,8 +126,17 @@ def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelCon
         ffn=max(unit, math.ceil(hidden * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
         rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.windowed else its.window,
         token_types=0 if its.kind == "glm" else its.token_types,
-        t5=replace(its.t5, encoder_layers=0, decoder_seq=0),
+        t5=replace(its.t5, encoder_layers=0, decoder_seq=_target_tokens(config, tp)),
     )  # fmt: skip
+
+
+def _target_tokens(config: Config, tp: int) -> int:
+    """Return the tokens of a T5's targets in samples of SEQ tokens, rounded up to what tp divides; 0 for others."""
+    if config.model.kind != "t5":
+        return 0
+    spans = config.data.spans
+    target = span_lengths(tokens_for(SEQ, spans.share, spans.mean), spans.share, spans.mean)[1]
+    return math.ceil(target / tp) * tp
 
 
 def _heads(config: Config, layout: LayoutConfig) -> tuple[int, int]:

@@ -61,12 +61,14 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _named_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a file, each with the words that name it, and reads no line that is too long."""
+    """Yield the values of a file, each with the words that name it. Lines are limited but those of a .json file, which
+    is often a list on one line."""
+    limit = -1 if path.suffix == ".json" else LARGEST_LINE + 1
     with path.open("rb") as file:
         number, is_first = 0, True
-        while line := file.readline(LARGEST_LINE + 1):
+        while line := file.readline(limit):
             number += 1
-            if len(line) > LARGEST_LINE:
+            if len(line) == limit:
                 raise too_long(f"{path}, line {number}")
             if not (text := line.decode("utf-8")).strip():
                 continue

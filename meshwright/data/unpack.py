@@ -35,7 +35,7 @@ class Content(NamedTuple):
 
 
 def too_long(where: str) -> UserError:
-    """Returns the mistake of a line that no document needs."""
+    """Return the error for a line longer than LARGEST_LINE."""
     return UserError(f"{where} has more than {LARGEST_LINE:,} bytes: end each document with a line end, or cut it")
 
 

@@ -146,7 +146,7 @@ class Job:
 
     @property
     def releases_gradients(self) -> bool:
-        """Whether whole gradients in ZeRO stages 0 and 1 have memory from backward to the update only
+        """True if whole gradients in ZeRO stages 0 and 1 are allocated only from backward to the update
         (`train.step.releases_grads`)."""
         return self.stack.own and self.micro_batches == 1 and not self.host
 

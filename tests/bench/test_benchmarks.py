@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import BenchParser, finish, table
+from benchmarks.common import BenchParser, finish, table, with_ranks
 from tests.support.waiting import HANG_S
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -67,3 +67,11 @@ def test_every_benchmark_runs(path: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert SAID_WHY_NOT in last or json.loads(last)
+
+
+def long_text(size: int) -> str:
+    return "x" * size
+
+
+def test_a_result_may_be_larger_than_a_pipe_holds() -> None:
+    assert with_ranks(1, long_text, 1 << 20) == "x" * (1 << 20)

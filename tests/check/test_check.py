@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path:
     verdict = Verdict(1e-10, ((1.0, 1.0),), ((1.0, 1.0),), {"a": 0.0}, {"a": 0.0}, None, {}, {})
     found = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
     assert f"with the model of {folder} on 2 ranks" in page(found | {"seconds": 1.0})
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
+def test_tp_divides_the_targets_of_a_t5(ranks: int) -> None:
+    found = exact_twin(load_config("t5-11b"), read_recipe("t5-11b").devices, ranks, given=False)
+    check(found.config, found.world, TRAINING_RULES)
+
+
+def test_a_large_machine_checks_the_same_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.device.host_memory_bytes", lambda: 2.0**44)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    assert command.ranks_here() == 8
 
 
 def test_only_changed_sizes_are_named(config: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,3 +91,16 @@ def test_what_can_not_be_compared_is_told(tmp_path: Path, capsys: pytest.Capture
     assert main([*words, "--upcycle", "count=2"]) == 2
     assert "--compare is for models that stay what they are" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["import", "export"])
+def test_what_compare_needs_is_asked_for_before_the_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The source does not exist, which is not looked at yet."""
+    words = [name, str(tmp_path / "nowhere"), "--to", str(tmp_path / "c"), "--compare"]
+    assert main([*words, "--tolerance", "2"]) == 2
+    assert "--tolerance 2 must be at least 0" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(words) == 2
+    assert "pip install transformers" in capsys.readouterr().err

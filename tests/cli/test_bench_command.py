@@ -63,3 +63,12 @@ def test_flops_of_a_model_by_hand() -> None:
     assert parameters(config) == 3_606_752_256
     assert products_of(bench_config("3b", "fp8")) == "fp8" and products_of(config) == ""
     assert products_of(bench_config("3b", "fp8", train={"fp8_scale": "row"})) == "fp8-row"
+
+
+@pytest.mark.parametrize(
+    "words, advice",
+    [("--seq 32m --micro-batch 1", "--seq 16777216"), ("--seq 8m --micro-batch 4", "--micro-batch 2")],
+)
+def test_too_many_tokens_get_advice_that_helps(words: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", *words.split()]) == 2
+    assert f"use {advice} at most" in capsys.readouterr().err

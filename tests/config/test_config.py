@@ -53,6 +53,11 @@ def test_a_decimal_comma_is_refused(word: str) -> None:
         load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", word])
 
 
+def test_a_number_that_is_empty() -> None:
+    with pytest.raises(UserError, match="train.steps is empty: give a whole number"):
+        load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", "train.steps="])
+
+
 def test_warm_up_may_be_a_share_of_the_steps() -> None:
     words = ["model.preset=gpt2-124m", "data.prefixes=a", "train.steps=50"]
     shared = load_config(None, [*words, "lr.warmup=2%"])

@@ -192,6 +192,16 @@ def test_lines_without_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "long.jsonl.gz line 100001 has more than" in found
 
 
+def test_a_list_on_one_line_may_be_long(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.data.conversations.LARGEST_LINE", 100)
+    talk = {"messages": [{"role": "user", "content": "a" * 60}, {"role": "assistant", "content": "b" * 60}]}
+    for name, text in (("list.json", json.dumps([talk, talk])), ("lines.jsonl", json.dumps(talk))):
+        (here / name).write_text(text)
+    assert len(list(read_records(here / "list.json"))) == 2
+    with pytest.raises(UserError, match=r"lines.jsonl, line 1 has more than"):
+        list(read_records(here / "lines.jsonl"))
+
+
 def test_a_sentencepiece_model_of_no_bytes(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sentencepiece")
     (here / "empty.model").write_bytes(b"")
