@@ -81,10 +81,12 @@ def address_of(args: argparse.Namespace, most: int) -> str:
         found = None
     if most > 1 and (found is None or is_loopback(found)) and not args.address:
         found = outward_address()
-    if found is None or (most > 1 and is_loopback(found)):
-        here = f"--address {args.address} is" if args.address else "the only address found of this machine is"
-        what = f"{here} {found}, which other machines can't reach" if found else "no address of this machine is known"
+    if found is None:
+        what = "no address is known by which other machines reach this one"
         raise UserError(f"{what}: give the one on whose network the ranks talk with --address IP")
+    if most > 1 and is_loopback(found):
+        # Several launchers on one machine may be meant, each at a loopback address of its own.
+        notice(f"meshwright: --address {args.address} is reached from this machine alone")
     return found
 
 
