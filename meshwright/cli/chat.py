@@ -184,7 +184,7 @@ def chat_rank(args: argparse.Namespace) -> None:
 
 
 def _shared(announced: Any, ids: list[int]) -> list[int]:
-    """Gives the first rank's tokens to all ranks. The others may wait for hours, until somebody types a line."""
+    """Send rank 0's tokens to all ranks. The others may wait for hours until somebody types a line."""
     if announced is None:
         return ids
     found: list[int] = json.loads(announced.next(json.dumps([int(token) for token in ids])))

@@ -39,7 +39,7 @@ class Communicator(NamedTuple):
 
 
 def is_urgent(group: str) -> bool:
-    """Whether the calls of a group go before those that only have to end with the step."""
+    """Return True if compute waits for a group's calls, which then get high-priority streams."""
     return all(word.split(".")[0] in _URGENT for word in group.split("-"))
 
 

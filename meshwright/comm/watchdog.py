@@ -150,8 +150,8 @@ class Watchdog:
             self._finish_writes()
 
     def state(self) -> State:
-        """What this rank tells the others after an alarm. Of the ranks of calls it holds only those that the others do
-        not know: at thousands of ranks the lists would take longer to send than a report may take."""
+        """Return the state that this rank publishes after an alarm. Rank lists that the others already know are left
+        out: at thousands of ranks, sending them would take longer than a report may take."""
         frames = self._stack()
         held = self.flight.holding()
         is_known = held is not None and (held.group, held.number) == self._asked
@@ -466,7 +466,7 @@ _COMPILER = tuple(
 
 
 def is_compiling() -> bool:
-    """Whether torch compiles in any thread of this process; backward is compiled in autograd's threads."""
+    """Return True if torch is compiling in any thread of this process. Backward is compiled in autograd's threads."""
     return any(
         frame.f_code.co_filename.endswith(_COMPILER)
         for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)

@@ -67,7 +67,7 @@ class Sink:
 
     @property
     def complete(self) -> bool:
-        """Whether the next write ends a contribution."""
+        """Return True if the next write completes a contribution."""
         return not self._unfinished
 
     @contextmanager

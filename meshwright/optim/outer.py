@@ -137,8 +137,8 @@ class OuterOptimizer:
         return state.buffer.key.compressed and not state.buffer.key.partial
 
     def _shares_residuals(self, state: OuterState) -> bool:
-        """Whether a state without residuals holds parts of tensors of which another one has residuals: key-value rows
-        that several ranks hold, beside query rows."""
+        """Return True if another state has residuals for parts of the same tensors. Copied key-value rows have none,
+        and the query rows of the same tensor do."""
         names = {slot.record.name for each in self.states.values() if each.residuals for slot in each.buffer.slots}
         return any(slot.record.name in names for slot in state.buffer.slots)
 

@@ -42,8 +42,8 @@ def has_gradient(name: str, dtype: torch.dtype) -> bool:
 
 
 class Shares(Protocol):
-    """What a table's actions about the data-parallel ranks' shares call; `work` is the compute that comes next. `sinks`
-    takes the weight gradients."""
+    """The data-parallel side of an executor: called by a table's gather, free and reduce actions. `work` is the compute
+    that comes next; `sinks` takes the weight gradients."""
 
     sinks: SinkTable
 

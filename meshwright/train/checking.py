@@ -42,7 +42,7 @@ REFERENCE = "reference.json"
 
 @dataclass(frozen=True)
 class Providers:
-    """What a program of one's own brings; by default a model of ours on made samples."""
+    """The providers of a user's own program. The default is one of our models on made samples."""
 
     model: ModelProvider = model_provider
     forward: ForwardStep = forward_step

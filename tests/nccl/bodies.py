@@ -14,11 +14,11 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.layout.params import stream_seed
 from meshwright.sharding.compression import low_rank
+from meshwright.train.made_samples import MadeAnswers
 from meshwright.train.step import Trainer
 from tests.nccl.exact_cases import Exact
 from tests.nccl.same_cases import Same
 from tests.nccl.transports import Transport
-from tests.support.answers import Answers
 from tests.support.oracle import (
     Outcome,
     Reference,
@@ -36,7 +36,7 @@ Plant = Any  # a context manager, given the trainer of the rank
 
 def data_of(config: Config, case: Exact | None = None) -> Any:
     if config.objective == "preference":
-        return Answers(config.tune.loss == "kto", config.model.vocab)
+        return MadeAnswers(config.model.vocab, config.model.seq, config.tune.loss == "kto")
     return made_for(config, **dict(case.case.data) if case else {})
 
 

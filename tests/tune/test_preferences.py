@@ -22,10 +22,12 @@ from meshwright.models.gpt import GPTStage
 from meshwright.nn.adapters import without_adapters
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
+from meshwright.train.made_samples import MadeAnswers
 from meshwright.train.step import Trainer
-from tests.support.answers import SEQ, Answers
 from tests.support.oracle import EXACT, Pairs, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
+
+SEQ = 24
 
 
 def config_of(loss: str, **more: dict[str, Any]) -> Config:
@@ -39,7 +41,7 @@ def config_of(loss: str, **more: dict[str, Any]) -> Config:
 
 
 def trainer_of(config: Config, rank: int = 0, world: int = 1) -> Trainer:
-    return make_trainer(config, rank, world, Answers(config.tune.loss == "kto"))
+    return make_trainer(config, rank, world, MadeAnswers(53, SEQ, config.tune.loss == "kto"))
 
 
 # Adapters that begin at zero would have half of their gradients zero.
@@ -62,7 +64,7 @@ def plain_loss(trainer: Trainer) -> torch.Tensor:
     assert isinstance(module, GPTStage)
     losses = []
     for n in range(8):
-        sample = Answers(tune.loss == "kto").sample(n)
+        sample = MadeAnswers(53, SEQ, tune.loss == "kto").sample(n)
         count = int(sample["segments"].max())
         found = [logp(module, sample, segment) for segment in range(count)]
         with torch.no_grad(), without_adapters(module):
