@@ -25,10 +25,10 @@ from meshwright.config.load import config_from, dump_yaml, to_mapping
 from meshwright.errors import UserError
 from meshwright.train.gpt import forward_step, model_provider
 from meshwright.train.loop import Hook
+from meshwright.train.made_samples import MadeAnswers
 from tests.fuzz.layout_cases import SHARING, STEPS, Case, Sections, merged
 from tests.support.advice import advised
 from tests.support.oracle import made_for
-from tests.tune.test_preferences import Answers
 
 DEADLINE_S = 120.0
 COMPILING_S = 600.0  # the same where blocks are compiled: g++ takes its time
@@ -56,7 +56,8 @@ class _StopAt(Hook):
 
 def _samples(config: Any) -> Any:
     if config.objective in ("preference", "chat"):
-        return Answers(config.objective == "preference" and config.tune.loss == "kto", config.model.vocab)
+        judged = config.objective == "preference" and config.tune.loss == "kto"
+        return MadeAnswers(config.model.vocab, config.model.seq, judged)
     made = {"segments": True} if config.objective == "causal" and config.data.reset_attention else {}
     return made_for(config, **made)
 
