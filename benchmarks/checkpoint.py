@@ -24,17 +24,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from common import BenchParser, finish
 
-from meshwright.checkpoint.format import folder_name
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.checkpoint.save import Saver
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
-from meshwright.sharding.remainders import tensors_of
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.remainders import tensors_of
+from meshwright.engine.step import Trainer
+from meshwright.record.checkpoint_format import folder_name
+from meshwright.run.pretrain import build_modules
 
 
 def make_trainer(hidden: int) -> Trainer:

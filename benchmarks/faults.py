@@ -27,26 +27,26 @@ from typing import Any, cast
 import torch
 from common import BenchParser, finish
 
-import meshwright.train.marks as marks_module
+import meshwright.engine.marks as marks_module
 from meshwright.config.faults import FaultsConfig
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
-from meshwright.layout import Layout
+from meshwright.engine.context import build_context
+from meshwright.engine.marks import unit_places
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.result import StepResult
+from meshwright.engine.sharding.remainders import tensors_of
+from meshwright.engine.step import Trainer
+from meshwright.faults.bad_steps import BadSteps
+from meshwright.faults.corruption import checksum
+from meshwright.faults.slow_ranks import SlowRanks
 from meshwright.nn.unit import MARK
-from meshwright.sharding.remainders import tensors_of
-from meshwright.train.bad_steps import BadSteps
-from meshwright.train.context import build_context
-from meshwright.train.corruption import checksum
-from meshwright.train.fault_notes import KINDS, FaultNotes
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.marks import unit_places
-from meshwright.train.pretrain import build_modules
-from meshwright.train.rank_figures import RankFigures
-from meshwright.train.result import StepResult
-from meshwright.train.run_notes import read_events
-from meshwright.train.slow_ranks import SlowRanks
-from meshwright.train.step import Trainer
+from meshwright.record.fault_notes import KINDS, FaultNotes
+from meshwright.record.rank_figures import RankFigures
+from meshwright.record.run_notes import read_events
+from meshwright.run.pretrain import build_modules
+from meshwright.spec.layout import Layout
 
 SIZES = {"layers": 4, "hidden": 256, "seq": 256, "batch": 4, "micro-batch": 2, "steps": 16, "ranks": 1024}
 MOST = 0.01  # of a step

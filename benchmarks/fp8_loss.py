@@ -21,12 +21,12 @@ from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import draw_on_device
-from meshwright.train.context import build_context
-from meshwright.train.datasets import datasets_of
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.loop import Ahead
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.engine.context import build_context
+from meshwright.engine.datasets import datasets_of
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
+from meshwright.run.loop import Ahead
+from meshwright.run.pretrain import build_modules
 
 RUNS = {
     "bf16": {"precision": "bf16"},

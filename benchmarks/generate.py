@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from common import BenchParser, finish
 
-from meshwright.checkpoint.hf import config_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import load_weights
 from meshwright.config.load import config_from
 from meshwright.device import Device
-from meshwright.models.generate import Generator
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import model_provider
+from meshwright.infer.generate import Generator
+from meshwright.interop.hf import config_of
 from meshwright.models.gpt import GPTStage
-from meshwright.train.context import build_context
-from meshwright.train.gpt import model_provider
-from meshwright.train.pretrain import build_modules
+from meshwright.run.pretrain import build_modules
 
 VOCAB = 8192
 NEAR = 16  # tokens at either end whose times are taken together

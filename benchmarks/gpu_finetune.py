@@ -39,7 +39,7 @@ from meshwright.bench.timing import by_kind
 from meshwright.config.load import config_from, set_key, to_mapping
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
-from meshwright.train.loop import Ahead
+from meshwright.run.loop import Ahead
 
 RANK, WARM = 16, 3
 ADAPTS = ("lora", "nf4")

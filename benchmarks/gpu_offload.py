@@ -14,11 +14,11 @@ from common import BenchParser, finish, gpu_or_leave
 from meshwright.config.load import config_from
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device
-from meshwright.sharding.remainders import tensors_of
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.remainders import tensors_of
+from meshwright.engine.step import Trainer
+from meshwright.run.pretrain import build_modules
 
 
 def bus_rate(device: torch.device, mib: int = 512) -> float:

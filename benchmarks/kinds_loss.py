@@ -16,13 +16,13 @@ from common import BenchParser, finish, tokens
 
 from meshwright.config.load import config_from
 from meshwright.device import Device
-from meshwright.pipeline.output import LOSS
+from meshwright.engine.context import build_context
+from meshwright.engine.datasets import datasets_of
+from meshwright.engine.output import LOSS
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
+from meshwright.run.pretrain import build_modules
 from meshwright.show.chart import Chart, svg
-from meshwright.train.context import build_context
-from meshwright.train.datasets import datasets_of
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
 
 SIZES = {"hidden": 64, "heads": 4, "vocab": 2176, "seq": 64, "dropout": 0.0}  # room for special tokens and sentinels
 KINDS: dict[str, dict[str, Any]] = {

@@ -48,8 +48,8 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
     """Returns the bytes per second, read and written together, of pieces that one thread reads and another writes."""
     import torch
 
-    from meshwright.sharding.offload import StateFile, page_tensor
-    from meshwright.sharding.placement import PAGE
+    from meshwright.engine.sharding.offload import StateFile, page_tensor
+    from meshwright.spec.traffic.placement import PAGE
 
     elements = piece // 4 // PAGE * PAGE
     count = max(3, total // piece)
@@ -79,10 +79,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     from meshwright.config.load import config_from
     from meshwright.device import Device
     from meshwright.dryrun.stand_ins import RandomTokens
-    from meshwright.train.context import build_context
-    from meshwright.train.gpt import forward_step, model_provider
-    from meshwright.train.pretrain import build_modules
-    from meshwright.train.step import Trainer
+    from meshwright.engine.context import build_context
+    from meshwright.engine.providers import forward_step, model_provider
+    from meshwright.engine.step import Trainer
+    from meshwright.run.pretrain import build_modules
 
     torch.set_num_threads(1)
     offload = {"optimizer": args.child, "params": args.child, "path": str(args.folder), "buffer_mib": args.buffer_mib}
@@ -111,6 +111,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, place: str, group: Path | None) -> dict[str, Any] | int:
     """Returns the result of a separate process, or the signal that ended it."""
+
     def enter() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))

@@ -122,9 +122,7 @@ def _draw(model: nn.Module, m: ModelConfig) -> None:
             nn.init.normal_(parameter, std=m.init_std)
 
 
-def plain_step(
-    m: ModelConfig, micro_batch: int, device: torch.device, update: bool = True
-) -> Callable[[], Tensor]:
+def plain_step(m: ModelConfig, micro_batch: int, device: torch.device, update: bool = True) -> Callable[[], Tensor]:
     """Returns a step that trains on the same random samples every time, with or without its update; masters, gradients
     and moments are in float32."""
 

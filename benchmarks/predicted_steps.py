@@ -36,16 +36,16 @@ from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device
-from meshwright.layout import Layout
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
 from meshwright.plan.account import as_json
 from meshwright.plan.cluster import cluster_from
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
 from meshwright.plan.stack import CPU
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
+from meshwright.spec.layout import Layout
 
 RANKS = 2
 WITHIN = 0.25

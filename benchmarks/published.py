@@ -24,15 +24,15 @@ from meshwright.config.sections import (
     ZeroConfig,
 )
 from meshwright.errors import UserError
-from meshwright.models.description import describe
-from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.flops import balanced_split, model_flops, recomputed_flops
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.stack import STACKS, Stack, States
-from meshwright.schedule.kinds import default_kind
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.part import parameter_count
+from meshwright.spec.schedule.kinds import default_kind
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from mixtures import is_mixture, mixture_of  # noqa: E402
@@ -197,9 +197,7 @@ def cluster_of(row: Row) -> Cluster:
     elif _int(row, "nodes", 0):
         node = max(1, -(-_int(row, "gpus", 1) // _int(row, "nodes", 1)))
     rate = network_gb_s(words, node) or cluster.network.node_gb_s * node / cluster.node.devices
-    return replace(
-        cluster, node=replace(cluster.node, devices=node), network=replace(cluster.network, node_gb_s=rate)
-    )
+    return replace(cluster, node=replace(cluster.node, devices=node), network=replace(cluster.network, node_gb_s=rate))
 
 
 def network_gb_s(words: str, node: int) -> float:

@@ -28,9 +28,10 @@ from common import BenchParser, finish
 import meshwright
 from meshwright.config.load import config_from
 from meshwright.dryrun.stand_ins import RandomTokens
+from meshwright.engine.providers import forward_step, model_provider
 from meshwright.plan.measured import speed_of
-from meshwright.train import layers, loggers, loop
-from meshwright.train.gpt import forward_step, model_provider
+from meshwright.record import loggers
+from meshwright.run import layers, loop
 from meshwright.watch.report import RunReport
 
 STEPS, LIMIT = 60, 0.005

@@ -31,12 +31,12 @@ from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 from meshwright.dryrun.stand_ins import RandomTokens  # noqa: E402
-from meshwright.train.batches import sample_ids  # noqa: E402
-from meshwright.train.context import build_context  # noqa: E402
-from meshwright.train.gpt import forward_step, model_provider  # noqa: E402
-from meshwright.train.pretrain import build_modules  # noqa: E402
-from meshwright.train.processes import enter, find_place, leave  # noqa: E402
-from meshwright.train.step import Trainer  # noqa: E402
+from meshwright.engine.batches import sample_ids  # noqa: E402
+from meshwright.engine.context import build_context  # noqa: E402
+from meshwright.engine.providers import forward_step, model_provider  # noqa: E402
+from meshwright.engine.step import Trainer  # noqa: E402
+from meshwright.launch.processes import enter, find_place, leave  # noqa: E402
+from meshwright.run.pretrain import build_modules  # noqa: E402
 
 
 @dataclass(frozen=True)

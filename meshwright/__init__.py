@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # editors and type checkers read these; at run time each is imported on first use, see _HOMES
     from meshwright.config.load import load_config as load_config
     from meshwright.config.sections import Config as Config
+    from meshwright.engine.output import StageOutput as StageOutput
+    from meshwright.engine.output import Term as Term
+    from meshwright.engine.own_models import state_dicts as state_dicts
     from meshwright.errors import UserError as UserError
-    from meshwright.layout import Layout as Layout
-    from meshwright.pipeline.output import StageOutput as StageOutput
-    from meshwright.pipeline.output import Term as Term
-    from meshwright.train.own_models import state_dicts as state_dicts
-    from meshwright.train.pretrain import pretrain as pretrain
-    from meshwright.train.wrap import wrap as wrap
+    from meshwright.run.pretrain import pretrain as pretrain
+    from meshwright.run.wrap import wrap as wrap
+    from meshwright.spec.layout import Layout as Layout
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
@@ -28,14 +28,14 @@ __all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config"
 # Imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
     "Config": "meshwright.config.sections",
-    "Layout": "meshwright.layout",
-    "StageOutput": "meshwright.pipeline.output",
-    "Term": "meshwright.pipeline.output",
+    "Layout": "meshwright.spec.layout",
+    "StageOutput": "meshwright.engine.output",
+    "Term": "meshwright.engine.output",
     "UserError": "meshwright.errors",
     "load_config": "meshwright.config.load",
-    "pretrain": "meshwright.train.pretrain",
-    "state_dicts": "meshwright.train.own_models",
-    "wrap": "meshwright.train.wrap",
+    "pretrain": "meshwright.run.pretrain",
+    "state_dicts": "meshwright.engine.own_models",
+    "wrap": "meshwright.run.wrap",
 }
 
 

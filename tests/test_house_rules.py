@@ -18,13 +18,13 @@ LINES = 600  # of a file, which should be about one subject
 
 # Outside of comm: what each file may use of torch.distributed, and nothing of it is a collective.
 DISTRIBUTED = {
-    "train/processes.py": {
+    "launch/processes.py": {
         "init_process_group", "destroy_process_group", "is_initialized", "get_rank", "get_world_size",
         "DistError",
     },
-    "train/pretrain.py": {"is_initialized"},
+    "run/pretrain.py": {"is_initialized"},
     "dryrun/stand_ins.py": {"init_process_group", "destroy_process_group"},
-    "train/launch.py": {"elastic", "launcher", "TCPStore", "DistError"},
+    "launch/launch.py": {"elastic", "launcher", "TCPStore", "DistError"},
 }  # fmt: skip
 
 # A room imports only from rooms below it. `data` needs only the errors, also the disk's, and the reader of JSON; `show`

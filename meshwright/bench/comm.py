@@ -15,12 +15,12 @@ from meshwright.bench.links import measure_links
 from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
 from meshwright.bench.request import Request
-from meshwright.comm.ledger import bus_factor
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import watched
 from meshwright.device import Device
 from meshwright.errors import UserError
-from meshwright.train.processes import Place, enter, find_place, leave
+from meshwright.launch.processes import Place, enter, find_place, leave
+from meshwright.spec.traffic.ledger import bus_factor
 
 TIMEOUT = 600.0  # seconds until a hanging call is reported
 PAYLOAD_SHARE = 8  # the largest payload may take 1/8 of a device's memory

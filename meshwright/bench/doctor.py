@@ -26,7 +26,7 @@ from meshwright.bench.request import Request
 from meshwright.comm.group import Group
 from meshwright.comm.watchdog import open_store
 from meshwright.device import Device, cores_of_rank, host_memory_bytes
-from meshwright.train.processes import LOOPBACK, interface_of
+from meshwright.launch.processes import LOOPBACK, interface_of
 
 LINK_BYTES = 8 * 2**20
 DISK_BYTES = 64 * 2**20

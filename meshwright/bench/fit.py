@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.comm.ledger import bus_factor
 from meshwright.plan.efficiency import START, adapter_share
+from meshwright.spec.traffic.ledger import bus_factor
 
 MIN_COEFFICIENT = 1e-15  # seconds per byte or per hop: the smallest coefficient that a fit may return
 # A fitted rate is at most this many times that of the fastest measured call, whose latency may account for the gap.

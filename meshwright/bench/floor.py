@@ -20,12 +20,12 @@ from meshwright.bench.timing import copy_gb_s, draw, median_ms, times_ms
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import documents_of
-from meshwright.layout.rows import ORDERS
-from meshwright.nn.context import ContextRows
-from meshwright.nn.documents import Documents, document_attention
-from meshwright.nn.grouped import grouped_product, grouped_weight_grad
-from meshwright.nn.pieces import Rows, kernel, kernel_backward
-from meshwright.parts.part import Product
+from meshwright.nn.attention.context import ContextRows
+from meshwright.nn.attention.documents import Documents, document_attention
+from meshwright.nn.attention.pieces import Rows, kernel, kernel_backward
+from meshwright.nn.experts.grouped import grouped_product, grouped_weight_grad
+from meshwright.spec.layout.rows import ORDERS
+from meshwright.spec.model.part import Product
 
 # fp32 master, gradient and two moments read; master and moments written. A bf16 weight is one half of its master.
 OPTIMIZER_BYTES = 28

@@ -7,12 +7,12 @@ from typing import Any
 
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.parts.part import BlockUnit, Product, Work
-from meshwright.parts.pieces import in_pieces
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import rank_parameters
 from meshwright.plan.stack import COMPILED
+from meshwright.spec.model.part import BlockUnit, Product, Work
+from meshwright.spec.model.pieces import in_pieces
 
 LLAMA_ARCHITECTURE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 BENCH_MODELS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def products(config: Config) -> list[Product]:
 
 def products_in_pieces(config: Config) -> dict[str, bool]:
     """Returns which products of the first rank's blocks communicate while they multiply, by name: all of them, where
-    tp ranks divide rows, are long enough or not (`parts/pieces.py`)."""
+    tp ranks divide rows, are long enough or not (`spec/model/pieces.py`)."""
     job = job_of_bench(config)
     if not (job.at.overlaps and job.at.splits_tokens):
         return {}

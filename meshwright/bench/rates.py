@@ -26,17 +26,17 @@ from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
-from meshwright.optim.scaling import gradient_scaling
+from meshwright.engine.context import build_context
+from meshwright.engine.optim.scaling import gradient_scaling
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import ATTENTION_BACKWARD
 from meshwright.plan.cost import optimizer_bytes, predict_cost
 from meshwright.plan.efficiency import tile_share
 from meshwright.plan.job import job_of
 from meshwright.plan.stack import COMPILED, states_of
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
 
 BUCKET_BYTES = int(CommConfig().bucket_mib * 2**20)  # bytes of gradients that are reduced at once
 SMALL_BYTES = 64 * 2**10  # bytes of a collective between computations

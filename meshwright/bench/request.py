@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from meshwright.comm.ledger import WIRE
 from meshwright.errors import UserError, nearest
-from meshwright.layout.layout import AXES, Layout
+from meshwright.spec.layout.layout import AXES, Layout
+from meshwright.spec.traffic.ledger import WIRE
 
 OPS = tuple(WIRE)
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}

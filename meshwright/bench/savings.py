@@ -20,18 +20,18 @@ from meshwright.config.comm import EmulateConfig
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
-from meshwright.layout import Layout
-from meshwright.models.description import layout_of
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.algorithms import GatherToOne
+from meshwright.engine.sharding.compression.making import summed
+from meshwright.engine.step import Trainer
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.plan.savings import Figures, Technique, calibrated, with_links
-from meshwright.sharding.algorithms import GatherToOne
-from meshwright.sharding.compression.making import summed
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import layout_of
 
 FREE_GB_S = 1e6  # a rate at which links take no time
 WARM = 2  # steps before the timed ones: buckets are reduced during backward from the second on

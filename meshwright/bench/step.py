@@ -17,8 +17,8 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
 from meshwright.dryrun.stand_ins import documents_of, release
-from meshwright.train.loop import Ahead
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
+from meshwright.run.loop import Ahead
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.companions import read_note
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import blocks_of
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.config.load import flat, plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
+from meshwright.engine.sharding.buffers import REPLICA_STATE, State, regions
+from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord, slices_of
-from meshwright.models.planned.folder import has_weights
-from meshwright.nn.nf4 import ROWS_AT_ONCE, pack
-from meshwright.parts.tuning import is_adapter
-from meshwright.sharding.buffers import REPLICA_STATE, State, regions
-from meshwright.sharding.remainders import Values
+from meshwright.nn.adapters.nf4 import ROWS_AT_ONCE, pack
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import blocks_of
+from meshwright.record.companions import read_note
+from meshwright.spec.layout.params import ParamRecord, slices_of
+from meshwright.spec.model.hf.folder import has_weights
+from meshwright.spec.model.tuning import is_adapter
 
 Base = Reader | HFFolder
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from meshwright.comm.ledger import Ledger
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.layout import Layout
-from meshwright.sharding.buffers import SideState, State
-from meshwright.sharding.data_parallel import DataParallel
+from meshwright.engine.sharding.buffers import SideState, State
+from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.spec.layout import Layout
+from meshwright.spec.traffic.ledger import Ledger
 
 
 class RankContext(Protocol):

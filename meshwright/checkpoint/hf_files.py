@@ -12,16 +12,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.format import blocks_of
 from meshwright.config.sections import ModelConfig
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord, slices_of
-from meshwright.models.hf import family_named
-from meshwright.models.hf.family import Family
-from meshwright.models.hf.rows import Mapped
-from meshwright.models.planned.folder import SHARDED_INDEX, SINGLE_FILE
 from meshwright.outside import of_kind, read_json
+from meshwright.record.checkpoint_format import blocks_of
+from meshwright.spec.layout.params import ParamRecord, slices_of
+from meshwright.spec.model.hf import family_named
+from meshwright.spec.model.hf.family import Family
+from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE
+from meshwright.spec.model.hf.rows import Mapped
 
 HEAD_ROWS = 4096  # of two tables that are compared at a time
 

@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
+from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
+from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
-from meshwright.layout.params import ParamRecord, overlap, row_of
-from meshwright.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
-from meshwright.sharding.remainders import Values
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import DamagedCheckpoint, Index, SavedBlock
+from meshwright.spec.layout.params import ParamRecord, overlap, row_of
 
 OPEN_FILES = 16
 

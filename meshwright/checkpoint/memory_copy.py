@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import DamagedCheckpoint, Index, SavedBlock
 from meshwright.checkpoint.keeper import KEEPERS, KEY, KeeperError, KeeperLink
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import checksum, raw
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
+from meshwright.engine.sharding.remainders import plain
 from meshwright.errors import notice
 from meshwright.outside import of_kind, parse_json
-from meshwright.sharding.remainders import plain
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import DamagedCheckpoint, Index, SavedBlock
 
 ASK_S = 5.0  # for what a keeper has; one that does not answer is taken to have nothing
 

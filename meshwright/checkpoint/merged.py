@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.base import Base, adapts, check_digest, fill_range, open_base
-from meshwright.checkpoint.format import SAFETENSORS_DTYPES, Index, SavedTensor, blocks_of
 from meshwright.checkpoint.load import Reader
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
-from meshwright.models.description import model_of
-from meshwright.nn.nf4 import rounded
-from meshwright.parts.part import ALONE
-from meshwright.parts.tuning import is_adapter
+from meshwright.nn.adapters.nf4 import rounded
+from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, SavedTensor, blocks_of
+from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
+from meshwright.spec.model.description import model_of
+from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.tuning import is_adapter
 
 
 def config_in(index: Index) -> Config:

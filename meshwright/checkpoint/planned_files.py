@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.hf_files import opened_weights
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, ParamRecord, overlap, slices_of
-from meshwright.models.planned.blueprint import blueprint, read_config, skeleton
-from meshwright.parts.part import ALONE
+from meshwright.models.wrapped.blueprint import blueprint, read_config, skeleton
+from meshwright.spec.layout.params import Box, ParamRecord, overlap, slices_of
+from meshwright.spec.model.part import ALONE
 
 
 class Piece(NamedTuple):

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.base import check_digest
-from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import find_checkpoint
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
 from meshwright.comm.group import CommError
@@ -24,6 +21,9 @@ from meshwright.config.sections import TRAINING_KEYS
 from meshwright.disk import refused
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import find_checkpoint
+from meshwright.record.companions import check_tokenizer
 
 WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
 # The keys that decide which tokens the sample of a given number holds.

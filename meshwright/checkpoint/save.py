@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.companions import copy_all
 from meshwright.checkpoint.contract import Checkpointed
-from meshwright.checkpoint.format import Index, SavedBlock
-from meshwright.comm.ending import before_sudden_end
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
 from meshwright.disk import refused
+from meshwright.engine.sharding.buffers import SideState, Slot, State, regions
+from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.engine.sharding.remainders import PairedTensor, Values, plain, tensors_of
 from meshwright.errors import UserError
-from meshwright.layout.params import Box, slices_of
-from meshwright.sharding.buffers import SideState, Slot, State, regions
-from meshwright.sharding.data_parallel import DataParallel
-from meshwright.sharding.remainders import PairedTensor, Values, plain, tensors_of
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import Index, SavedBlock
+from meshwright.record.companions import copy_all
+from meshwright.record.ending import before_sudden_end
+from meshwright.spec.layout.params import Box, slices_of
 
 # Seconds between two polls: the first pause, and the longest.
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
@@ -134,7 +134,6 @@ class Snapshot:
                 copies.append(staging[at].copy_(x, non_blocking=True))
             self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 
-
     def copied(self) -> None:
         """Says that all copies are complete."""
         self._being_copied = []
@@ -156,9 +155,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     fmt.write_json(part_list(folder, rank), part)
 
 
-def commit(
-    folder: Path, step: int, index: Index, keep: int, patience: float, companions: Path | None = None
-) -> None:
+def commit(folder: Path, step: int, index: Index, keep: int, patience: float, companions: Path | None = None) -> None:
     """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint, with copies
     of the model's companions in it."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)

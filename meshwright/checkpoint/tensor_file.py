@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.format import SAFETENSORS_DTYPES
-from meshwright.checkpoint.verify import read_header
-from meshwright.sharding.remainders import Values
+from meshwright.engine.sharding.remainders import Values
+from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES
+from meshwright.record.verify import read_header
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in SAFETENSORS_DTYPES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}

@@ -21,9 +21,7 @@ from meshwright.show.units import seconds
 MARGIN = 0.94  # of a device's memory may be planned with
 
 
-def best_layout(
-    config: Config, ranks: int, cluster: Cluster, limit_gib: float, fixed: Sequence[str] = ()
-) -> Candidate:
+def best_layout(config: Config, ranks: int, cluster: Cluster, limit_gib: float, fixed: Sequence[str] = ()) -> Candidate:
     """The fastest layout that fits; the keys `fixed` stay as they are."""
     host = cluster.device.units == 1
     # A layout for other nodes than a config's own; in which order rings visit them changes no sum and no byte.

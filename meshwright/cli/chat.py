@@ -164,8 +164,8 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 
 def chat_rank(args: argparse.Namespace) -> None:
     from meshwright.comm.announce import Announcements
-    from meshwright.models.generate import generate, generator_of
-    from meshwright.train.evaluate import with_model
+    from meshwright.infer.evaluate import with_model
+    from meshwright.infer.generate import generate, generator_of
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)

@@ -22,11 +22,11 @@ from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, batch_divides, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
+from meshwright.launch.launch import warm_up
 from meshwright.plan.agreement import judge
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
 from meshwright.show.units import seconds, size
-from meshwright.train.launch import warm_up
 
 EXAMPLES = """example:
   meshwright check config.yaml
@@ -194,14 +194,14 @@ def _prepare(checked: Checked, scratch: Path) -> None:
     """Writes the weights that adapters change."""
     base = checked.config.tune.base
     if checked.config.tune.adapts and base.startswith(str(scratch)):
-        from meshwright.checkpoint.first_weights import write_first_weights
+        from meshwright.interop.first_weights import write_first_weights
 
         write_first_weights(checked.config.model, Path(base), checked.config.train.seed)
 
 
 def providers_of(args: argparse.Namespace) -> Any:
     """Returns the providers of the file that --model names, else ours."""
-    from meshwright.train.checking import Providers
+    from meshwright.check.checking import Providers
 
     if not has_own_providers(args):
         return Providers()
@@ -222,20 +222,20 @@ def providers_of(args: argparse.Namespace) -> Any:
 
 
 def reference(args: argparse.Namespace) -> None:
-    from meshwright.train.checking import run_reference
+    from meshwright.check.checking import run_reference
 
     run_reference(args.checked.alone, args.scratch, providers_of(args), args.checked.compared)
 
 
 def as_rank(args: argparse.Namespace) -> None:
-    from meshwright.train.checking import run_rank
+    from meshwright.check.checking import run_rank
 
     run_rank(args.checked.config, args.scratch, providers_of(args), args.checked.compared)
 
 
 def judged(args: argparse.Namespace) -> dict[str, Any]:
     """Read the results of all ranks and return the figures of the page."""
-    from meshwright.train.checking import REFERENCE, Steps
+    from meshwright.check.checking import REFERENCE, Steps
 
     checked: Checked = args.checked
     one = Steps.read(args.scratch / REFERENCE)

@@ -17,11 +17,11 @@ from meshwright.cli.layout import add_axes
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
 from meshwright.config.numbers import count_argument
 from meshwright.errors import UserError, plural
-from meshwright.layout.layout import Layout
+from meshwright.launch.launch import launch, warm_up
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
-from meshwright.train.launch import launch, warm_up
+from meshwright.spec.layout.layout import Layout
 
 EXAMPLES = """example:
   meshwright comm bench --nproc 2 --out here.yaml --svg curves.svg

@@ -33,7 +33,7 @@ def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[st
     Returns what --json adds."""
     if not args.compare:
         return {}
-    from meshwright.train.compare_hf import compare_folders
+    from meshwright.check.compare_hf import compare_folders
 
     notice(f"compares {checkpoint} with what transformers makes of {folder}")
     found = compare_folders(checkpoint, folder, sections_of([], 1), args.tolerance)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.checkpoint.companions import tokenizer_of_data
 from meshwright.cli import chat_data, merge_data
 from meshwright.cli.files import tell_files
 from meshwright.cli.mixed import intermixed
@@ -22,6 +21,7 @@ from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
 from meshwright.errors import UserError, plural
+from meshwright.record.companions import tokenizer_of_data
 from meshwright.show.progress import progress
 from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
 from meshwright.show.terminal import console_for, has_colour, show
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show_sample(args: argparse.Namespace) -> None:
+    from meshwright.engine.datasets import blanks_of, datasets_of, masking_of, spans_of
     from meshwright.show.sample_view import sample_summary, sample_text
-    from meshwright.train.datasets import blanks_of, datasets_of, masking_of, spans_of
 
     config = load_config(args.config, args.overrides)
     check(config, config.layout.least_world, READING_RULES)

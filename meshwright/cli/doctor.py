@@ -16,14 +16,14 @@ from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
-from meshwright.layout.layout import Layout
+from meshwright.launch.launch import warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import largest
 from meshwright.show.terminal import printable
 from meshwright.show.units import seconds
-from meshwright.train.launch import warm_up
+from meshwright.spec.layout.layout import Layout
 
 EXAMPLES = """example:
   meshwright doctor                                      (this machine's devices, for a minute)

@@ -20,7 +20,7 @@ from meshwright.plan.job import checked_job
 from meshwright.plan.rank import Expected, expected
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
-from meshwright.train.counts import COUNTS
+from meshwright.spec.traffic.counts import COUNTS
 
 if TYPE_CHECKING:
     from meshwright.device import Device

@@ -17,12 +17,12 @@ from meshwright.checkpoint.keeper import KeeperProcess
 from meshwright.config.rules import TRAINING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
-from meshwright.train.elastic import Elastic, Wishes
-from meshwright.train.launch import Outcome, Team, attempt_of, conclude, launching
-from meshwright.train.processes import LOOPBACK, Place, is_loopback, outward_address
-from meshwright.train.run_folder import last_step
-from meshwright.train.run_owner import has_ended_since, owner_number
-from meshwright.train.signals import ends_at_once
+from meshwright.launch.elastic import Elastic, Wishes
+from meshwright.launch.launch import Outcome, Team, attempt_of, conclude, launching
+from meshwright.launch.processes import LOOPBACK, Place, is_loopback, outward_address
+from meshwright.launch.signals import ends_at_once
+from meshwright.record.run_folder import last_step
+from meshwright.record.run_owner import has_ended_since, owner_number
 from meshwright.watch.read import is_number, read_lines
 
 NOTES = ".nodes"  # in the run's folder: what the launchers of several nodes say to each other

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.companions import check_tokenizer
 from meshwright.cli import eval_tasks
 from meshwright.cli.ranks import start
 from meshwright.cli.reading import resolve, sections_of
@@ -16,11 +15,12 @@ from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
+from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
-from meshwright.train.counts import LEARNED, counted_as
-from meshwright.train.datasets import Checked, datasets_of
-from meshwright.train.launch import warm_up
-from meshwright.train.processes import find_place
+from meshwright.launch.launch import warm_up
+from meshwright.launch.processes import find_place
+from meshwright.record.companions import check_tokenizer
+from meshwright.spec.traffic.counts import LEARNED, counted_as
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
-    from meshwright.train.evaluate import config_with, open_model
+    from meshwright.infer.evaluate import config_with, open_model
 
     world = find_place().world if args.nproc == 1 else args.nproc
     config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
     """Returns the samples to evaluate on: at most one epoch of the named files, or of a split of the run's own data."""
-    from meshwright.checkpoint.hf import NO_DATA
+    from meshwright.interop.hf import NO_DATA
 
     if config.data.prefixes == (NO_DATA,):
         raise UserError(f"{args.source} comes without data: name token files with --data PREFIX")
@@ -93,7 +93,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
 
 
 def evaluate_rank(args: argparse.Namespace) -> None:
-    from meshwright.train.evaluate import evaluate, with_model
+    from meshwright.infer.evaluate import evaluate, with_model
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         data = data_of(args, ctx.config, args.samples or DEFAULT_SAMPLES)

@@ -12,7 +12,7 @@ from meshwright.cli.generate import end_tokens, tokenizer_of
 from meshwright.cli.reading import sections_of
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.train.processes import find_place
+from meshwright.launch.processes import find_place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +44,8 @@ def check(args: argparse.Namespace, config: Config) -> None:
 
 
 def tasks_rank(args: argparse.Namespace) -> None:
-    from meshwright.train.evaluate import with_model
-    from meshwright.train.harness import run_tasks
+    from meshwright.infer.evaluate import with_model
+    from meshwright.infer.harness import run_tasks
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         tokenizer, folder = tokenizer_of(args, ctx.config), Path(args.source)

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
-from meshwright.models.hf import FAMILIES
+from meshwright.spec.model.hf import FAMILIES
 
 EXAMPLES = """example:
   meshwright export runs/demo --to exported/demo
@@ -37,9 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_compare(args)
     from meshwright.checkpoint.base import adapts
-    from meshwright.checkpoint.format import find_checkpoint, read_index
-    from meshwright.checkpoint.hf import export_folder
-    from meshwright.checkpoint.peft import export_adapters
+    from meshwright.interop.hf import export_folder
+    from meshwright.interop.peft import export_adapters
+    from meshwright.record.checkpoint_format import find_checkpoint, read_index
 
     folder = find_checkpoint(args.source)
     if adapts(read_index(folder).config):

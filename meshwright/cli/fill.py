@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from meshwright.config.sections import Config
+from meshwright.engine.datasets import blank_specials
 from meshwright.errors import UserError
-from meshwright.train.datasets import blank_specials
 
 MARKS = re.compile(r"(\[g?MASK\])")
 
@@ -41,7 +41,7 @@ def encode_source(config: Config, prompt: str, tokenizer: Any) -> list[int]:
 
 def fill_rank(args: argparse.Namespace, ctx: Any, module: Any, tokenizer: Any) -> None:
     """Fills in the blanks of `args.ids` and prints the whole text."""
-    from meshwright.models.fill_blanks import BlankGenerator, fill_blanks
+    from meshwright.infer.fill_blanks import BlankGenerator, fill_blanks
 
     mask, gmask, sop, eop, _ = blank_specials(ctx.config, tokenizer)
     places = [at for at, id in enumerate(args.ids) if id in (mask, gmask)]

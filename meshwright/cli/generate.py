@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.companions import check_named, read_note, tokenizer_beside
 from meshwright.cli.fill import check_source, encode_source, fill_rank
 from meshwright.cli.ranks import start
 from meshwright.cli.reading import resolve, sections_of
@@ -18,8 +17,9 @@ from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.errors import UserError, either, one_line, plural
+from meshwright.launch.launch import warm_up
 from meshwright.outside import parse_json, read_json
-from meshwright.train.launch import warm_up
+from meshwright.record.companions import check_named, read_note, tokenizer_beside
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
@@ -75,7 +75,7 @@ def model_config(args: argparse.Namespace) -> Config:
         warm_up()
     args.source = resolve(args.source)
     args.sections = sections_of([f"layout.tp={args.nproc}"], args.nproc)
-    from meshwright.train.evaluate import config_with, open_model
+    from meshwright.infer.evaluate import config_with, open_model
 
     config = config_with(open_model(args.source)[1], args.sections)
     if config.model.kind == "bert":
@@ -130,7 +130,7 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
 
 def end_tokens(path: Path, tokenizer: Any) -> set[int]:
     """Returns the tokens that end a text: those that the model's own files name, else the tokenizer's own."""
-    from meshwright.checkpoint.hf import origin_of
+    from meshwright.interop.hf import origin_of
 
     origin = origin_of(path)
     told: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]  # the data's, where they have their own tokenizer
@@ -146,7 +146,7 @@ def end_tokens(path: Path, tokenizer: Any) -> set[int]:
 
 
 def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Config) -> list[int]:
-    from meshwright.checkpoint.hf import origin_of
+    from meshwright.interop.hf import origin_of
 
     vocab = config.model.vocab
     if args.prompt_tokens is not None:
@@ -174,8 +174,8 @@ def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Conf
 
 
 def generate_rank(args: argparse.Namespace) -> None:
-    from meshwright.models.generate import generate_all
-    from meshwright.train.evaluate import with_model
+    from meshwright.infer.evaluate import with_model
+    from meshwright.infer.generate import generate_all
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     adapters = (Path(args.folder) / "adapter_config.json").is_file() or args.base
     if args.compare and (args.upcycle or adapters):
         raise UserError("--compare is for models that stay what they are: leave it out with --upcycle and for adapters")
-    from meshwright.checkpoint.hf import import_folder
+    from meshwright.interop.hf import import_folder
 
     if adapters:
         _import_adapters(args)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import_adapters(args: argparse.Namespace) -> None:
-    from meshwright.checkpoint.peft import import_adapters
+    from meshwright.interop.peft import import_adapters
 
     if not args.base:
         raise UserError(f"{args.folder} holds adapters: name the model that they belong to with --base")

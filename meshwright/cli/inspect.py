@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import ELEMENT_BYTES, Index, find_checkpoint, read_index
-from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.errors import plural
+from meshwright.record.checkpoint_format import ELEMENT_BYTES, Index, find_checkpoint, read_index
+from meshwright.record.verify import verify_checkpoint
 from meshwright.show.progress import progress
 from meshwright.show.terminal import table
 from meshwright.show.units import size

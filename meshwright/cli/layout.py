@@ -12,14 +12,14 @@ from meshwright.config.grid import check_grid, grid_numbers
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.errors import UserError
-from meshwright.layout.grid import Grid
-from meshwright.layout.layout import Layout
-from meshwright.models.description import layout_of
 from meshwright.show import grid_drawing
 from meshwright.show.chart import check_svg
 from meshwright.show.layout_drawing import draw
 from meshwright.show.mesh_drawing import mesh_svg
 from meshwright.show.terminal import encodable, terminal_width
+from meshwright.spec.layout.grid import Grid
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.description import layout_of
 
 EXAMPLES = """example:
   meshwright layout --devices 16 --tp 4 --pp 2 --node-size 8

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from meshwright.checkpoint.base import adapts
-    from meshwright.checkpoint.format import find_checkpoint, read_index
-    from meshwright.checkpoint.hf import export_folder
+    from meshwright.interop.hf import export_folder
+    from meshwright.record.checkpoint_format import find_checkpoint, read_index
 
     folder = find_checkpoint(args.source)
     if not adapts(read_index(folder).config):

@@ -16,7 +16,6 @@ from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_shared
 from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError
-from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
@@ -29,6 +28,7 @@ from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
+from meshwright.spec.model.part import active_parameters, parameter_count
 
 # Keys that narrow the search, which its error names if no layout is found.
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from meshwright.comm.process import quiet_torch
 from meshwright.errors import UserError
-from meshwright.train.launch import guarded, launch
-from meshwright.train.processes import Place, find_place
+from meshwright.launch.launch import guarded, launch
+from meshwright.launch.processes import Place, find_place
 
 
 def place_in_launcher(args: argparse.Namespace) -> Place | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import find_checkpoint
 from meshwright.config.load import set_key
-from meshwright.schedule.kinds import default_kind
+from meshwright.record.checkpoint_format import find_checkpoint
+from meshwright.spec.schedule.kinds import default_kind
 
 # What a model that is only read is run with: one process, or all ranks data-parallel.
 PLAIN: dict[str, dict[str, Any]] = {

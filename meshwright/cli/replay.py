@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import checkpoint_folder, list_checkpoints
 from meshwright.cli.ranks import place_in_launcher, start
 from meshwright.config.load import set_key, to_mapping
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.engine.datasets import datasets_of
 from meshwright.errors import UserError, notice, plural
+from meshwright.launch.launch import warm_up
+from meshwright.launch.processes import find_place
 from meshwright.outside import read_json
-from meshwright.train.datasets import datasets_of
-from meshwright.train.launch import warm_up
-from meshwright.train.processes import find_place
-from meshwright.train.run_folder import own_config, read_run
+from meshwright.record.checkpoint_format import checkpoint_folder, list_checkpoints
+from meshwright.record.run_folder import own_config, read_run
 from meshwright.watch.read import is_number, read_lines, read_small
 
 EXAMPLES = """example:
@@ -106,7 +106,7 @@ def replay_rank(args: argparse.Namespace) -> None:
     import torch
 
     from meshwright.device import Device
-    from meshwright.train.replay import replay
+    from meshwright.run.replay import replay
 
     record = read_run(args.run)
     config, lines = config_of(args, record.config), {line["step"]: line for line in record.steps}

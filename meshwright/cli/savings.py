@@ -12,6 +12,7 @@ from meshwright.cli.files import write
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.errors import UserError, plural
+from meshwright.launch.launch import launch, warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.savings import Figures, Technique, differences, expected, saving, techniques, with_links
@@ -20,7 +21,6 @@ from meshwright.show.bars import Bars, bars_svg, bars_text
 from meshwright.show.chart import check_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
-from meshwright.train.launch import launch, warm_up
 
 CPU = "laptop"  # the cluster whose device stands for this machine's processors until they are measured
 
@@ -65,7 +65,7 @@ def _predict(args: argparse.Namespace) -> None:
 def measured_here(args: argparse.Namespace) -> None:
     """The body of a rank; the first one prints."""
     from meshwright.bench import savings
-    from meshwright.train.processes import enter, find_place, leave
+    from meshwright.launch.processes import enter, find_place, leave
 
     found: list[Technique] = args.techniques
     config, place = found[0].config, find_place()

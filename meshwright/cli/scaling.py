@@ -108,9 +108,7 @@ def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
 
 
 def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
-    lines = {
-        way: [(float(p.devices), 100 * p.efficiency) for p in points if p.way == way and p.best] for way in WAYS
-    }
+    lines = {way: [(float(p.devices), 100 * p.efficiency) for p in points if p.way == way and p.best] for way in WAYS}
     lines = {way: line for way, line in lines.items() if line}
     return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
 

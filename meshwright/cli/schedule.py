@@ -10,13 +10,13 @@ from typing import Any
 
 from meshwright.cli.files import write
 from meshwright.errors import UserError
-from meshwright.schedule.kinds import KINDS, build
-from meshwright.schedule.simulate import Simulation, Timed, simulate
-from meshwright.schedule.verify import verify
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text, title
 from meshwright.show.terminal import has_colour, table, terminal_width
 from meshwright.show.units import percent
+from meshwright.spec.schedule.kinds import KINDS, build
+from meshwright.spec.schedule.simulate import Simulation, Timed, simulate
+from meshwright.spec.schedule.verify import verify
 
 EXAMPLES = """example:
   meshwright schedule --kind 1f1b --pp 4 --micro-batches 8

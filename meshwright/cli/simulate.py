@@ -9,13 +9,13 @@ from typing import Any
 
 from meshwright.cli.common_args import step_arguments, step_from_args
 from meshwright.cli.files import write
-from meshwright.pipeline.trace import trace_json
 from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
+from meshwright.spec.schedule.trace import trace_json
 
 EXAMPLES = """example:
   meshwright simulate bloom-176b --svg step.svg --trace step.json

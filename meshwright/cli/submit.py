@@ -10,17 +10,17 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.checkpoint.format import checkpoint_folder
 from meshwright.cli.files import write
 from meshwright.config.blocks import seconds_of
 from meshwright.config.load import AUTO_LAYOUT, load_config, to_yaml
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
-from meshwright.models.description import layout_of
+from meshwright.launch.job_files import JobFile, Pods, kubernetes, slurm
 from meshwright.plan.cluster import load_cluster
-from meshwright.show.run_parts import layout_line
-from meshwright.train.job_files import JobFile, Pods, kubernetes, slurm
+from meshwright.record.checkpoint_format import checkpoint_folder
+from meshwright.spec.model.description import layout_of
+from meshwright.watch.run_parts import layout_line
 
 EXAMPLES = """example:
   meshwright submit CONFIG.yaml --slurm --nodes 2 --time 4:00:00 --out job.sh

@@ -20,6 +20,6 @@ def prepare_tiny(config: Config) -> None:
         write_talks(TWIN_TALKS)
     base = Path(config.tune.base)
     if config.tune.base.startswith(TWIN_BASES) and not base.is_dir():
-        from meshwright.checkpoint.first_weights import write_first_weights
+        from meshwright.interop.first_weights import write_first_weights
 
         write_first_weights(config.model, base, config.train.seed)

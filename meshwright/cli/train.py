@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.companions import check_tokenizer
-from meshwright.checkpoint.format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
 from meshwright.cli import elastic
 from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.cli.tiny import prepare_tiny
@@ -19,15 +17,17 @@ from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.twin import tiny_config
+from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
+from meshwright.launch.launch import warm_up
+from meshwright.launch.processes import Place, find_place
 from meshwright.plan.effects import say_what_has_no_effect
-from meshwright.train.datasets import datasets_of, unused_tokens
-from meshwright.train.launch import warm_up
-from meshwright.train.processes import Place, find_place
-from meshwright.train.run_folder import check_folders, refuse_finished, what_is_lost
-from meshwright.train.run_notes import read_events, write_event
-from meshwright.train.run_owner import refuse_owned
-from meshwright.train.speed import pace_of_lines
+from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
+from meshwright.record.companions import check_tokenizer
+from meshwright.record.run_folder import check_folders, refuse_finished, what_is_lost
+from meshwright.record.run_notes import read_events, write_event
+from meshwright.record.run_owner import refuse_owned
+from meshwright.record.speed import pace_of_lines
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -160,12 +160,12 @@ def config_of(args: argparse.Namespace) -> Config:
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
     from meshwright.cli.fits import out_of_memory
+    from meshwright.engine.providers import datasets_provider, forward_step, model_provider
     from meshwright.plan.measured import speed_of
-    from meshwright.show.live import Display
-    from meshwright.show.run_page import summary
-    from meshwright.train.gpt import datasets_provider, forward_step, model_provider
-    from meshwright.train.pretrain import pretrain
+    from meshwright.run.pretrain import pretrain
+    from meshwright.watch.live import Display
     from meshwright.watch.planned import planned_means
+    from meshwright.watch.run_page import summary
 
     config = config_of(args)
     place = find_place()

@@ -114,9 +114,7 @@ class EmulatedLinks:
         self._numbers, self._changed = itertools.count(), threading.Condition()
         threading.Thread(target=self._deliver, daemon=True, name="meshwright-links").start()
 
-    def begin(
-        self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]
-    ) -> Any:
+    def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
         """Begins a call that sends `wire` bytes, among `ranks` or to one of them. Returns what can be waited for."""
         if op == "receive":
             return Arriving(launch(), lambda: self._taken(wire))

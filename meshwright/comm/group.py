@@ -21,8 +21,8 @@ from torch import Tensor
 
 from meshwright.comm.emulate import EmulatedLinks
 from meshwright.comm.flight import FlightRecord, RecordedCall
-from meshwright.comm.ledger import CallTotals, Ledger, wire_bytes
 from meshwright.device import WITHOUT_STREAMS
+from meshwright.spec.traffic.ledger import CallTotals, Ledger, wire_bytes
 
 # Registered operators may only take plain arguments, so they find their group by its name here. It is the only
 # process-wide table of groups, and nothing else reads it.

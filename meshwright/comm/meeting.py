@@ -29,9 +29,7 @@ def meet(rank: int, world: int, first_on_node: bool, host: str, port: int, limit
         store.set_timeout(limit)  # torch leaves a store that it is given as it is; NCCL's ranks meet through it
     else:
         with _saying(f"waiting for rank 0 at {host}:{port}", rank > 0 and first_on_node):
-            server = TCPStore(
-                host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit, multi_tenant=True
-            )
+            server = TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit, multi_tenant=True)
         store = PrefixStore("meshwright", server)
     come = store.add(ARRIVED, 1)
     if rank == 0:

@@ -11,15 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.communicators import MOST_BLOCKS, PP, PP_BACK, WORLD, Communicator, is_urgent, shared_by_world
 from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group
-from meshwright.comm.ledger import Ledger
 from meshwright.config.comm import EmulateConfig
 from meshwright.errors import UserError
-from meshwright.layout import Layout
-from meshwright.layout.layout import INNER, REPLICAS
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import INNER, REPLICAS
+from meshwright.spec.traffic.communicators import (
+    MOST_BLOCKS,
+    PP,
+    PP_BACK,
+    WORLD,
+    Communicator,
+    is_urgent,
+    shared_by_world,
+)
+from meshwright.spec.traffic.ledger import Ledger
 
 COMPILING_S = 1800.0  # a rank that compiles is waited for at most so much longer than for others
 

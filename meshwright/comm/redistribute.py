@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshwright.comm.group import Group
 from meshwright.comm.ops import all_to_all
-from meshwright.layout.redistribute import Redistribution
-from meshwright.layout.rows import RowMoves
+from meshwright.spec.layout.redistribute import Redistribution
+from meshwright.spec.layout.rows import RowMoves
 
 
 def redistribute(xs: Sequence[Tensor], plan: Redistribution, group: Group, outs: Sequence[Tensor]) -> None:

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from meshwright.comm.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
@@ -43,6 +42,7 @@ from meshwright.comm.lost_ranks import ErrorPoll, say_present, who_is_lost
 from meshwright.comm.mesh import COMPILING_S, Mesh
 from meshwright.device import Device
 from meshwright.errors import notice
+from meshwright.record.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 
 EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
 # How many of its last calls a rank publishes in the store, beside those around the stuck one; its file holds more.
@@ -449,9 +449,7 @@ class Watchdog:
         return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
 
 
-def watched(
-    mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None
-) -> Watchdog:
+def watched(mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None) -> Watchdog:
     """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
     that the first rank may be the one that keeps the store."""
     store = open_store() if mesh.layout.world > 1 else None

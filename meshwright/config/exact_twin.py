@@ -23,8 +23,8 @@ from meshwright.config.sections import (
 )
 from meshwright.config.twin import MICRO_BATCHES, PEAK_LR, small_model
 from meshwright.errors import UserError, plural
-from meshwright.layout.packed import BLOCK
-from meshwright.schedule.kinds import KINDS
+from meshwright.spec.layout.packed import BLOCK
+from meshwright.spec.schedule.kinds import KINDS
 
 STEPS = 3  # whose gradients are compared; one more step counts the bytes
 BUCKET_MIB = 0.05  # several buckets even of a small model

@@ -47,7 +47,6 @@ class BlanksConfig:
                 "[eop] and [pad]"
             )
 
-
     @property
     def source_square(self) -> float:
         """The mean square of the source's share of a sample. Of s tokens with a source of f s, attention sees f^2 s^2

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
-from meshwright.layout.grid import LENGTHS, Grid
+from meshwright.spec.layout.grid import LENGTHS, Grid
 
 if TYPE_CHECKING:
     from meshwright.config.sections import Config

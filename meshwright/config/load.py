@@ -133,7 +133,7 @@ def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:
         return dict(model)
     if not isinstance(folder, str):
         raise UserError(f"model.hf={folder} must be a word, the path of a folder: put it in quotes")
-    read = importlib.import_module("meshwright.models.hf.sections")  # which stands above the config
+    read = importlib.import_module("meshwright.models.wrapped.sections")  # which stands above the config
     return merged(read.section_of(folder, model), model)
 
 

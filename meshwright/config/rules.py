@@ -17,8 +17,8 @@ from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
 from meshwright.config.tune_rules import packed_weights_fit, preferences_fit
 from meshwright.errors import UserError, divisors, either, plural
-from meshwright.layout import Layout, node_parts
-from meshwright.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
+from meshwright.spec.layout import Layout, node_parts
+from meshwright.spec.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
 Rule = Callable[[Config, int], Iterator[str]]
 

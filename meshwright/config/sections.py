@@ -33,8 +33,8 @@ from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
 from meshwright.config.zero import OffloadConfig as OffloadConfig
 from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
-from meshwright.layout.grid import Grid
-from meshwright.schedule.kinds import training_kinds
+from meshwright.spec.layout.grid import Grid
+from meshwright.spec.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
@@ -270,7 +270,7 @@ class ContextConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: str = "1f1b"  # of the kinds that schedule/kinds.py lists
+    schedule: str = "1f1b"  # of the kinds that spec/schedule/kinds.py lists
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
     encoder_stages: int = 0  # of a t5: virtual stages of its encoder; 0: blocks are split evenly, wherever it ends
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.sections import Config
-from meshwright.layout.packed import BLOCK
+from meshwright.spec.layout.packed import BLOCK
 
 
 def packed_weights_fit(c: Config, world: int) -> Iterator[str]:

@@ -22,8 +22,8 @@ from meshwright.config.sections import (
 )
 from meshwright.data.span_lengths import span_lengths, tokens_for
 from meshwright.errors import UserError, nearest
-from meshwright.layout.packed import BLOCK
-from meshwright.schedule.kinds import KINDS
+from meshwright.spec.layout.packed import BLOCK
+from meshwright.spec.schedule.kinds import KINDS
 
 RANKS = 8
 HIDDEN, HEAD_DIM, SEQ, VOCAB = 64, 16, 64, 320  # bytes, the end token, and room for special ones

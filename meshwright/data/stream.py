@@ -208,9 +208,7 @@ def check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None
             )
 
 
-def _with_eod(
-    options: SampleOptions, files: Sequence[TokenFile], found: Sequence[Metadata | None]
-) -> SampleOptions:
+def _with_eod(options: SampleOptions, files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> SampleOptions:
     """Returns the options with the end token from the metadata, where they need one and do not name it."""
     if options.eod is not None or not options.need_eod:
         return options

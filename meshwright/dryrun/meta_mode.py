@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.registered import BODIES
-from meshwright.parts.gpt import kernel_workspace
+from meshwright.spec.model.gpt import kernel_workspace
 
 # The types of an operator's arguments, besides tensors, that its output shapes may depend on.
 PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.comm.ledger import CallTotals
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
@@ -27,16 +26,17 @@ from meshwright.dryrun.stand_ins import (
     release,
     stand_in,
 )
-from meshwright.models.description import data_fields
-from meshwright.parts.gpt import vocabulary_rows
+from meshwright.engine.context import Context, build_context, is_host
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.offload import StateStore
+from meshwright.engine.step import Trainer
 from meshwright.plan.rank import Counts, RankFigures
-from meshwright.schedule.table import action_counts
-from meshwright.sharding.offload import StateStore
-from meshwright.train.context import Context, build_context, is_host
-from meshwright.train.counts import COUNTS
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
+from meshwright.spec.model.description import data_fields
+from meshwright.spec.model.gpt import vocabulary_rows
+from meshwright.spec.schedule.table import action_counts
+from meshwright.spec.traffic.counts import COUNTS
+from meshwright.spec.traffic.ledger import CallTotals
 
 TIMED = 2  # steps that are timed on a device, after one warm-up step
 

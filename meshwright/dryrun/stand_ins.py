@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from meshwright.comm.group import Pending
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
-from meshwright.layout.params import EP_ACROSS, EP_NODE
-from meshwright.nn.nf4 import pack
+from meshwright.engine.sharding.remainders import tensors_of
+from meshwright.engine.step import Trainer
+from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.parallel import record_of
-from meshwright.sharding.remainders import tensors_of
-from meshwright.train.step import Trainer
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """One pass of AdamW over a flat range: gradient, both moments and the master are read once and written once, and the
 low-precision weights are written in the same pass. Masters may be remainders beside bf16 weights, which are then read
-too; sharding/remainders.py says what they are."""
+too; engine/sharding/remainders.py says what they are."""
 
 from __future__ import annotations
 

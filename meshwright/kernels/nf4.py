@@ -1,4 +1,4 @@
-"""The values of weights in 4 bits, by one pass over their bytes; layout/packed.py says where codes and scales lie."""
+"""The values of weights in 4 bits, by one pass over their bytes; spec/layout/packed.py says where codes and scales lie."""
 
 from __future__ import annotations
 

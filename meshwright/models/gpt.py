@@ -12,27 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.group import Group
-from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.layout.params import records_under
-from meshwright.models.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host, passed
 from meshwright.models.heads import Head, MaskedHead, sample_counts
 from meshwright.models.stage import Receives
-from meshwright.nn.alibi import Alibi
 from meshwright.nn.answers import AnswerLogps, Answers
-from meshwright.nn.attention import KVCache
+from meshwright.nn.attention.alibi import Alibi
+from meshwright.nn.attention.attention import KVCache
+from meshwright.nn.attention.context import ContextRows
+from meshwright.nn.attention.documents import Documents
+from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.attention.rotary import Rotary, Tables
 from meshwright.nn.build import Block, build_module, run_blocks
-from meshwright.nn.context import ContextRows
-from meshwright.nn.documents import Documents
 from meshwright.nn.embedding import ScaledGrad
-from meshwright.nn.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, Saved
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.pieces import Rows
 from meshwright.nn.random import dropout
-from meshwright.nn.rotary import Rotary, Tables
 from meshwright.nn.unit import Kept, call_unit, open_units, recompute, show_mark
-from meshwright.parts.part import BlockUnit as Description
-from meshwright.parts.part import Coordinate, MicroBatch, Records, Stage, Unit
+from meshwright.spec.layout.params import records_under
+from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of, on_host, passed
+from meshwright.spec.model.part import BlockUnit as Description
+from meshwright.spec.model.part import Coordinate, MicroBatch, Records, Stage, Unit
+from meshwright.spec.traffic.ledger import Ledger
 
 Batch = dict[str, Tensor]
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group
-from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.layout.rows import ORDERS
 from meshwright.models.gpt import Batch, BlockInputs, GPTStage, read_field
 from meshwright.models.heads import Head
-from meshwright.nn.alibi import Alibi
 from meshwright.nn.answers import Answers
-from meshwright.nn.attention import KVCache
-from meshwright.nn.context import ContextRows
-from meshwright.nn.documents import Documents
-from meshwright.nn.grid_loss import grid_output_loss
-from meshwright.nn.grid_sides import group_of, own_rows
+from meshwright.nn.attention.alibi import Alibi
+from meshwright.nn.attention.attention import KVCache
+from meshwright.nn.attention.context import ContextRows
+from meshwright.nn.attention.documents import Documents
+from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.grid.loss import grid_output_loss
+from meshwright.nn.grid.sides import group_of, own_rows
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.pieces import Rows
-from meshwright.parts.part import Coordinate, Stage
+from meshwright.spec.layout.rows import ORDERS
+from meshwright.spec.model.part import Coordinate, Stage
+from meshwright.spec.traffic.ledger import Ledger
 
 
 class GridHead(Head):

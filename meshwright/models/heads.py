@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.layout.params import records_under
 from meshwright.nn.answers import Answers, answer_logps
 from meshwright.nn.build import build_module
 from meshwright.nn.linear import Linear
@@ -18,8 +17,9 @@ from meshwright.nn.loss import output_loss
 from meshwright.nn.norm import NoNorm, Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.rows import ChosenRows, Dense
-from meshwright.parts.gpt import OutputLayerPart
-from meshwright.parts.part import Records, Unit
+from meshwright.spec.layout.params import records_under
+from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.model.part import Records, Unit
 
 
 class Head(nn.Module):

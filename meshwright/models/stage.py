@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.parts.part import LossTerm
+from meshwright.spec.model.part import LossTerm
 
 LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]  # of a sample: what each term of the loss counts in it
 Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]

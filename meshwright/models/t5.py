@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.group import Group
-from meshwright.comm.ledger import Ledger
 from meshwright.config.sections import Config
-from meshwright.layout.params import records_under
-from meshwright.models.description import describe
 from meshwright.models.gpt import Batch, Embedding, GPTStage
 from meshwright.models.heads import Head
-from meshwright.nn.attention import KVCache
+from meshwright.nn.attention.attention import KVCache
+from meshwright.nn.attention.relative import RelativeBias
 from meshwright.nn.build import Block, build_module
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.t5 import RelativeBias
 from meshwright.nn.unit import call_unit, recompute
-from meshwright.parts.part import BlockUnit, Coordinate, Records, Stage, Unit
-from meshwright.parts.t5 import EncoderDecoder
+from meshwright.spec.layout.params import records_under
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.part import BlockUnit, Coordinate, Records, Stage, Unit
+from meshwright.spec.model.t5 import EncoderDecoder
+from meshwright.spec.traffic.ledger import Ledger
 
 
 class T5Stage(GPTStage):
@@ -53,9 +53,7 @@ class T5Stage(GPTStage):
         self.passes_memory = bool(decoder) and stage.layers.stop < len(model.blocks)
         self._offer(config, at)
 
-    def forward(
-        self, batch: Batch, hidden: Tensor | None = None, memory: Tensor | None = None
-    ) -> tuple[Any, None]:
+    def forward(self, batch: Batch, hidden: Tensor | None = None, memory: Tensor | None = None) -> tuple[Any, None]:
         """Returns the tensors for the next chunk or, in the last, the sum of the losses over the unmasked tokens."""
         if self.embedding is not None or self.encoder:
             hidden = self._encoded(batch, hidden)

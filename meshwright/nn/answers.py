@@ -16,7 +16,7 @@ from meshwright.comm.ops import all_gather, reduce_from
 from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
 from meshwright.nn.parallel import Parallel
-from meshwright.parts.loss_pieces import answers_of, piece_rows
+from meshwright.spec.model.loss_pieces import answers_of, piece_rows
 
 BAD = 2  # the mark of a token of an answer that was judged bad
 
@@ -110,7 +110,5 @@ def answer_logps(
     """Returns the log-probability of the learned tokens of each conversation, from hidden states x [tokens, hidden]."""
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
     learned = (mask > 0).to(torch.promote_types(x.dtype, torch.float32))
-    found: Tensor = _AnswerLogps.apply(
-        x, output.weight, output.bias, labels, learned, answers, output.mode, vocabulary
-    )
+    found: Tensor = _AnswerLogps.apply(x, output.weight, output.bias, labels, learned, answers, output.mode, vocabulary)
     return found

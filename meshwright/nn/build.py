@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout.params import records_under
-from meshwright.nn.attention import Attention, KVCache
-from meshwright.nn.context import ContextRows
-from meshwright.nn.documents import Documents
+from meshwright.nn.attention.attention import Attention, KVCache
+from meshwright.nn.attention.context import ContextRows
+from meshwright.nn.attention.documents import Documents
+from meshwright.nn.attention.latent import LatentAttention
+from meshwright.nn.attention.relative import CrossAttention, RelativeBias
+from meshwright.nn.attention.rotary import Tables
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
-from meshwright.nn.experts import Experts, RoutedInputs
-from meshwright.nn.grid import GridAttention, GridMLP, GridPositions, GridTokens
-from meshwright.nn.grid_norm import GridNorm
-from meshwright.nn.grid_products import GridLinear
-from meshwright.nn.latent import LatentAttention
+from meshwright.nn.experts.experts import Experts, RoutedInputs
+from meshwright.nn.grid.layers import GridAttention, GridMLP, GridPositions, GridTokens
+from meshwright.nn.grid.norm import GridNorm
+from meshwright.nn.grid.products import GridLinear
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import NoNorm, Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
-from meshwright.nn.rotary import Tables
 from meshwright.nn.rows import ChosenRows, Dense
-from meshwright.nn.t5 import CrossAttention, RelativeBias
-from meshwright.parts import bert, experts, gpt, grid, latent, mlp, t5, tuning
-from meshwright.parts.part import BlockUnit, Part, Records
+from meshwright.spec.layout.params import records_under
+from meshwright.spec.model import bert, experts, gpt, grid, latent, mlp, t5, tuning
+from meshwright.spec.model.part import BlockUnit, Part, Records
 
 
 def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Records) -> nn.Module:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import reduce_from, reduce_scatter_from
-from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_rows_grad, dense_rows_grad
-from meshwright.parts import bert, gpt
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model import bert, gpt
 
 
 class TableRows(torch.autograd.Function):

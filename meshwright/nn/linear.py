@@ -15,19 +15,19 @@ from torch import Tensor
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.config.sections import FP8_UNIT
-from meshwright.layout.params import ParamRecord
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters import NOTHING, Adapted, Before, Change, Settings, adapted_product
+from meshwright.nn.adapters.adapters import NOTHING, Adapted, Before, Change, Settings, adapted_product
+from meshwright.nn.adapters.nf4 import weight_values
 from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
-from meshwright.nn.nf4 import weight_values
 from meshwright.nn.norm import Norm
 from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
 from meshwright.nn.parallel import Parallel
-from meshwright.parts.pieces import in_pieces, summed_pieces
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.pieces import in_pieces, summed_pieces
 
 # The handle of the weight gradient's sink, the mode (see `_Product`), the name and size of the tp group, the precision
 # of the products (see `products`), and the least FLOPs for each send where they communicate while they multiply (see
-# `parts/pieces.py`).
+# `spec/model/pieces.py`).
 ProductSettings = tuple[Tensor | None, str, str, int, str, float | None]
 
 

@@ -20,7 +20,7 @@ from meshwright.kernels import kernels_take
 from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
-from meshwright.parts.loss_pieces import piece_rows
+from meshwright.spec.model.loss_pieces import piece_rows
 
 
 @dataclass(frozen=True)

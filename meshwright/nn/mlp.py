@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
-from meshwright.layout.params import ParamRecord
 from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import piece_of_contribution
-from meshwright.parts.mlp import MLPPart, rows_of_piece
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.mlp import MLPPart, rows_of_piece
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.layout.params import ParamRecord
 from meshwright.nn.parallel import Parallel
-from meshwright.parts import gpt
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model import gpt
 
 
 class Norm(nn.Module):

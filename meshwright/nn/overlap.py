@@ -3,7 +3,7 @@
 With sequence parallelism each rank has a piece of the rows. A column product multiplies its own piece first and the
 others as they arrive; a row product multiplies the pieces of other ranks first and sends each of them while it goes on.
 Pieces go straight to the rank that needs them, so the bytes are the same as those of the collectives. Those of a run of
-ranks (`parts/pieces.py`, which also says which products are cut) are one call and one product, since the host is slow
+ranks (`spec/model/pieces.py`, which also says which products are cut) are one call and one product, since the host is slow
 to launch and small products are slow. Without sequence parallelism a row product is summed in pieces of its rows. In
 backward the input gradient travels while the weight gradient is multiplied. Each function is one registered operator,
 whose results have arrived when it returns.
@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.comm.group import Group, Pending, group_named
 from meshwright.comm.registered import effectful_operator, operator, shapes_of
 from meshwright.nn.weight_grad import add_product, sink_of
-from meshwright.parts.pieces import runs
+from meshwright.spec.model.pieces import runs
 
 
 class Scattered(NamedTuple):
@@ -60,9 +60,7 @@ def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, list[Pending]]:
     return full, [group.shifts([(x, by, pieces[(at - by) % size]) for by in run]) for run in runs(size)[1:]]
 
 
-def begin_scatter(
-    group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]
-) -> Scattered:
+def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Scattered:
     """Multiplies the rows for each rank of the group and sends them there, and those for this rank last."""
     size, at, rows = group.size, group.index, x.shape[0] // group.size
     others, pieces = x.new_empty((x.shape[0], width)), x.new_empty((size, rows, width))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from meshwright.comm.by_node import ByNode
 from meshwright.comm.group import Group
 from meshwright.config.sections import RecomputeConfig
-from meshwright.layout.params import TILE, ParamRecord, tiles
-from meshwright.nn.nf4 import pack
+from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams
+from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Parallel:
     host: bool = False  # this is a CPU, or a dry run of one
     experts: ExpertGroups | None = None  # where the model has experts
     context: ContextGroups | None = None  # where ranks share sequences
-    piece_flops: float | None = None  # linear layers communicate over tp while they multiply (parts/pieces.py)
+    piece_flops: float | None = None  # linear layers communicate over tp while they multiply (spec/model/pieces.py)
     offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
     grid: dict[str, Group] | None = None  # the axes of a grid of tensor-parallel ranks, where tp is one
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.device import generator
-from meshwright.layout.params import stream_seed
+from meshwright.spec.layout.params import stream_seed
 
 
 class Streams:

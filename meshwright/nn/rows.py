@@ -11,8 +11,8 @@ from meshwright.comm.ops import reduce_from
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import ACTIVATIONS
 from meshwright.nn.parallel import Parallel
-from meshwright.parts import bert
-from meshwright.parts.part import Records
+from meshwright.spec.model import bert
+from meshwright.spec.model.part import Records
 
 
 class ChosenRows(nn.Module):

@@ -6,8 +6,6 @@ from itertools import groupby
 from typing import Any
 
 from meshwright.errors import plural
-from meshwright.layout.rows import balance, causal_pairs
-from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.communication import Traffic, mean_of_all_ranks
 from meshwright.plan.cost import Cost
 from meshwright.plan.flops import model_flops
@@ -15,9 +13,11 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, device_memory
 from meshwright.plan.rank import bytes_at_peak, rank_json
 from meshwright.plan.reduction import AxisTime
-from meshwright.schedule.kinds import default_kind
 from meshwright.show.terminal import table
 from meshwright.show.units import count, percent, seconds, size
+from meshwright.spec.layout.rows import balance, causal_pairs
+from meshwright.spec.model.part import active_parameters, parameter_count
+from meshwright.spec.schedule.kinds import default_kind
 
 DAY = 86400.0
 

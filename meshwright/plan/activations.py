@@ -7,11 +7,11 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.models.description import field_elements, fields_read
-from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.plan.job import Job, kept_together
-from meshwright.schedule.kinds import KINDS, computes
-from meshwright.schedule.table import MEANING, held
+from meshwright.spec.model.description import field_elements, fields_read
+from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
+from meshwright.spec.schedule.kinds import KINDS, computes
+from meshwright.spec.schedule.table import MEANING, held
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""The seconds of our own algorithms of sums (`comm/algorithms.py`, `comm/pick.py`) on a cluster, and of the naive sum.
+"""The seconds of our own algorithms of sums (`spec/traffic/algorithms.py`, `spec/traffic/pick.py`) on a cluster, and of the naive sum.
 No torch."""
 
 from __future__ import annotations
 
-from meshwright.comm import pick
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import START, collective_seconds, wait_seconds
+from meshwright.spec.traffic import pick
 
 
 def algorithm_seconds(cluster: Cluster, kind: str, op: str, payload: float, size: int, on_node: int) -> float:

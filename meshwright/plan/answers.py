@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.parts.gpt import OutputLayerPart
-from meshwright.parts.loss_pieces import answers_of
-from meshwright.parts.part import Collective, Unit
-from meshwright.parts.tuning import TunedPart
 from meshwright.plan.job import Job
+from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.model.loss_pieces import answers_of
+from meshwright.spec.model.part import Collective, Unit
+from meshwright.spec.model.tuning import TunedPart
 
 
 def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:

@@ -18,24 +18,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from meshwright.comm.algorithms import neighbours_on_node
-from meshwright.comm.ledger import wire_bytes
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
-from meshwright.layout import Layout
-from meshwright.layout.layout import INNER, REPLICAS
-from meshwright.layout.params import EP_ACROSS, EP_NODE
-from meshwright.models.description import REFERENCE, field_elements, fields_read, passed, stages_of
-from meshwright.parts.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
 from meshwright.plan.answers import answer_collectives
 from meshwright.plan.held import HeldParameter, dtype_of, packed, parameters
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.compression.sizes import gathered_bytes
-from meshwright.sharding.fragments import Moment, fragment_bounds, moment_of
-from meshwright.sharding.placement import copy_axis, grad_bytes, shard_axes
-from meshwright.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
-from meshwright.train.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import INNER, REPLICAS
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.model.description import REFERENCE, field_elements, fields_read, passed, stages_of
+from meshwright.spec.model.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.spec.traffic.algorithms import neighbours_on_node
+from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
+from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.ledger import wire_bytes
+from meshwright.spec.traffic.message_sizes import gathered_bytes
+from meshwright.spec.traffic.placement import copy_axis, grad_bytes, shard_axes
 
 
 class Traffic(NamedTuple):
@@ -304,8 +304,15 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += gradients(
-        params, job.layout, c.comm.bucket_mib, c.zero, job.micro_batches, c.train.grad_dtype, job.sums,
-        job.mixing, c.comm.gather,
+        params,
+        job.layout,
+        c.comm.bucket_mib,
+        c.zero,
+        job.micro_batches,
+        c.train.grad_dtype,
+        job.sums,
+        job.mixing,
+        c.comm.gather,
     )
     if job.step is not None and job.layout.replicas > 1:
         calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))

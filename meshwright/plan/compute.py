@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from meshwright.comm.ledger import wire_bytes
-from meshwright.layout.grid import GRID_AXES
-from meshwright.layout.params import EP_ACROSS, EP_NODE
-from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
-from meshwright.parts.pieces import TP_PIECES
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.spec.layout.grid import GRID_AXES
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
+from meshwright.spec.model.pieces import TP_PIECES
+from meshwright.spec.traffic.ledger import wire_bytes
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
 EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.parts.part import parameter_count
 from meshwright.plan.job import Job
+from meshwright.spec.model.part import parameter_count
 
 PAIRED = 4  # bytes of a master that is stored in two halves, and copied whole
 

@@ -7,9 +7,6 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.layout.params import DATA_AXES
-from meshwright.parts.experts import EXPERT_DATA_AXES
-from meshwright.parts.part import BlockUnit
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Traffic, crossings, mean_traffic, passed_bytes
 from meshwright.plan.compute import Setting, setting_of, unit_time
@@ -28,8 +25,11 @@ from meshwright.plan.reduction import (
     unit_parameters,
 )
 from meshwright.plan.stack import States
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import Simulation, simulate
+from meshwright.spec.layout.params import DATA_AXES
+from meshwright.spec.model.experts import EXPERT_DATA_AXES
+from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import Simulation, simulate
 
 LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; beyond it the closed formula is used
 NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic

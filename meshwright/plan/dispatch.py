@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.comm.ledger import wire_bytes
-from meshwright.layout.params import EP_ACROSS, EP_NODE
-from meshwright.parts.experts import ExpertsPart, exchange_axes
-from meshwright.parts.part import Coordinate, MicroBatch
 from meshwright.plan.communication import Detail, Line, Traffic
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.model.experts import ExpertsPart, exchange_axes
+from meshwright.spec.model.part import Coordinate, MicroBatch
+from meshwright.spec.traffic.ledger import wire_bytes
 
 Rows = Sequence[Sequence[int]]  # [from][to]: the rows that each rank of an ep group sends to each, itself included
 
@@ -26,9 +26,7 @@ def dispatch_traffic(
     return [_of_rank(part, at, batch, rows, rank, recomputed) for rank in range(len(rows))]
 
 
-def _of_rank(
-    part: ExpertsPart, at: Coordinate, batch: MicroBatch, rows: Rows, rank: int, recomputed: bool
-) -> Detail:
+def _of_rank(part: ExpertsPart, at: Coordinate, batch: MicroBatch, rows: Rows, rank: int, recomputed: bool) -> Detail:
     found: Detail = {}
     for phase, axis, payload, wire in _calls(part, at, batch, rows, rank, recomputed):
         line = Line(phase, axis, "all_to_all")

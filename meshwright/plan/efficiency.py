@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from meshwright.comm.ledger import bus_factor
 from meshwright.plan.cluster import Cluster, DeviceSpec
+from meshwright.spec.traffic.ledger import bus_factor
 
 # The tiles of product kernels, with the share of the best rate that each can reach: smaller tiles read their factors
 # more often from shared memory.

@@ -9,8 +9,6 @@ from meshwright.config.load import config_from, to_mapping
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.yaml_text import dump_yaml
 from meshwright.errors import plural
-from meshwright.layout.params import DATA_AXES
-from meshwright.parts.experts import EXPERT_DATA_AXES
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
 from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
 from meshwright.plan.grids import PLAIN
@@ -19,6 +17,8 @@ from meshwright.plan.memory import needed_gib
 from meshwright.plan.reduction import divided
 from meshwright.plan.search import Candidate, divided_otherwise
 from meshwright.show.units import percent, seconds, size
+from meshwright.spec.layout.params import DATA_AXES
+from meshwright.spec.model.experts import EXPERT_DATA_AXES
 
 # The keys that a written config always names, even where they have their default.
 ALWAYS_WRITTEN = {
@@ -104,8 +104,10 @@ def _about_grid(best: Candidate) -> Iterator[str]:
     if fitting:
         other = min((predict_cost(job, cost.cluster) for job in fitting), key=lambda one: one.step_s)
         more = percent(other.step_s / cost.step_s - 1)
-        yield f"Along one axis instead of the grid {layout.grid}, with all else the same, it takes {more} more: " \
+        yield (
+            f"Along one axis instead of the grid {layout.grid}, with all else the same, it takes {more} more: "
             f"{against(cost, other)}."
+        )
     elif possible:
         yield f"Along one axis instead of the grid {layout.grid} it would not fit."
     else:

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config.sections import ModelConfig
-from meshwright.models.description import describe
-from meshwright.parts.part import ALONE, Coordinate, Kernels, MicroBatch, Unit, Work
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.part import ALONE, Coordinate, Kernels, MicroBatch, Unit, Work
 
 
 @lru_cache(maxsize=20_000)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.parts.part import BlockUnit, Coordinate, Unit
-from meshwright.parts.planned import PlannedModel
 from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import Packing, UnitParameters, division_of, packing_of
+from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
+from meshwright.spec.model.wrapped.parts import PlannedModel
 
 IN_FLIGHT = 2  # reductions under way at once: the one just begun, and one before it
 

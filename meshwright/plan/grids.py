@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.comm.ledger import wire_bytes
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.errors import UserError, divisors
-from meshwright.layout.grid import GRID_AXES, Grid
-from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import unit_kept
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
@@ -20,6 +17,9 @@ from meshwright.plan.stack import own_stack
 from meshwright.show.chart import Chart
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
+from meshwright.spec.layout.grid import GRID_AXES, Grid
+from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.traffic.ledger import wire_bytes
 
 PLAIN: dict[str, Any] = {"tp_grid": (), "tp_kind": "", "tp_keep_gathered": False}
 

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
-from meshwright.layout import Layout
-from meshwright.layout.params import ParamRecord
-from meshwright.parts.part import BlockUnit, Coordinate, Stage, Unit
 from meshwright.plan.job import Job, kept_together
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.placement import (
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.part import BlockUnit, Coordinate, Stage, Unit
+from meshwright.spec.traffic.placement import (
     ALIGN,
     backward_order,
     bucket_elements,

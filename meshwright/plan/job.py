@@ -13,18 +13,18 @@ from typing import Any
 from meshwright.config.replica_rules import batch_problem, batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
+from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.engine.sharding.reducers import ReducerPlan, mixing
+from meshwright.engine.sharding.server import ServerReducer
 from meshwright.errors import UserError
-from meshwright.layout import Layout
-from meshwright.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
-from meshwright.models.description import data_fields, layout_of, model_of, stages_of
-from meshwright.parts.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
-from meshwright.schedule.kinds import placement_of
-from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
-from meshwright.sharding.compression.sizes import planned_compression, planned_reducer
-from meshwright.sharding.placement import shard_axes
-from meshwright.sharding.reducers import ReducerPlan, mixing
-from meshwright.sharding.server import ServerReducer
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
+from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
+from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
+from meshwright.spec.schedule.kinds import placement_of
+from meshwright.spec.traffic.message_sizes import planned_compression, planned_reducer
+from meshwright.spec.traffic.placement import shard_axes
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,

@@ -8,7 +8,7 @@ import re
 from meshwright.config.sections import Config
 from meshwright.plan.cluster import Cluster, known_clusters, load_cluster
 from meshwright.plan.flops import model_flops
-from meshwright.train.speed import Speed
+from meshwright.record.speed import Speed
 
 HOST = "laptop"  # the cluster that stands for a machine without accelerators
 

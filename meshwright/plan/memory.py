@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.comm.communicators import Communicator
-from meshwright.parts.part import BlockUnit
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import whole_bytes
@@ -16,9 +14,11 @@ from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.fragments import fragment_bounds
-from meshwright.sharding.placement import RING, copy_axis, piece_size
-from meshwright.train.communicators import communicators
+from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.traffic.communicators import Communicator
+from meshwright.spec.traffic.fragments import fragment_bounds
+from meshwright.spec.traffic.placement import RING, copy_axis, piece_size
+from meshwright.spec.traffic.rank_communicators import communicators
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size

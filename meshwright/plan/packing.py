@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
-from meshwright.layout import Layout
-from meshwright.parts.part import Coordinate, Unit
 from meshwright.plan.held import HeldParameter, dtype_of, packed, tie_of, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.stack import BYTES
-from meshwright.sharding.placement import grad_bytes, shard_axes
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.part import Coordinate, Unit
+from meshwright.spec.traffic.placement import grad_bytes, shard_axes
 
 
 class UnitParameters(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.layout.layout import REPLICAS
 from meshwright.plan.communication import by_line, mean_traffic, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
-from meshwright.schedule.kinds import build
-from meshwright.schedule.table import action_counts
+from meshwright.spec.layout.layout import REPLICAS
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 MEMORY_KINDS = (*STATES, "activations", "buffers", "peak", "offloaded")

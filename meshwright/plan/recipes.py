@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 from meshwright.config.recipes import Recipe, read_recipe, recipe_names
-from meshwright.parts.part import parameter_count
 from meshwright.plan.account import layout_of_cost, layout_words, whole_run
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.target import cluster_for, on_cluster, stack_for, target_of
 from meshwright.show.units import count, percent, seconds
+from meshwright.spec.model.part import parameter_count
 
 # The figures that may be published of a run's speed, and how they are written. The first that a recipe has is compared.
 FIGURES: dict[str, Callable[[float], str]] = {

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.layout.grid import GRID_AXES
-from meshwright.layout.layout import REPLICAS
-from meshwright.layout.params import DATA_AXES
-from meshwright.parts.experts import EXPERT_DATA_AXES
-from meshwright.parts.part import BlockUnit, Coordinate, Unit
+from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.engine.sharding.server import ServerReducer
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import round_calls
@@ -20,10 +17,13 @@ from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
-from meshwright.sharding.algorithms import AlgorithmReducer, GatherToOne
-from meshwright.sharding.compression.sizes import gathered_bytes
-from meshwright.sharding.placement import copy_axis, may_be_mixed, shard_axes
-from meshwright.sharding.server import ServerReducer
+from meshwright.spec.layout.grid import GRID_AXES
+from meshwright.spec.layout.layout import REPLICAS
+from meshwright.spec.layout.params import DATA_AXES
+from meshwright.spec.model.experts import EXPERT_DATA_AXES
+from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
+from meshwright.spec.traffic.message_sizes import gathered_bytes
+from meshwright.spec.traffic.placement import copy_axis, may_be_mixed, shard_axes
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
-from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
 from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search
+from meshwright.spec.layout.layout import check_world
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
 

@@ -25,7 +25,7 @@ from meshwright.plan.flops import best_split
 from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
-from meshwright.schedule.kinds import KINDS, default_kind
+from meshwright.spec.schedule.kinds import KINDS, default_kind
 
 RECOMPUTE = ("none", "selective", "full")
 NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}

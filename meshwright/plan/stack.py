@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from meshwright.config.sections import Config
-from meshwright.parts.part import Kernels
+from meshwright.spec.model.part import Kernels
 
 # Bytes per element of an activation, or of a parameter that a product reads. Of nf4 the elements are bytes.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nf4": 1}

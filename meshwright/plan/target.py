@@ -16,12 +16,12 @@ from meshwright.config.sections import Config
 from meshwright.config.yaml_text import read_yaml
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError, nearest
-from meshwright.layout.layout import check_world
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.search import MOST_DEVICES
 from meshwright.plan.stack import STACKS, Stack, own_stack
-from meshwright.schedule.kinds import default_kind
+from meshwright.spec.layout.layout import check_world
+from meshwright.spec.schedule.kinds import default_kind
 
 # The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
@@ -120,7 +120,9 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     """Returns the model of a config.json that transformers wrote."""
-    from meshwright.models.hf import family_named  # reads the table of families, for which other targets need not wait
+    from meshwright.spec.model.hf import (
+        family_named,  # reads the table of families, for which other targets need not wait
+    )
 
     read = read_yaml(path)  # JSON is YAML
     if not isinstance(read, dict) or "model_type" not in read:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from meshwright.config.replica_rules import batch_unit
 from meshwright.errors import UserError, nearest, plural
-from meshwright.pipeline.trace import REDUCED, UPDATED, Span, spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import Cost, blocked_times, predict_cost, timeline_of
 from meshwright.plan.job import Job
-from meshwright.schedule.simulate import Simulation
+from meshwright.spec.schedule.simulate import Simulation
+from meshwright.spec.schedule.trace import REDUCED, UPDATED, Span, spans_of
 
 WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
 CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes", "imbalance")

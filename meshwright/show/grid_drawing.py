@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from meshwright.layout.grid import COL, DEPTH, ROW, Grid, Roles
 from meshwright.show.terminal import table
+from meshwright.spec.layout.grid import COL, DEPTH, ROW, Grid, Roles
 
 SIDE, GAP, TOP, LEFT = 150, 34, 62, 16  # of a matrix, between two, above and left of all
 OWN, GATHERED, OTHERS = "#3b6fb6", "#a9c4e6", "#f3f5f8"

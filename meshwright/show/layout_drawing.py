@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from meshwright.errors import plural
-from meshwright.layout.layout import Layout
+from meshwright.spec.layout.layout import Layout
 
 CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
 GAP = "   "

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 
 from meshwright.errors import UserError, plural
-from meshwright.layout.layout import Layout
 from meshwright.show.schedule_drawing import SVG_STYLE
+from meshwright.spec.layout.layout import Layout
 
 MOST = 256  # ranks
 CELL, GAP, LEFT, TOP, BETWEEN = 30, 4, 20, 104, 44

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from meshwright.errors import plural
-from meshwright.schedule.simulate import Simulation, Timed
-from meshwright.schedule.table import MEANING, Op, Table
 from meshwright.show.units import ticks
+from meshwright.spec.schedule.simulate import Simulation, Timed
+from meshwright.spec.schedule.table import MEANING, Op, Table
 
 SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
 

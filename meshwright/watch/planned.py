@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.sections import Config
-from meshwright.pipeline.trace import spans_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import predict_step
 from meshwright.plan.communication import unplanned_axes as unplanned_axes
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import Memory, largest
 from meshwright.plan.whatif import SimulatedStep, step_of, step_spans
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import Simulation, simulate
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import Simulation, simulate
+from meshwright.spec.schedule.trace import spans_of
 
 Spans = list[list[Any]]
 MOST_KINDS = 16  # of steps, for which a mean is planned

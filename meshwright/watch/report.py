@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 
 from meshwright.config.sections import Config
+from meshwright.config.step_schedules import consumed_after
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, plural
-from meshwright.layout import Layout
-from meshwright.models.description import describe, layout_of
-from meshwright.optim.schedules import consumed_after
-from meshwright.parts.part import parameter_count
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_for
-from meshwright.show.run_parts import kind_words, layout_line, schedule_line
-from meshwright.train.changes import layout_since
-from meshwright.train.counts import COUNTED, LEARNED
-from meshwright.train.run_folder import no_run, own_config
-from meshwright.train.run_notes import read_events
-from meshwright.train.speed import Pace, begins_of, pace_of
+from meshwright.record.changes import layout_since
+from meshwright.record.run_folder import no_run, own_config
+from meshwright.record.run_notes import read_events
+from meshwright.record.speed import Pace, begins_of, pace_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import describe, layout_of
+from meshwright.spec.model.part import parameter_count
+from meshwright.spec.traffic.counts import COUNTED, LEARNED
 from meshwright.watch import planned
 from meshwright.watch.metrics_file import MetricsFile
 from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
+from meshwright.watch.run_parts import kind_words, layout_line, schedule_line
 from meshwright.watch.state import alerts_of, state_of
 from meshwright.watch.thin import plain, thinned
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import plural
+from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK
+from meshwright.record.run_owner import who_trains
 from meshwright.show.units import clock, percent
-from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK
-from meshwright.train.run_owner import who_trains
 
 SLOW_RANK = 1.25  # times the median's computing, from which on a rank is named
 SILENT_STEPS, SILENT_S = 10, 60.0  # a run that wrote nothing for so many steps' time, and so long, is called silent

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.checkpoint.format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
-from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.config.sections import Config
-from meshwright.train.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
-from meshwright.train.run_folder import complete_step
-from meshwright.train.speed import BEGINS
+from meshwright.record.checkpoint_format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
+from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
+from meshwright.record.run_folder import complete_step
+from meshwright.record.speed import BEGINS
+from meshwright.record.verify import verify_checkpoint
 from meshwright.watch.read import is_number, read_lines, read_small
 from meshwright.watch.report import RunReport
 from meshwright.watch.state import slow_rank

@@ -65,8 +65,11 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
         (set_to(3, sees_folder=False), "folder", "rank 3 (n1): runs/mine is not the folder that rank 0 sees"),
         (set_to(2, clock=-7.5), "clocks", "the clock of n1 is -7.5 s beside rank 0's"),
         (set_to(2, port="no port can be opened (denied)"), "ports", "n1: no port can be opened (denied)"),
-        (set_to(1, named_interface="=lo"), "network",
-         "n0: NCCL_SOCKET_IFNAME==lo does not lead to the other machines: set NCCL_SOCKET_IFNAME=eth0"),
+        (
+            set_to(1, named_interface="=lo"),
+            "network",
+            "n0: NCCL_SOCKET_IFNAME==lo does not lead to the other machines: set NCCL_SOCKET_IFNAME=eth0",
+        ),
         (set_to(0, links={"1": 20.0}), "links", "rank 0 to 1 (n0 to n0): 20 GB/s, the profile's 1e+02 GB/s"),
         (set_to(1, links={"0": 90.0, "2": 2.0}), "links", "rank 1 to 2 (n0 to n1): 2 GB/s, the profile's 10 GB/s"),
         (set_to(3, burn=[7, 8, 7]), "burn-in", "rank 3 on n1 computed wrongly in 1 of 3 rounds"),

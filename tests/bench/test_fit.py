@@ -12,7 +12,6 @@ from meshwright.bench.fit import Link, Measurement, fit_links, hops
 from meshwright.bench.profile import as_yaml, cluster_fields
 from meshwright.bench.rates import Rates
 from meshwright.bench.request import OPS, parse_sizes
-from meshwright.comm.ledger import bus_factor
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.plan.cluster import cluster_from, load_cluster
 from meshwright.plan.cost import predict_cost
@@ -20,6 +19,7 @@ from meshwright.plan.efficiency import START, adapter_share, collective_seconds
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.stack import CPU
 from meshwright.plan.target import target_of
+from meshwright.spec.traffic.ledger import bus_factor
 
 RATES = Rates(
     "cpu", "fp32", 1, {"fp32": 0.06, "bf16": 0.001}, product_gb_s=5.0, attention_tflops=0.02, copy_gb_s=10.0,

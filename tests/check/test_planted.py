@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
+import meshwright.check.checking as checking
 import meshwright.cli.check as command
-import meshwright.train.checking as checking
 from meshwright.cli.main import main
+from meshwright.engine.step import Trainer
 from meshwright.models.gpt import GPTStage
-from meshwright.train.step import Trainer
 from tests.parity.planted import Plant, mean_of_means
 from tests.parity.test_planted_bugs import BUGS
 from tests.support.ranks import run_ranks

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.verify import verify_checkpoint
 from tests.support.oracle import made_for, small_config
 from tests.support.ranks import _SERVER, _child
 from tests.support.waiting import HANG_S, until
@@ -56,9 +56,9 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> Sections:
 
 def train(rank: int, world: int, sections: Sections, crash: Crash | None, source: str | None) -> tuple[int, int]:
     """The body of a rank: the whole run, as the command does it."""
-    from meshwright.train.datasets import datasets_of
-    from meshwright.train.gpt import forward_step, model_provider
-    from meshwright.train.pretrain import pretrain
+    from meshwright.engine.datasets import datasets_of
+    from meshwright.engine.providers import forward_step, model_provider
+    from meshwright.run.pretrain import pretrain
 
     if crash is not None and crash.rank == rank:
         _plant(crash)
@@ -74,7 +74,7 @@ def train(rank: int, world: int, sections: Sections, crash: Crash | None, source
 
 def _plant(crash: Crash) -> None:
     import meshwright.checkpoint.tensor_file as tensor_file
-    import meshwright.train.run_folder as run_folder
+    import meshwright.record.run_folder as run_folder
 
     count = 0
 
@@ -119,7 +119,7 @@ def _plant(crash: Crash) -> None:
 
 
 def _plant_in_validation(die: Callable[[], None]) -> None:
-    from meshwright.train.step import Trainer
+    from meshwright.engine.step import Trainer
 
     real = Trainer.validate
 

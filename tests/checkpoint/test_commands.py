@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.checkpoint import format as fmt
 from meshwright.cli.main import main
+from meshwright.record import checkpoint_format as fmt
 from tests.checkpoint.runs import assert_same, complete, saved, steps, tiny
 from tests.support.commands import ended, folder, ranks, sections, start
 from tests.support.waiting import until
 
 __all__ = ["folder", "start"]  # fixtures
+
 
 def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: int) -> None:
     """Exit 0, and a complete checkpoint at the step that the run came to."""

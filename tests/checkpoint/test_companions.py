@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.companions import EXTRA_FILES, ORIGIN
 from meshwright.cli.main import main
-from tests.checkpoint.hf_models import save
+from meshwright.record.companions import EXTRA_FILES, ORIGIN
 from tests.cli.test_text_commands import write_tokenizer
+from tests.interop.hf_models import save
 
 TEXT = " ".join(f"w{n % 59 + 2}" for n in range(2000)) + "\n"
 KEYS = ["train.global_batch=2", "run.device=cpu", "run.tensorboard=false", "run.eval_samples=2", "lr.schedule=constant"]

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
-from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.cli.main import main
+from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
-from meshwright.train.step import Trainer
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.verify import verify_checkpoint
 from tests.support.oracle import make_trainer, small_config
 
 PART = "rank-00000.safetensors"

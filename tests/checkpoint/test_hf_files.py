@@ -11,15 +11,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint.hf import ORIGIN, export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.save import Saver
 from meshwright.checkpoint.tensor_file import TensorEntry, checksum, write_tensors
 from meshwright.cli.main import main
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.models.hf import FAMILIES
+from meshwright.interop.hf import ORIGIN, export_folder, import_folder
 from meshwright.nn.parallel import record_of
+from meshwright.spec.model.hf import FAMILIES
 from tests.models.test_hf_families import SECTIONS
 from tests.support.oracle import make_trainer, small_config
 

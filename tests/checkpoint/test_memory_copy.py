@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.format import DamagedCheckpoint
 from meshwright.checkpoint.keeper import (
     KEEPERS,
     KEY,
@@ -31,9 +30,10 @@ from meshwright.checkpoint.keeper import (
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReader, newest_whole
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import raw
+from meshwright.engine.sharding.remainders import plain
 from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
-from meshwright.sharding.remainders import plain
+from meshwright.record.checkpoint_format import DamagedCheckpoint
 from tests.checkpoint.runs import lines, tensors, tiny, train
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks

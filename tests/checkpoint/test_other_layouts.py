@@ -16,9 +16,9 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
-from meshwright.layout import Layout
-from meshwright.models.description import layout_of
-from meshwright.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import plain
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import layout_of
 from tests.checkpoint.runs import tensors
 from tests.support.oracle import EXACT, Made, load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks

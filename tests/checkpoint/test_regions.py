@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import format as fmt
-from meshwright.layout.params import Box, Init, ParamRecord, global_boxes, overlap, rectangles
+from meshwright.record import checkpoint_format as fmt
+from meshwright.spec.layout.params import Box, Init, ParamRecord, global_boxes, overlap, rectangles
 
 ZEROS = Init("zeros")
 FEW = settings(max_examples=50)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshwright.check.oracle import whole_locals
 from meshwright.checkpoint.load import Reader
-from meshwright.sharding.buffers import REPLICA_STATE
-from meshwright.sharding.remainders import plain
-from meshwright.train.oracle import whole_locals
-from meshwright.train.step import Trainer
-from tests.optim.replica_runs import Sections, Whole, replicas
-from tests.sharding.sums import placed
-from tests.sharding.test_compressed_checkpoints import saved
+from meshwright.engine.sharding.buffers import REPLICA_STATE
+from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.step import Trainer
+from tests.engine.replica_runs import Sections, Whole, replicas
+from tests.engine.sums import placed
+from tests.engine.test_compressed_checkpoints import saved
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 

@@ -14,8 +14,8 @@ import pytest
 
 import meshwright.checkpoint.resume as resume
 import meshwright.checkpoint.save as save
-from meshwright.checkpoint import format as fmt
 from meshwright.errors import UserError
+from meshwright.record import checkpoint_format as fmt
 from tests.checkpoint.runs import (
     Attempt,
     Crash,
@@ -77,7 +77,7 @@ def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, t
 
 def train_with_clocks_that_differ(rank: int, world: int, sections: Any) -> tuple[int, int]:
     """Rank 0 is due after every third look, and rank 1 always: only the first one's wish may count."""
-    from meshwright.train.loop import Saving
+    from meshwright.run.loop import Saving
 
     looks = itertools.count(1)
     Saving.wants_save = lambda self: rank == 1 or next(looks) % 3 == 0  # type: ignore[method-assign]
@@ -287,7 +287,7 @@ def test_what_was_trained_is_saved_before_a_validation_that_fails(
         raise UserError("the validation data are bad")
 
     monkeypatch.setattr(save, "write_part", slow)
-    monkeypatch.setattr("meshwright.train.step.Trainer.validate", fail)
+    monkeypatch.setattr("meshwright.engine.step.Trainer.validate", fail)
     changes = {"checkpoint": {"every": every}, "run": {"eval_every": every}, "train": {"steps": 3}}
     with pytest.raises(UserError, match="validation data are bad"):
         train(0, 1, tiny(tmp_path / "run", **changes), None, None)

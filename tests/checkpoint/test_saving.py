@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import meshwright.checkpoint.save as save
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
-from meshwright.comm import ending
+from meshwright.engine.sharding.remainders import plain, tensors_of
+from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
-from meshwright.sharding.remainders import plain, tensors_of
-from meshwright.train.step import Trainer
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record import ending
 from tests.checkpoint.runs import tensors
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.verify import verify_checkpoint
 from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, ended, steps, tiny
 
 CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end

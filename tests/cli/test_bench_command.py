@@ -9,10 +9,10 @@ import pytest
 
 from meshwright.bench.models import BENCH_MODELS, bench_config, flops, parameters
 from meshwright.cli.main import main
-from meshwright.layout import Layout
-from meshwright.models.description import describe, split_layers
-from meshwright.parts.part import coordinate_of
-from meshwright.train.context import products_of
+from meshwright.engine.context import products_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import describe, split_layers
+from meshwright.spec.model.part import coordinate_of
 
 KEYS = {"step_ms", "tokens_per_s", "tflops", "mfu", "peak_gib", "floor_ms"}
 

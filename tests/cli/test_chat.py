@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from meshwright.cli.main import main
-from meshwright.models.generate import Generator, generate, generate_all
-from tests.checkpoint.hf_models import save
+from meshwright.infer.generate import Generator, generate, generate_all
+from tests.interop.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.waiting import HANG_S
 

@@ -18,8 +18,8 @@ from meshwright.bench.request import OPS, Request
 from meshwright.cli.main import main
 from meshwright.comm.mesh import Mesh
 from meshwright.device import Device
-from meshwright.layout import Layout
 from meshwright.plan.cluster import load_cluster
+from meshwright.spec.layout import Layout
 from tests.support.ranks import run_ranks
 from tests.support.waiting import HANG_S
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.hf import written_aside
 from meshwright.cli import files
 from meshwright.cli import main as command
 from meshwright.disk import check_writable, mistake_of, refused
 from meshwright.errors import UserError
-from meshwright.train.launch import guarded
+from meshwright.interop.hf import written_aside
+from meshwright.launch.launch import guarded
 from tests.support.waiting import HANG_S
 
 CAUSES = {

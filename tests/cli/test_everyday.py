@@ -5,14 +5,14 @@ What an everyday run promises, and the tests that hold it (those without a file 
 | promise | tests |
 |---|---|
 | one run has one owner, under every launcher | `test_a_second_run_in_the_same_folder_is_refused` |
-| of many that start at once too | `tests/train/test_run_owner.py::test_of_many_that_start_at_once_one_owns_the_folder` |
-| a dead owner is followed | `tests/train/test_run_owner.py::test_a_dead_owner_is_followed_with_a_sentence` |
+| of many that start at once too | `tests/record/test_run_owner.py::test_of_many_that_start_at_once_one_owns_the_folder` |
+| a dead owner is followed | `tests/record/test_run_owner.py::test_a_dead_owner_is_followed_with_a_sentence` |
 | ranks have names and end with a launcher | `test_ranks_have_names_and_end_when_their_launcher_is_killed` |
 | and with the process they were forked from | `test_ranks_end_with_the_process_that_they_were_forked_from` |
 | Ctrl-C, SIGHUP and a time limit save | `test_what_is_trained_is_saved_however_a_run_is_stopped` |
 | SIGTERM saves | `tests/checkpoint/test_commands.py::test_eight_ranks_asked_to_stop` |
 | a second Ctrl-C says what is lost | `test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost` |
-| by default a save every 15 minutes, by its cost | `tests/train/test_elastic.py::test_auto_saves_as_young_and_daly_say` |
+| by default a save every 15 minutes, by its cost | `tests/launch/test_elastic.py::test_auto_saves_as_young_and_daly_say` |
 | the first line comes at once; waiting is said | `test_the_first_line_comes_at_once_and_missing_ranks_are_waited_for_aloud` |
 | and before what takes long is loaded | `tests/cli/test_first_steps.py::test_a_run_speaks_before_it_loads_what_it_may_not_need` |
 | where a run goes on, where it stopped | `test_ranks_have_names_and_end_when_their_launcher_is_killed` |
@@ -24,15 +24,15 @@ What an everyday run promises, and the tests that hold it (those without a file 
 | memory is compared before ranks start | `tests/cli/test_fits.py::test_what_can_not_fit_is_refused_and_what_may_not_is_told` |
 | what is named fits | `tests/cli/test_fits.py::test_what_is_named_fits` |
 | out of memory is a sentence | `tests/cli/test_fits.py::test_running_out_of_memory_is_one_sentence` |
-| own models have the precision | `tests/train/test_pretrain.py::test_the_precision_is_that_of_an_own_model_too` |
-| are not computed twice | `tests/train/test_pretrain.py::test_ranks_that_would_all_compute_the_same_are_refused` |
-| are gathered whole | `tests/train/test_pretrain.py::test_the_weights_of_an_own_model_are_gathered_whole` |
+| own models have the precision | `tests/run/test_pretrain.py::test_the_precision_is_that_of_an_own_model_too` |
+| are not computed twice | `tests/run/test_pretrain.py::test_ranks_that_would_all_compute_the_same_are_refused` |
+| are gathered whole | `tests/run/test_pretrain.py::test_the_weights_of_an_own_model_are_gathered_whole` |
 | plans: usual precision | `tests/plan/test_defaults.py::test_a_config_that_names_no_precision_is_planned_in_the_usual_one` |
 | plans: margin, no twins | `tests/plan/test_defaults.py::test_some_memory_stays_free`, `test_rows_that_look_the_same_are_shown_once` |
 | plans: config.json | `tests/plan/test_defaults.py::test_a_config_json_is_a_model` |
 | plans: hints, a batch is asked for | `tests/plan/test_defaults.py::test_hints_go_by_meaning`, `test_cost_asks_for_a_batch` |
 | the split is drawn from all inputs | `tests/data/test_stream.py::test_a_split_is_drawn_from_all_over_a_file` |
-| validation by source | `tests/train/test_sources.py::test_validation_by_source_is_of_the_same_samples` |
+| validation by source | `tests/run/test_sources.py::test_validation_by_source_is_of_the_same_samples` |
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from tests.support.ports import reserved_port
 from tests.support.waiting import until
 
 __all__ = ["folder", "start"]  # fixtures
+
 
 def begin(start: Any, launcher: str, *words: str) -> subprocess.Popen[str]:
     if launcher == "torchrun":

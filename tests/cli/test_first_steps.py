@@ -19,8 +19,8 @@ from meshwright.cli.main import COMMANDS, GROUPS, main, usage
 from meshwright.cli.train import write_event_of
 from meshwright.config.load import config_keys, load_config
 from meshwright.plan.cluster import load_cluster
+from meshwright.record.run_notes import read_events, write_event
 from meshwright.show.units import size
-from meshwright.train.run_notes import read_events, write_event
 from tests.support.token_files import write_documents
 from tests.support.waiting import HANG_S
 

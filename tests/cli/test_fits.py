@@ -73,7 +73,7 @@ def test_running_out_of_memory_is_one_sentence(
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-    monkeypatch.setattr("meshwright.train.gpt.forward_step", full)
+    monkeypatch.setattr("meshwright.engine.providers.forward_step", full)
     assert main(["train", "config.yaml"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("meshwright: rank 0 ran out of memory (planned were ") and ": try " in said

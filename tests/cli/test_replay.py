@@ -13,12 +13,12 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.replay import judge
 from meshwright.config.load import to_yaml
-from meshwright.train import gpt
+from meshwright.engine import providers as gpt
 from tests.checkpoint.runs import tiny
 from tests.cli.test_bad_input import sentence
+from tests.faults.planted import Fault, plant
 from tests.support.oracle import small_config
 from tests.support.token_files import write_documents
-from tests.train.planted import Fault, plant
 
 
 def make_run(folder: Path, steps: int = 6, every: int = 2, faults: Any = None, **model: Any) -> Path:

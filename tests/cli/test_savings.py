@@ -13,15 +13,15 @@ import pytest
 
 from meshwright.bench.savings import Turns, making_work
 from meshwright.cli.main import main
-from meshwright.comm.pick import fastest, links_of
 from meshwright.config.comm import EmulateConfig, LinkConfig
 from meshwright.config.load import config_from
+from meshwright.engine.sharding.compression.sparse import Sparse
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
 from meshwright.plan.savings import expected, techniques, with_links
-from meshwright.sharding.compression.sparse import Sparse
+from meshwright.spec.traffic.pick import fastest, links_of
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -96,9 +96,7 @@ def test_seconds_of_algorithms_by_hand() -> None:
     tree, ring = (algorithm_seconds(late, kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
     assert ring == pytest.approx(14 / 6 * tree, rel=0.01)
     figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
-    chosen = {
-        size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)
-    }
+    chosen = {size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)}
     assert chosen == {1e2: "tree", 80e6: "hierarchical"}
     assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) == "torch", "a few latencies are not worth it"
 

@@ -56,17 +56,12 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["--svg", "no/such/folder/x.svg"], "there is no folder no: make it, or choose another file"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_sentence(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SIZES, *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and says in captured.err and captured.err.count("\n") == 1
 
 
 def test_needs_no_torch() -> None:
-    code = (
-        "import sys; from meshwright.cli.main import main; "
-        f"main({SIZES!r}); sys.exit('torch' in sys.modules)"
-    )
+    code = f"import sys; from meshwright.cli.main import main; main({SIZES!r}); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=HANG_S)

@@ -17,8 +17,8 @@ import pytest
 
 from meshwright.cli.main import main
 from tests.checkpoint.runs import lines, saved, steps
+from tests.faults.planted import numbers
 from tests.support.commands import folder
-from tests.train.planted import numbers
 
 __all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.wide

@@ -20,8 +20,8 @@ from meshwright.config.load import to_mapping
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.train.evaluate import config_with
-from tests.checkpoint.hf_models import save
+from meshwright.infer.evaluate import config_with
+from tests.interop.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.token_files import write_documents
 from tests.support.waiting import HANG_S
@@ -179,8 +179,8 @@ def test_what_ranks_can_not_do_is_told_before_they_start(
     model: dict[str, Any], words: list[str], sentence: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("meshwright.train.launch.warm_up", lambda: None)
-    monkeypatch.setattr("meshwright.train.launch.launch", lambda *args: pytest.fail("ranks were started"))
+    monkeypatch.setattr("meshwright.launch.launch.warm_up", lambda: None)
+    monkeypatch.setattr("meshwright.launch.launch.launch", lambda *args: pytest.fail("ranks were started"))
     save_run(tmp_path, small_config(model={"seq": 24} | model))
     command, nproc, *more = words
     if command == "generate" and not more:
@@ -192,7 +192,7 @@ def test_what_ranks_can_not_do_is_told_before_they_start(
 ONE_FAILS = """
 import os, pathlib, sys, time
 from meshwright.errors import UserError
-from meshwright.train.launch import launch
+from meshwright.launch.launch import launch
 
 def body(begun):
     if os.environ["RANK"] == "1":

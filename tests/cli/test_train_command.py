@@ -15,7 +15,7 @@ from meshwright.cli.main import main
 from meshwright.cli.train import say_start
 from meshwright.config.load import load_config
 from meshwright.errors import UserError
-from meshwright.train.processes import Place, find_place, first_host, rendezvous
+from meshwright.launch.processes import Place, find_place, first_host, rendezvous
 from tests.support.oracle import small_config
 from tests.support.ports import reserved_port
 from tests.support.waiting import HANG_S

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog, open_store, store_keeper
 from meshwright.device import Device
-from meshwright.layout import Layout
+from meshwright.spec.layout import Layout
 from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
 from tests.support.waiting import HANG_S, until
 

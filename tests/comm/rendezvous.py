@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group
-from meshwright.comm.ledger import Ledger
+from meshwright.spec.traffic.ledger import Ledger
 
 
 class Deadlock(Exception):

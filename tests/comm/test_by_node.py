@@ -10,11 +10,11 @@ import torch
 from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import all_to_all
-from meshwright.layout import Layout, exchange_parts
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import predict_rank
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
+from meshwright.spec.layout import Layout, exchange_parts
 from tests.support.oracle import make_trainer, small_config, true_gradients
 from tests.support.ranks import run_ranks
 

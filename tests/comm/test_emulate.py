@@ -14,7 +14,7 @@ from meshwright.comm import emulate
 from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import EmulateConfig
-from meshwright.layout import Layout
+from meshwright.spec.layout import Layout
 from tests.support.ranks import run_ranks
 
 MB = 250_000  # float32 numbers

@@ -14,7 +14,7 @@ from meshwright.comm.hang import explain
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog
 from meshwright.device import Device
-from meshwright.layout import Layout
+from meshwright.spec.layout import Layout
 
 
 class Event:

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from meshwright.comm import ending, lost_ranks
+from meshwright.comm import lost_ranks
 from meshwright.comm.lost_ranks import ErrorPoll, leave_errors_to_us, say_present, who_is_lost
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE
+from meshwright.record import ending
 from tests.comm.hanging import Ended, run_hanging
 
 TIMEOUT = 8.0

@@ -12,10 +12,10 @@ from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import all_to_all
 from meshwright.comm.redistribute import RowExchange, redistribute
-from meshwright.layout import Layout
-from meshwright.layout.params import Box
-from meshwright.layout.redistribute import redistribution
-from meshwright.layout.rows import RowMoves, by_key, contiguous, zigzag
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import Box
+from meshwright.spec.layout.redistribute import redistribution
+from meshwright.spec.layout.rows import RowMoves, by_key, contiguous, zigzag
 from tests.support.ranks import run_ranks
 
 SHAPE = (8, 6)

@@ -23,7 +23,7 @@ from meshwright.comm.hang import explain
 from meshwright.comm.mesh import COMPILING_S, Mesh, call_limit
 from meshwright.comm.watchdog import EXIT_CODE, Watchdog, is_compiling, open_store
 from meshwright.device import Device
-from meshwright.layout import Layout
+from meshwright.spec.layout import Layout
 from tests.comm.hanging import Ended, run_hanging
 
 TIMEOUT = 2.0

@@ -18,8 +18,8 @@ from meshwright.config.rules import RULES, check, first_broken_rule
 from meshwright.config.sections import ModelConfig
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
-from meshwright.models.description import describe
-from meshwright.parts.part import ALONE
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.part import ALONE
 
 SMALL = {"model": {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "seq": 32}, "data": {"prefixes": ["a"]}}
 

@@ -14,12 +14,12 @@ from meshwright.config.presets import APPROXIMATE_PRESETS, PRESETS
 from meshwright.config.recipes import FOLDER, read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.config.step_schedules import consumed_after
 from meshwright.config.twin import tiny_config, twin
-from meshwright.models.description import describe, layout_of
-from meshwright.optim.schedules import consumed_after
-from meshwright.parts.part import parameter_count
 from meshwright.plan.memory import largest
 from meshwright.plan.recipes import compared, markdown
+from meshwright.spec.model.description import describe, layout_of
+from meshwright.spec.model.part import parameter_count
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = recipe_names()

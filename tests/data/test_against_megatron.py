@@ -159,9 +159,7 @@ class Spans:
 
 
 @pytest.mark.parametrize("seq, share, mean", [(64, 0.15, 3.0), (64, 0.3, 5.0)])
-def test_span_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq: int, share: float, mean: float
-) -> None:
+def test_span_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq: int, share: float, mean: float) -> None:
     tokens, bos, eos, sentinel = tokens_for(seq, share, mean), 1, 2, 1000
     decoder = span_lengths(tokens, share, mean)[1] + 3
     draw = random.Random(5)

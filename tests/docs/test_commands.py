@@ -109,7 +109,8 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     (Path(where.stdout.strip()) / "zz-others.pth").write_text("\n".join(packages))
     command = place / "bin" / "meshwright"
     steps = [
-        [command, "--version"], [command, "layout", "--world", "8", "--tp", "2"],
+        [command, "--version"],
+        [command, "layout", "--world", "8", "--tp", "2"],
         [command, "data", "prepare", "stdlib", "--out", "data/text", "--tokenizer", "train:300"],
         [command, "init", "--model", "tiny", "--data", "data/text", "--devices", "1", "--out", "c.yaml"],
         [command, "train", "c.yaml", "train.steps=2", "train.global_batch=4", "train.micro_batch=4", "lr.warmup=1"],

@@ -18,11 +18,11 @@ from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
 from meshwright.dryrun.run_rank import RankRun, make_rank, run_rank, state_bytes
 from meshwright.dryrun.stand_ins import fake_world
-from meshwright.parts.gpt import OutputLayerPart
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
-from meshwright.schedule.table import action_counts
+from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.schedule.table import action_counts
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from meshwright.checkpoint import format as fmt
-from meshwright.checkpoint.hf import import_folder
 from meshwright.cli.main import main
 from meshwright.config.load import key_of
 from meshwright.config.sections import Config
+from meshwright.interop.hf import import_folder
 from meshwright.plan.cluster import FOLDER
+from meshwright.record import checkpoint_format as fmt
 from tests.fuzz import hostile
 from tests.fuzz.hostile import Raw, json_text
 from tests.support.token_files import write_documents

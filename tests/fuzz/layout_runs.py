@@ -18,14 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import meshwright.train.pretrain as pretraining
+import meshwright.run.pretrain as pretraining
+from meshwright.check.made_samples import MadeAnswers
 from meshwright.checkpoint.load import Reader
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, dump_yaml, to_mapping
+from meshwright.engine.providers import forward_step, model_provider
 from meshwright.errors import UserError
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.loop import Hook
-from meshwright.train.made_samples import MadeAnswers
+from meshwright.run.loop import Hook
 from tests.fuzz.layout_cases import SHARING, STEPS, Case, Sections, merged
 from tests.support.advice import advised
 from tests.support.oracle import made_for

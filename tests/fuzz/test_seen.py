@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint import format as fmt
 from meshwright.data import unpack
 from meshwright.data.conversations import read_records
 from meshwright.errors import UserError
 from meshwright.outside import DEEPEST, of_kind, parse_json
+from meshwright.record import checkpoint_format as fmt
 from tests.checkpoint.test_damage import sealed
 from tests.fuzz.cases import SHARDED, STEP
 from tests.fuzz.hostile import DEEP

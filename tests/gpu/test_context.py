@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshwright.nn.pieces as pieces
-from meshwright.layout.rows import ORDERS
-from meshwright.nn.context import ContextRows, _taken
-from meshwright.nn.documents import Documents, document_attention
-from meshwright.nn.pieces import Merged, Rows, attend, attend_backward, no_gradient
+import meshwright.nn.attention.pieces as pieces
+from meshwright.nn.attention.context import ContextRows, _taken
+from meshwright.nn.attention.documents import Documents, document_attention
+from meshwright.nn.attention.pieces import Merged, Rows, attend, attend_backward, no_gradient
+from meshwright.spec.layout.rows import ORDERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

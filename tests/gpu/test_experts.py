@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from meshwright.device import Device
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
 from meshwright.kernels import kernels_take
-from meshwright.nn.experts import RoutedInputs, Saved
-from meshwright.nn.routing import _largest
+from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.experts.routing import _largest
 from meshwright.nn.unit import recompute
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
 from tests.nn.expert_runs import attach_sinks, in_bf16, one_pass
 from tests.nn.fused_cases import BOUNDS, Where, error
 from tests.nn.grouped_cases import CASES, COUNTS

@@ -13,17 +13,17 @@ from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import fake_world, stand_in
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.step import Trainer
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
-from meshwright.nn.adapters import add_low_rank
-from meshwright.nn.nf4 import pack, unpack
+from meshwright.nn.adapters.adapters import add_low_rank
+from meshwright.nn.adapters.nf4 import pack, unpack
 from meshwright.plan.communication import Line, Traffic, predict_rank
-from meshwright.sharding.remainders import plain
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.loop import Ahead
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.loop import Ahead
+from meshwright.run.pretrain import build_modules
 from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_keeps_what_is_not_finite, fp8_products
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
 

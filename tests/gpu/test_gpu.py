@@ -11,12 +11,12 @@ from meshwright.cli.dryrun import compare
 from meshwright.config.rules import check
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
 from meshwright.plan.job import job_of
 from meshwright.plan.rank import expected
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.run.pretrain import build_modules
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.checkpoint import format as fmt
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.config.optimizer import OptimizerConfig
-from meshwright.sharding.remainders import halve, join, plain
+from meshwright.engine.sharding.remainders import halve, join, plain
+from meshwright.record import checkpoint_format as fmt
+from tests.engine.test_remainders import patterns
 from tests.gpu.test_fast_paths import CUDA, LLAMA, gpu_trainer
-from tests.sharding.test_remainders import patterns
 from tests.support.oracle import load_into, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -18,15 +18,15 @@ from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.layout.params import slices_of
-from meshwright.models import description
-from meshwright.models.description import layout_of
-from meshwright.models.planned.blueprint import in_double, read_config, skeleton, transformers
-from meshwright.models.planned.families import ADDED, REFUSED, VERIFIED
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
+from meshwright.models.wrapped.blueprint import in_double, read_config, skeleton, transformers
+from meshwright.run.pretrain import build_modules
+from meshwright.spec.layout.params import slices_of
+from meshwright.spec.model import description
+from meshwright.spec.model.description import layout_of
+from meshwright.spec.model.wrapped.families import ADDED, REFUSED, VERIFIED
 from tests.support.oracle import Made, Whole, true_gradients, worst
 
 # By the names that families use for their sizes.
@@ -48,13 +48,20 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gemma3n_text": {
-        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0, 0.0, 0.0],
     },
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "jamba": {
-        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"num_layers": 2},
@@ -62,7 +69,10 @@ OWN: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "qwen4_exp_text": {
-        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
     "qwen3_moe": {"num_experts": 4},
@@ -241,7 +251,7 @@ def layouts_of(axes: list[str]) -> list[str]:
 
 
 def table() -> str:
-    """The table of families of docs/models.md, from what the comparison found (`models/planned/families.yaml`)."""
+    """The table of families of docs/models.md, from what the comparison found (`spec/model/wrapped/families.yaml`)."""
     lines = ["| family | tp 2 | pp 2 | tp 2 x dp 2 x ZeRO 3 | what was found |", "|---|---|---|---|---|"]
     for family in sorted({*VERIFIED, *REFUSED}):
         axes, why = VERIFIED.get(family, []), REFUSED.get(family, {})

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import load_weights
 from meshwright.errors import UserError
+from meshwright.interop.hf import export_folder, import_folder
 from meshwright.models.gpt import GPTStage
 from meshwright.models.heads import MaskedHead
-from meshwright.models.hf import family_for
+from meshwright.spec.model.hf import family_for
 from tests.support.oracle import EXACT, MadeMasked, make_trainer, small_config, true_gradients, worst
 
 SIZES = {

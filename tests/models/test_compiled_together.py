@@ -13,17 +13,17 @@ from meshwright.config.rules import first_broken_rule
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
 from meshwright.dryrun.stand_ins import fake_world, release
+from meshwright.engine.compiling import blocks_together
+from meshwright.engine.marks import BACKWARD, FORWARD, Marks
 from meshwright.errors import UserError
-from meshwright.models.description import MODELS as KINDS
-from meshwright.models.description import gpt
 from meshwright.models.stage import stage_of
 from meshwright.nn.build import MODULES, run_blocks
 from meshwright.nn.mlp import MLP
 from meshwright.nn.unit import GATE
-from meshwright.parts.mlp import MLPPart
-from meshwright.parts.part import LossTerm
-from meshwright.train.compiling import blocks_together
-from meshwright.train.marks import BACKWARD, FORWARD, Marks
+from meshwright.spec.model.description import MODELS as KINDS
+from meshwright.spec.model.description import gpt
+from meshwright.spec.model.mlp import MLPPart
+from meshwright.spec.model.part import LossTerm
 from tests.support.oracle import EXACT, gather_global, made_for, make_trainer, small_config, true_gradients, worst
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,8 @@ def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
         # A chunk without blocks.
         (
             {
-                "model": {"layers": 8}, "layout": {"chunks": 2},
+                "model": {"layers": 8},
+                "layout": {"chunks": 2},
                 "pipeline": {"schedule": "interleaved", "split": [8, 0]},
             },
             1,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.engine.step import Trainer
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.documents import Documents, document_attention
-from meshwright.train.step import Trainer
+from meshwright.nn.attention.documents import Documents, document_attention
 from tests.support.oracle import EXACT, made_for, make_trainer, small_config, true_gradients, worst
 
 GLM = {"kind": "glm", "layers": 3, "hidden": 32, "heads": 4, "vocab": 61, "seq": 16, "ffn": 48}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from meshwright.config.blocks import RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.models.hf import FAMILIES, family_for, family_named
-from meshwright.models.hf.family import model_section, same_function
-from meshwright.models.hf.rows import SourceRows
+from meshwright.spec.model.hf import FAMILIES, family_for, family_named
+from meshwright.spec.model.hf.family import model_section, same_function
+from meshwright.spec.model.hf.rows import SourceRows
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq": 64}
 SLIDING = {"use_sliding_window": True, "sliding_window": 32}

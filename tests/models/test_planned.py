@@ -12,8 +12,6 @@ import torch
 from safetensors import safe_open
 
 from meshwright.checkpoint.base import begin_with_folder
-from meshwright.checkpoint.format import find_checkpoint
-from meshwright.checkpoint.hf import export_folder
 from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.dryrun import compare
@@ -22,18 +20,20 @@ from meshwright.config.rules import check
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank, run_rank
 from meshwright.dryrun.stand_ins import fake_world
+from meshwright.engine.marks import unit_name
+from meshwright.engine.sharding.buffers import Bucket
 from meshwright.errors import UserError
-from meshwright.models.description import layout_of
-from meshwright.models.hf.sections import _common
-from meshwright.models.planned.blueprint import blueprint, of_blocks
+from meshwright.interop.hf import export_folder
 from meshwright.models.stage import stage_of
-from meshwright.parts.coordinate import Coordinate
-from meshwright.parts.planned import STYLES
+from meshwright.models.wrapped.blueprint import blueprint, of_blocks
+from meshwright.models.wrapped.sections import _common
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
-from meshwright.sharding.buffers import Bucket
-from meshwright.train.marks import unit_name
+from meshwright.record.checkpoint_format import find_checkpoint
+from meshwright.spec.model.coordinate import Coordinate
+from meshwright.spec.model.description import layout_of
+from meshwright.spec.model.wrapped.parts import STYLES
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.errors import UserError
-from meshwright.models.planned.blueprint import transformers
-from meshwright.models.planned.families import REFUSED, VERIFIED
+from meshwright.models.wrapped.blueprint import transformers
+from meshwright.spec.model.wrapped.families import REFUSED, VERIFIED
 from tests.models.planned_families import (
     LAYOUTS,
     PAGE,

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import load_weights
 from meshwright.errors import UserError
-from meshwright.models.generate import EncoderDecoderGenerator, generate
-from meshwright.models.hf import family_for
+from meshwright.infer.generate import EncoderDecoderGenerator, generate
+from meshwright.interop.hf import export_folder, import_folder
 from meshwright.models.t5 import T5Stage
-from meshwright.parts.t5 import relative_bucket
+from meshwright.spec.model.hf import family_for
+from meshwright.spec.model.t5 import relative_bucket
 from tests.support.oracle import EXACT, MadeSpans, make_trainer, small_config, true_gradients, worst
 
 SIZES = {

@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 
+from meshwright.check.made_samples import MadeAnswers
 from meshwright.comm.group import DONE, Group
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.layout.params import stream_seed
-from meshwright.sharding.compression import low_rank
-from meshwright.train.made_samples import MadeAnswers
-from meshwright.train.step import Trainer
+from meshwright.engine.sharding.compression import low_rank
+from meshwright.engine.step import Trainer
+from meshwright.spec.layout.params import stream_seed
 from tests.nccl.exact_cases import Exact
 from tests.nccl.same_cases import Same
 from tests.nccl.transports import Transport

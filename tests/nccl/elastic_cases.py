@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import to_yaml
+from tests.faults.planted import lines
 from tests.nccl.fault_cases import config_of
 from tests.nccl.lanes import Found, Lane
 from tests.nccl.processes import FORBIDDEN, ROOT, finished
 from tests.nccl.run_cases import EXACT, Story
 from tests.nccl.transports import Transport
 from tests.support.oracle import relative
-from tests.train.planted import lines
 
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 WORDS = ("faults.elastic=true", "faults.lost_after=6s", "run.eval_every=0", "checkpoint.every=1")

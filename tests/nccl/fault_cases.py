@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.checkpoint.format import list_checkpoints
 from meshwright.config.load import to_yaml
+from meshwright.record.checkpoint_format import list_checkpoints
 from tests.nccl.faulty import Plant
 from tests.nccl.lanes import Found, Lane
 from tests.nccl.processes import Ended, Processes
@@ -104,9 +104,7 @@ def check_fault(lane: Lane, case: Fault) -> Found:
     return Found([*_ends(case, case.codes, ended, began), *_words(case, ended), *_disk(folder, case)])
 
 
-def _ends(
-    case: Fault, codes: tuple[int, ...], ended: list[Ended], began: float, logs: bool = True
-) -> Iterator[str]:
+def _ends(case: Fault, codes: tuple[int, ...], ended: list[Ended], began: float, logs: bool = True) -> Iterator[str]:
     gone = case.plant.deed in ("kill", "stop")
     for rank, each in enumerate(ended):
         if rank == case.plant.rank and (gone or case.plant.deed in ("sleep", "raise", "leave")):

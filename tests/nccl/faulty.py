@@ -52,7 +52,7 @@ def _do(plant: Plant) -> None:
 
 
 def in_forward(plant: Plant) -> None:
-    from meshwright.train import gpt
+    from meshwright.engine import providers as gpt
 
     real = gpt.forward_step
 
@@ -109,7 +109,7 @@ def in_save(plant: Plant) -> None:
 
 
 def in_validation(plant: Plant) -> None:
-    from meshwright.train.step import Trainer
+    from meshwright.engine.step import Trainer
 
     real = Trainer.validate
 
@@ -122,7 +122,7 @@ def in_validation(plant: Plant) -> None:
 
 
 def in_data(plant: Plant) -> None:
-    from meshwright.train import gpt
+    from meshwright.engine import providers as gpt
 
     real = gpt.datasets_provider
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import to_yaml
+from tests.faults.planted import Fault, Flip, events, lines, numbers
 from tests.nccl import run_bodies
 from tests.nccl.fault_cases import config_of
 from tests.nccl.faulty import Plant
@@ -18,7 +19,6 @@ from tests.nccl.lanes import Found, Lane
 from tests.nccl.processes import Ended, finished
 from tests.nccl.same_cases import EXACT, MODEL
 from tests.support.oracle import relative
-from tests.train.planted import Fault, Flip, events, lines, numbers
 
 Sections = dict[str, dict[str, Any]]
 LAST = 9

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.device import Device
-from meshwright.nn.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, Saved
 from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import error
 from tests.nn.plain_experts import Mixture, Weights, built, drawn

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.nn import fp8, fused
+from meshwright.nn.attention.rotary import rotate, rotate_qkv
 from meshwright.nn.loss import Vocabulary, loss_and_grad_
-from meshwright.nn.rotary import rotate, rotate_qkv
 from meshwright.nn.weight_grad import SinkTable, add_rows_grad, write_product
 
 

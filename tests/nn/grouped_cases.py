@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.nn.grouped import (
+from meshwright.nn.experts.grouped import (
     add_grouped_grad,
     grouped_product,
     grouped_weight_grad,
@@ -18,7 +18,7 @@ from meshwright.nn.grouped import (
     weighted_activation,
     weighted_activation_backward,
 )
-from meshwright.nn.routing import _largest
+from meshwright.nn.experts.routing import _largest
 from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import Where, error, leaf
 

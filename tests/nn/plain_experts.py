@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.layout.params import records_under
-from meshwright.models.description import model_of
+from meshwright.engine.context import build_context
 from meshwright.nn.build import build_module
-from meshwright.nn.experts import Experts, RoutedInputs
-from meshwright.parts.experts import Routing
-from meshwright.train.context import build_context
+from meshwright.nn.experts.experts import Experts, RoutedInputs
+from meshwright.spec.layout.params import records_under
+from meshwright.spec.model.description import model_of
+from meshwright.spec.model.experts import Routing
 from tests.support.oracle import small_config
 
 Weights = dict[str, Tensor]
@@ -58,9 +58,7 @@ def plain_choice(values: Sequence[float], r: Routing) -> list[int]:
     return sorted(allowed, key=lambda expert: (-values[expert], expert))[: r.top_k]
 
 
-def plain_mixture(
-    x: Tensor, w: Weights, r: Routing, kind: str, sequences: int = 1
-) -> tuple[Tensor, list[Routed]]:
+def plain_mixture(x: Tensor, w: Weights, r: Routing, kind: str, sequences: int = 1) -> tuple[Tensor, list[Routed]]:
     """The mixture of normed tokens x [tokens, hidden], by the weights' names in `Experts`."""
     up, down, bias = w["up.weight"], w["down.weight"], w.get("router.bias", torch.zeros(r.count))
     room = length = x.shape[0] // sequences

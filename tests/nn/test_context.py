@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import meshwright.nn.pieces as tiles
-from meshwright.nn.documents import Documents, document_attention
-from meshwright.nn.pieces import Merged, Rows, Sight, attend, attend_backward, merge, no_gradient
+import meshwright.nn.attention.pieces as tiles
+from meshwright.nn.attention.documents import Documents, document_attention
+from meshwright.nn.attention.pieces import Merged, Rows, Sight, attend, attend_backward, merge, no_gradient
 
 DIM = 8
 CASES = [  # (queries, keys, query heads, key-value heads, documents, tile)
@@ -89,7 +89,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) 
 def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, log-sums and all gradients; queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
-    monkeypatch.setattr("meshwright.layout.pieces.FEW", 8 if runs else 0)
+    monkeypatch.setattr("meshwright.spec.layout.pieces.FEW", 8 if runs else 0)
     q, k, v, grad, at, to = made(*case[:-1], runs)  # type: ignore[call-arg]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, sums = naive(*leaves, at, to, window)  # type: ignore[call-arg]

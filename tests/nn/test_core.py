@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import meshwright.nn.core as core
+import meshwright.nn.attention.core as core
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
-from meshwright.layout import Layout
-from meshwright.nn.alibi import Alibi, alibi_slopes, widen
-from meshwright.nn.core import attention_core
-from meshwright.nn.documents import Documents
+from meshwright.nn.attention.alibi import Alibi, alibi_slopes, widen
+from meshwright.nn.attention.core import attention_core
+from meshwright.nn.attention.documents import Documents
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
+from meshwright.spec.layout import Layout
 from tests.nn.test_context import Largest
 from tests.support.oracle import made_for, make_trainer, small_config
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshwright.nn.experts as experts_module
-from meshwright.layout.rows import by_key
-from meshwright.nn.experts import RoutedInputs, Saved, sort_by_expert, with_dropped
-from meshwright.nn.routing import Router
+import meshwright.nn.experts.experts as experts_module
+from meshwright.nn.experts.experts import RoutedInputs, Saved, sort_by_expert, with_dropped
+from meshwright.nn.experts.routing import Router
 from meshwright.nn.unit import recompute
 from meshwright.nn.weight_grad import sink_of
-from meshwright.parts.experts import Routing
+from meshwright.spec.layout.rows import by_key
+from meshwright.spec.model.experts import Routing
 from tests.nn.expert_runs import attach_sinks
 from tests.nn.fused_cases import error
 from tests.nn.plain_experts import (

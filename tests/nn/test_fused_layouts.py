@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from meshwright.device import Device
-from meshwright.train.context import build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import Trainer
+from meshwright.engine.context import build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import Trainer
+from meshwright.run.pretrain import build_modules
 from tests.support.oracle import (
     EXACT,
     Made,

@@ -13,12 +13,12 @@ from torch import nn
 import meshwright.nn.parallel as parallel_module
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import ModelConfig
-from meshwright.layout import Layout
-from meshwright.layout.params import TILE, Box, Init, ParamRecord, columns_of, rows_of, whole
-from meshwright.models.description import describe, kv_parts, split_layers
 from meshwright.nn.parallel import Parallel, initialise
 from meshwright.nn.random import Streams
-from meshwright.parts.part import coordinate_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import TILE, Box, Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.spec.model.description import describe, kv_parts, split_layers
+from meshwright.spec.model.part import coordinate_of
 from tests.parity.cases import FAMILIES
 from tests.support.oracle import gather_global
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.comm.mesh import Mesh
-from meshwright.layout import Layout
-from meshwright.layout.params import Init, whole
 from meshwright.nn import loss as loss_module
 from meshwright.nn.linear import Linear
 from meshwright.nn.loss import Vocabulary, loss_and_grad_, output_loss
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import SinkTable
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import Init, whole
 from tests.support.ranks import run_ranks
 
 TOKENS = 12

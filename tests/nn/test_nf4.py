@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from meshwright.errors import UserError
-from meshwright.layout.packed import packed_record, row_bytes
-from meshwright.layout.params import Init, ParamRecord, columns_of, rows_of, slices_of
-from meshwright.nn.nf4 import LEVELS, pack, rounded, unpack, weight_values
+from meshwright.nn.adapters.nf4 import LEVELS, pack, rounded, unpack, weight_values
+from meshwright.spec.layout.packed import packed_record, row_bytes
+from meshwright.spec.layout.params import Init, ParamRecord, columns_of, rows_of, slices_of
 
 
 def test_values_move_by_at_most_half_a_gap_of_the_levels() -> None:

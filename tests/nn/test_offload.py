@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import meshwright.train.context as context
+import meshwright.engine.context as context
 from meshwright.errors import UserError
 from meshwright.nn.offload import HostActivations, HostCopy
 from tests.support.oracle import make_trainer, small_config, true_gradients

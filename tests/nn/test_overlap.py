@@ -10,11 +10,11 @@ import torch
 
 import meshwright.nn.overlap as overlap
 from meshwright.bench.models import bench_config, products_in_pieces
-from meshwright.parts.pieces import runs
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import Line, Traffic, predict_rank
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
+from meshwright.spec.model.pieces import runs
 from tests.parity.cases import Case
 from tests.parity.launches import data_of
 from tests.support.oracle import (
@@ -104,6 +104,7 @@ def test_products_in_pieces_on_many_layouts() -> None:
 def test_which_products_are_cut() -> None:
     """Each send must have 60 GFLOP to hide behind: all products of a 3b model over two ranks, none over eight; of an 8b
     model over eight the longest. The planner then states as many sends, and hides only what they carry."""
+
     def cut(model: str, tp: int) -> list[str]:
         layout = {"tp": tp, "sequence_parallel": True}
         config = bench_config(model, layout=layout, comm={"overlap": {"tensor": True}})

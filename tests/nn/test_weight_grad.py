@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.mesh import Mesh
-from meshwright.layout import Layout
-from meshwright.layout.params import Init, whole
 from meshwright.nn.embedding import TokenEmbedding
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
 from meshwright.nn.weight_grad import TOGETHER, SinkTable, VectorGradients
-from meshwright.parts import gpt
-from meshwright.parts.part import ALONE
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import Init, whole
+from meshwright.spec.model import gpt
+from meshwright.spec.model.part import ALONE
 
 CPU = torch.device("cpu")
 

@@ -45,9 +45,7 @@ def _contexts() -> Iterator[Case]:
     yield case("gather-8", cut(1, 1, 1), 8, {"segments": True}, **kinds[0])
     yield case("gather-tp-sp-pp", cut(1, 2, 2, sp=True), 2, {"segments": True}, **kinds[0])
     yield case("ring-dp", cut(2, 1, 1), 2, {"segments": True}, **kinds[1], zero__stage=2)
-    yield case(
-        "ulysses-chunks", cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3
-    )
+    yield case("ulysses-chunks", cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3)
     for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
         label = f"{kind['context__kind']}-pairs"
         yield case(label, cut(1, 1, 1), 4, {"segments": True}, **kind, context__order="documents", **pairs)

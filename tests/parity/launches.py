@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.comm.mesh import Mesh
-from meshwright.layout import Layout
-from meshwright.models.description import layout_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import layout_of
 from tests.parity.cases import Case
 from tests.support.oracle import Outcome, Reference, compare, made_for, make_trainer, small_config, solo
 from tests.support.ranks import RankFailed, run_ranks

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from meshwright.pipeline.output import Term, as_output
-from meshwright.train.step import Trainer
+from meshwright.engine.output import Term, as_output
+from meshwright.engine.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config

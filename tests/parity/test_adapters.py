@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.nn.adapters as adapters
+import meshwright.nn.adapters.adapters as adapters
 from meshwright.comm.group import DONE
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
 from tests.parity.cases import Case, layouts
 from tests.parity.expert_cases import LATENT, MIXTURES
 from tests.parity.launches import Launches, data_of, reference_of

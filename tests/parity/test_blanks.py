@@ -13,8 +13,8 @@ import torch
 
 import meshwright.models.gpt as gpt
 from meshwright.config.rules import check
-from meshwright.nn.documents import Documents
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
+from meshwright.nn.attention.documents import Documents
 from tests.parity.cases import Case, case_of_kind
 from tests.parity.launches import Launches, quick_or_wide
 from tests.parity.planted import Bug, assert_found, mean_of_means

@@ -12,7 +12,7 @@ from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.communication import by_line, stage_calls
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
-from tests.sharding.sums import lines_of
+from tests.engine.sums import lines_of
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 

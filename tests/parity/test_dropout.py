@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright.config.rules import check
+from meshwright.engine.step import Trainer
 from meshwright.models.t5 import T5Stage
-from meshwright.train.step import Trainer
 from tests.parity.cases import Case, case_of_kind
 from tests.parity.launches import Launches, quick_or_wide
 from tests.parity.planted import Bug, assert_found

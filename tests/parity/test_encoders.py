@@ -15,8 +15,8 @@ import torch
 
 import meshwright.nn.rows as rows
 from meshwright.config.rules import check
-from meshwright.pipeline.output import Term
-from meshwright.train.step import Trainer
+from meshwright.engine.output import Term
+from meshwright.engine.step import Trainer
 from tests.parity.cases import Case, case_of_kind
 from tests.parity.launches import Launches, quick_or_wide
 from tests.parity.planted import Bug, altered, assert_found, mean_of_means

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.nn.grid_loss as grid_loss
-import meshwright.nn.grid_products as grid
+import meshwright.nn.grid.loss as grid_loss
+import meshwright.nn.grid.products as grid
 from meshwright.comm.group import DONE
-from meshwright.layout.grid import DEPTH, ROW
-from meshwright.nn.grid_sides import side_of
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
+from meshwright.nn.grid.sides import side_of
+from meshwright.spec.layout.grid import DEPTH, ROW
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
 from tests.parity.test_grids import grid_case

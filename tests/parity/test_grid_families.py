@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.rules import first_broken_rule
-from meshwright.models.hf import FAMILIES, family_named
-from meshwright.models.hf.family import model_section
+from meshwright.spec.model.hf import FAMILIES, family_named
+from meshwright.spec.model.hf.family import model_section
 from tests.models.test_hf_families import SECTIONS
 from tests.parity.cases import Case
 from tests.parity.launches import Launches, quick_or_wide

@@ -106,9 +106,7 @@ QUICK = {"dp1-tp4-pp1-1f1b-llama-untied-2.5d-1x2x2-deep"}  # the rest is marked 
 
 
 def _params() -> list[object]:
-    return [
-        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.wide]) for case in CASES
-    ]
+    return [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.wide]) for case in CASES]
 
 
 def test_the_cases_are_valid() -> None:

@@ -15,9 +15,7 @@ from tests.support.oracle import complaints, small_config
 
 
 def _params() -> list[object]:
-    return [
-        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.wide]) for case in CASES
-    ]
+    return [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.wide]) for case in CASES]
 
 
 def test_the_matrix_is_whole_and_valid() -> None:

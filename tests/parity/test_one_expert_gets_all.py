@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.train.step import Trainer
+from meshwright.engine.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.launches import data_of

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config.sections import Config, ModelConfig
-from meshwright.models.description import describe
-from meshwright.parts.experts import ExpertsPart
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.experts import ExpertsPart
 from tests.nn.plain_experts import plain_losses, plain_mixture
 from tests.parity.cases import FAMILIES
 from tests.parity.expert_cases import MIXTURES
@@ -102,9 +102,7 @@ def _experts(
     return y, m.experts.aux_loss * balance + m.experts.z_loss * z
 
 
-def plain_loss(
-    w: Weights, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]
-) -> torch.Tensor:
+def plain_loss(w: Weights, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Sum over the unmasked tokens of one sequence."""
     added = torch.zeros((), dtype=torch.float64)
     x = w["embedding.weight"][sample["tokens"]]

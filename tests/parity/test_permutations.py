@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from meshwright.layout.rows import ORDERS, RowTable, causal_work
+from meshwright.spec.layout.rows import ORDERS, RowTable, causal_work
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config

@@ -12,20 +12,20 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.nn.context as context
-import meshwright.nn.experts as experts
+import meshwright.engine.batches as batches
+import meshwright.nn.attention.context as context
+import meshwright.nn.experts.experts as experts
 import meshwright.nn.linear as linear
-import meshwright.train.batches as batches
 from meshwright.comm.group import DONE, Group, Shift, group_named
+from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.engine.sharding.reducers import PlainReducer
+from meshwright.engine.step import Trainer
+from meshwright.nn.attention.pieces import Merged, Sight
+from meshwright.nn.experts.routing import Router
 from meshwright.nn.linear import Linear
-from meshwright.nn.pieces import Merged, Sight
-from meshwright.nn.routing import Router
 from meshwright.nn.weight_grad import Sink
-from meshwright.parts.experts import EXPERT_DATA_AXES
-from meshwright.schedule.table import Op, Table
-from meshwright.sharding.data_parallel import DataParallel
-from meshwright.sharding.reducers import PlainReducer
-from meshwright.train.step import Trainer
+from meshwright.spec.model.experts import EXPERT_DATA_AXES
+from meshwright.spec.schedule.table import Op, Table
 from tests.parity.cases import Case
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.planted import Bug, Plant, altered, assert_found, mean_of_means

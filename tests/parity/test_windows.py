@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.rules import check
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.attention import Attention
+from meshwright.nn.attention.attention import Attention
 from tests.parity.cases import Case
 from tests.parity.launches import Launches, data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config

@@ -52,7 +52,7 @@ class Fields(Made):
 
 def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
     """On a rank: for each case and step its samples, its `comm` and the ledger by (phase, axis, op)."""
-    from meshwright.train.gpt import forward_step
+    from meshwright.engine.providers import forward_step
     from tests.support.oracle import make_trainer
 
     found = []

@@ -53,9 +53,7 @@ def priced_bytes(of: Job, axis: str, monkeypatch: pytest.MonkeyPatch) -> float:
 @pytest.mark.parametrize("group", ["dp", "node"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b"])
-def test_bytes_over_dp_are_the_ledgers(
-    name: str, stage: int, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_over_dp_are_the_ledgers(name: str, stage: int, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied and untied, eight micro-batches. What is priced leaves the buckets' padding out."""
     world = 16
     words = [f"zero.stage={stage}", f"zero.shard_group={group}", "train.global_batch=128", "layout.node_size=8"]
@@ -100,7 +98,6 @@ def test_memory_of_a_measured_encoder(preset: str, gib: float) -> None:
     train = {"precision": "bf16", "micro_batch": 32, "global_batch": 32}
     given = config_from({"model": {"preset": preset, "dropout": 0.0}, "train": train, "data": {"prefixes": ["made"]}})
     assert largest(job_of(given, 1, OWN)).peak / 2**30 == pytest.approx(gib, rel=0.025)
-
 
 
 def placed(world: int, tp: int, pp: int = 1, order: str = "tp-cp-ep-dp-pp") -> Job:

@@ -20,15 +20,15 @@ import pytest
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.layout import Layout
-from meshwright.layout.params import Init, whole
-from meshwright.models.description import fields_read
-from meshwright.parts import gpt
-from meshwright.parts.gpt import context_calls
 from meshwright.plan import communication, held
 from meshwright.plan.communication import Line, Traffic, predict_step
 from meshwright.plan.held import HeldParameter
-from meshwright.train.counts import counts_bytes
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.params import Init, whole
+from meshwright.spec.model import gpt
+from meshwright.spec.model.description import fields_read
+from meshwright.spec.model.gpt import context_calls
+from meshwright.spec.traffic.counts import counts_bytes
 from tests.plan.recording import SP, Case, Records, assert_found, differences, record
 from tests.support.oracle import small_config
 from tests.support.ranks import run_ranks
@@ -208,7 +208,7 @@ def six(rank: int, world: int, bucket_mib: float) -> tuple[list[Any], dict[Line,
     from torch import nn
 
     from meshwright.comm.mesh import Mesh
-    from meshwright.sharding.data_parallel import DataParallel
+    from meshwright.engine.sharding.data_parallel import DataParallel
 
     widths = (6, 8, 5, 2)
     parts: list[nn.Module] = []

@@ -21,10 +21,6 @@ from meshwright.config.load import load_config
 from meshwright.data.blanks import BlankOptions, BlankStream
 from meshwright.data.masked import Piece
 from meshwright.errors import UserError
-from meshwright.layout.pieces import pieces
-from meshwright.models.description import describe
-from meshwright.parts.gpt import AttentionPart
-from meshwright.parts.part import ALONE, Kernels, parameter_count
 from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
 from meshwright.plan.communication import Traffic, by_axis, predict_rank, predict_step
@@ -35,8 +31,12 @@ from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import largest, rank_memory
 from meshwright.plan.stack import CPU, EAGER, STACKS
 from meshwright.plan.target import stack_for, target_of
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import simulate
+from meshwright.spec.layout.pieces import pieces
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.gpt import AttentionPart
+from meshwright.spec.model.part import ALONE, Kernels, parameter_count
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import simulate
 from tests.support.waiting import HANG_S
 
 A100, H100 = load_cluster("a100-80g-dgx"), load_cluster("h100-80g-dgx")

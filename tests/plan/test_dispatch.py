@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from meshwright.config.sections import Config
-from meshwright.parts.experts import ExpertsPart
-from meshwright.parts.part import BlockUnit
 from meshwright.plan.communication import Line, Traffic, predict_detail, predict_rank
 from meshwright.plan.dispatch import dispatch_traffic
 from meshwright.plan.job import Job, job_of
+from meshwright.spec.model.experts import ExpertsPart
+from meshwright.spec.model.part import BlockUnit
 from tests.support.oracle import small_config
 from tests.support.ranks import run_ranks
 
@@ -90,7 +90,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
 
     import torch
 
-    from meshwright.nn import experts
+    from meshwright.nn.experts.experts import experts
     from tests.support.oracle import make_trainer
 
     found = []

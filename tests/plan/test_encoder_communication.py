@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.parts.bert import ChosenRowsPart
 from meshwright.plan import communication
+from meshwright.spec.model.bert import ChosenRowsPart
 from tests.plan.recording import SP, Case, Records, assert_found, differences
 
 BERT = {"kind": "bert", "predictions": 5}

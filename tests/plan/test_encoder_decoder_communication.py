@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parts.t5 import CrossAttentionPart, EncoderDecoder
+from meshwright.spec.model.t5 import CrossAttentionPart, EncoderDecoder
 from tests.plan.recording import SP, Case, Records, assert_found, differences
 
 T5 = {"kind": "t5", "heads": 4, "head_dim": 10, "t5": {"decoder_seq": 8}}

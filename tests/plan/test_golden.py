@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.comm.ledger import wire_bytes
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.plan.communication import stage_calls, unit_collectives
 from meshwright.plan.job import job_of
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import simulate
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import simulate
+from meshwright.spec.traffic.ledger import wire_bytes
 
 GIB = 2**30
 

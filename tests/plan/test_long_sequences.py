@@ -8,9 +8,9 @@ import pytest
 
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
-from meshwright.parts import gpt
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
+from meshwright.spec.model import gpt
 from tests.support.oracle import small_config
 
 SHAPE = {

@@ -12,14 +12,14 @@ from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
 from meshwright.dryrun.meta_mode import SavedBytes
 from meshwright.dryrun.run_rank import lasting, state_bytes
-from meshwright.parts.mlp import MLPPart
-from meshwright.parts.part import Kept
 from meshwright.plan import activations, memory
 from meshwright.plan.cost import NORM_BYTES, optimizer_bytes
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import Memory
 from meshwright.plan.rank import bytes_at_peak
 from meshwright.plan.stack import STACKS, states_of
+from meshwright.spec.model.mlp import MLPPart
+from meshwright.spec.model.part import Kept
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks

@@ -15,9 +15,6 @@ from meshwright.cli.main import main
 from meshwright.config.load import config_from
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.sections import Config
-from meshwright.layout import Layout
-from meshwright.models.description import describe
-from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import by_axis, by_line, stage_calls
 from meshwright.plan.cost import predict_cost
@@ -28,6 +25,9 @@ from meshwright.plan.memory import needed_gib, rank_memory
 from meshwright.plan.search import RECOMPUTE, SearchSpace, search, shapes
 from meshwright.plan.stack import STACKS
 from meshwright.plan.whatif import parse_change, step_of, with_imbalance
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.part import active_parameters, parameter_count
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}

@@ -24,9 +24,9 @@ from benchmarks.published import (
     stack_of_row,
 )
 from meshwright.cli.main import main
-from meshwright.parts.part import active_parameters, parameter_count
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
+from meshwright.spec.model.part import active_parameters, parameter_count
 from tests.support.waiting import HANG_S
 
 TABLE = Path(__file__).parent / "published.csv"

@@ -14,7 +14,6 @@ import yaml
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.config.sections import RecomputeConfig
-from meshwright.pipeline.trace import trace_json
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of
@@ -25,6 +24,7 @@ from meshwright.plan.stack import STACKS
 from meshwright.plan.target import target_of
 from meshwright.plan.whatif import parse_change, step_of, step_spans
 from meshwright.show.chart import Chart, svg
+from meshwright.spec.schedule.trace import trace_json
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 

@@ -6,12 +6,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.config.comm import KINDS, GatherConfig, ReduceConfig, Summing
 from meshwright.config.rules import RULES, first_broken_rule
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.communication import predict_rank
+from meshwright.spec.traffic.algorithms import ALGORITHMS
 from tests.support.oracle import small_config
 
 Sections = dict[str, Any]

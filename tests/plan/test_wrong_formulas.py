@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from meshwright.comm.algorithms import rounds_of
-from meshwright.comm.ledger import wire_bytes
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import stage_calls, unit_collectives
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import simulate
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import simulate
+from meshwright.spec.traffic.algorithms import rounds_of
+from meshwright.spec.traffic.ledger import wire_bytes
 from tests.plan.test_golden import config
 
 

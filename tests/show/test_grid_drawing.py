@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.layout.grid import Grid
-from meshwright.models.description import layout_of, model_of
-from meshwright.parts.part import coordinate_of
 from meshwright.show.grid_drawing import _place, describe, draw, places
+from meshwright.spec.layout.grid import Grid
+from meshwright.spec.model.description import layout_of, model_of
+from meshwright.spec.model.part import coordinate_of
 from tests.support.oracle import small_config
 
 

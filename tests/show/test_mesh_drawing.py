@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.layout.layout import Layout
 from meshwright.show.mesh_drawing import mesh_svg
+from meshwright.spec.layout.layout import Layout
 
 
 def test_ranks_of_one_group_have_one_colour() -> None:

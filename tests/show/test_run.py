@@ -19,20 +19,20 @@ import pytest
 
 from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.sections import Config
+from meshwright.config.step_schedules import consumed_after
+from meshwright.engine.step import StepResult
 from meshwright.errors import UserError, plural
-from meshwright.layout import Layout
-from meshwright.models.description import describe, split_layers
-from meshwright.optim.schedules import consumed_after
-from meshwright.parts.part import ALONE, parameter_count
-from meshwright.show import live as module
-from meshwright.show.live import Display
-from meshwright.show.run_page import links, summary
-from meshwright.show.run_parts import head, sparkline
+from meshwright.record.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.show.terminal import console_for, show
 from meshwright.show.units import clock, count, seconds, size, ticks
-from meshwright.train.run_folder import RunFolder, read_run, traffic_per_step
-from meshwright.train.step import StepResult
+from meshwright.spec.layout import Layout
+from meshwright.spec.model.description import describe, split_layers
+from meshwright.spec.model.part import ALONE, parameter_count
+from meshwright.watch import live as module
+from meshwright.watch.live import Display
 from meshwright.watch.planned import planned_means
+from meshwright.watch.run_page import links, summary
+from meshwright.watch.run_parts import head, sparkline
 from tests.support.waiting import HANG_S, until
 from tests.watch.made import WORLD, faulty, healthy, relaid
 
@@ -450,5 +450,5 @@ def test_no_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_neither_imports_torch() -> None:
-    code = "import sys, meshwright.show.live, meshwright.show.run_page; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.watch.live, meshwright.watch.run_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,30 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.check.made_samples import MadeBlanks as MadeBlanks
+from meshwright.check.made_samples import MadeMasked as MadeMasked
+from meshwright.check.made_samples import MadeSpans as MadeSpans
+from meshwright.check.made_samples import MadeTokens
+from meshwright.check.made_samples import made_for as made_for
+from meshwright.check.oracle import EXACT as EXACT
+from meshwright.check.oracle import Pairs as Pairs
+from meshwright.check.oracle import Whole as Whole
+from meshwright.check.oracle import gather_global as gather_global
+from meshwright.check.oracle import parameters as parameters
+from meshwright.check.oracle import relative as relative
+from meshwright.check.oracle import true_gradients as true_gradients
+from meshwright.check.oracle import whole_locals
+from meshwright.check.oracle import worst as worst
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.config.load import config_from
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
-from meshwright.sharding.buffers import REDUCER
-from meshwright.train.context import Context, build_context
-from meshwright.train.gpt import forward_step, model_provider
-from meshwright.train.made_samples import MadeBlanks as MadeBlanks
-from meshwright.train.made_samples import MadeMasked as MadeMasked
-from meshwright.train.made_samples import MadeSpans as MadeSpans
-from meshwright.train.made_samples import MadeTokens
-from meshwright.train.made_samples import made_for as made_for
-from meshwright.train.oracle import EXACT as EXACT
-from meshwright.train.oracle import Pairs as Pairs
-from meshwright.train.oracle import Whole as Whole
-from meshwright.train.oracle import gather_global as gather_global
-from meshwright.train.oracle import parameters as parameters
-from meshwright.train.oracle import relative as relative
-from meshwright.train.oracle import true_gradients as true_gradients
-from meshwright.train.oracle import whole_locals
-from meshwright.train.oracle import worst as worst
-from meshwright.train.pretrain import build_modules
-from meshwright.train.step import StepResult, Trainer
+from meshwright.engine.context import Context, build_context
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.sharding.buffers import REDUCER
+from meshwright.engine.step import StepResult, Trainer
+from meshwright.run.pretrain import build_modules
 
 Made = MadeTokens
 LOSSES = 1e-5  # the relative error of fp32 losses over a run

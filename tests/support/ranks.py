@@ -22,7 +22,7 @@ from tests.support.waiting import HANG_S
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch._dynamo", "meshwright.train.pretrain", "meshwright.train.gpt", "tests.support.oracle"]
+    ["torch._dynamo", "meshwright.run.pretrain", "meshwright.engine.providers", "tests.support.oracle"]
 )
 
 

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright.checkpoint.base import read_base, with_base
-from meshwright.checkpoint.hf import export_folder, import_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.peft import export_adapters, import_adapters
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
+from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
-from meshwright.train.step import Trainer
-from tests.checkpoint import hf_models
+from meshwright.interop.hf import export_folder, import_folder
+from meshwright.interop.peft import export_adapters, import_adapters
 from tests.checkpoint.runs import Attempt, complete, newest, saved, tensors, timeless, tiny
+from tests.interop import hf_models
 from tests.support.oracle import EXACT, gather_global, load_into, make_trainer, parameters, small_config, worst
 from tests.support.ranks import run_ranks
 

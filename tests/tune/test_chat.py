@@ -16,8 +16,8 @@ from meshwright.data.chat_template import Broken, ChatTemplate
 from meshwright.data.conversations import Conversation, Pair, record_of
 from meshwright.data.packed import PackedStream, best_fit
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.engine.datasets import datasets_of
 from meshwright.errors import UserError
-from meshwright.train.datasets import datasets_of
 from tests.support.oracle import EXACT, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.tune.templates import CASES, CHATML, HERMES, LLAMA2, SPECIAL, THINKING
 
@@ -86,7 +86,7 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(model: Path) -> No
     found = ChatTemplate(HERMES, SPECIAL).encode(Conversation(messages, [{"name": "add"}]), tokenizer)
     assert marked(tokenizer, *found) == (
         '<|im_start|>system\n<tools>[{"name": "add"}]</tools><|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n'
-        f'<|im_start|>assistant\n«<tool_call>{json.dumps(call)}</tool_call><|im_end|>»\n'
+        f"<|im_start|>assistant\n«<tool_call>{json.dumps(call)}</tool_call><|im_end|>»\n"
         "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n«Two.<|im_end|>»\n"
     )
 

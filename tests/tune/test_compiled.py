@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.train.compiling import compile_blocks
+from meshwright.engine.compiling import compile_blocks
 from tests.support.oracle import EXACT, gather_global, make_trainer, small_config, true_gradients, worst
 
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "layers": 2, "kv_heads": 2}

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from meshwright.checkpoint.base import read_base
-from meshwright.checkpoint.hf import export_folder
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.peft import export_adapters
 from meshwright.config.rules import first_broken_rule
-from meshwright.layout.params import slices_of
-from meshwright.nn.nf4 import rounded
-from tests.checkpoint import hf_models
+from meshwright.interop.hf import export_folder
+from meshwright.interop.peft import export_adapters
+from meshwright.nn.adapters.nf4 import rounded
+from meshwright.spec.layout.params import slices_of
+from tests.interop import hf_models
 from tests.support.oracle import make_trainer, parameters, small_config
 from tests.support.ranks import run_ranks
 from tests.tune.test_adapter_files import our_logits, peft_logits, save, trained

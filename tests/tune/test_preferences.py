@@ -11,19 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import meshwright.parts.tuning as tuning
+import meshwright.spec.model.tuning as tuning
+from meshwright.check.made_samples import MadeAnswers
 from meshwright.cli.dryrun import compare
 from meshwright.config.rules import READING_RULES, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
-from meshwright.layout.params import Init
+from meshwright.engine.step import Trainer
 from meshwright.models.gpt import GPTStage
-from meshwright.nn.adapters import without_adapters
+from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
-from meshwright.train.made_samples import MadeAnswers
-from meshwright.train.step import Trainer
+from meshwright.spec.layout.params import Init
 from tests.support.oracle import EXACT, Pairs, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from meshwright.cli.main import main
-from meshwright.train.scoring import Continued, Score, scores
-from tests.checkpoint.hf_models import save
+from meshwright.infer.scoring import Continued, Score, scores
 from tests.cli.test_text_commands import write_tokenizer
+from tests.interop.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 

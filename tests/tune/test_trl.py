@@ -14,8 +14,8 @@ import torch
 from meshwright.checkpoint.base import read_base
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.peft import import_adapters
-from tests.checkpoint import hf_models
+from meshwright.interop.peft import import_adapters
+from tests.interop import hf_models
 from tests.support.oracle import load_into, make_trainer, small_config, true_gradients
 
 SEQ, SAMPLES = 32, 4

@@ -11,11 +11,11 @@ from typing import Any
 
 from meshwright.config.load import config_from, to_yaml
 from meshwright.config.sections import Config
-from meshwright.pipeline.trace import spans_of, trace_json
 from meshwright.plan.communication import predict_step
-from meshwright.schedule.kinds import build
-from meshwright.schedule.simulate import simulate
-from meshwright.train.run_folder import RunFolder
+from meshwright.record.run_folder import RunFolder
+from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.simulate import simulate
+from meshwright.spec.schedule.trace import spans_of, trace_json
 
 WORLD, BEGAN = 8, 1_700_000_000.0
 PHASES = {"data": 0.01, "forward": 0.12, "backward": 0.22, "reduce": 0.03, "optimizer": 0.02}

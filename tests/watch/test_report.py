@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.train.result import StepResult
+from meshwright.engine.result import StepResult
 from meshwright.watch.metrics_file import _FRONT, MetricsFile
 from meshwright.watch.page import page, policy
 from meshwright.watch.report import RunReport

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.format import SEAL, Index, folder_name, write_index
 from meshwright.cli.main import main
+from meshwright.record.checkpoint_format import SEAL, Index, folder_name, write_index
 from meshwright.watch.report import RunReport
 from meshwright.watch.status import faults_by_rank, goodput, ranks_in, status_of
 from tests.support.waiting import HANG_S

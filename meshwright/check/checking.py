@@ -1,0 +1,222 @@
+"""A few steps of a config on one process and on a layout, with every gradient of each step compared.
+
+One process runs first and leaves its gradients in a folder, one file a parameter. Each rank of the layout then trains
+the same steps and compares its own part of every gradient, inside the step, with these files. Ranks only measure: the
+command that started them reads what they found, and judges."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.check.made_samples import OtherFirst, samples_for
+from meshwright.check.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
+from meshwright.checkpoint.base import begin_with_folder, read_base
+from meshwright.comm.watchdog import watched
+from meshwright.config.data import PACKED
+from meshwright.config.rules import RULES, check
+from meshwright.config.sections import Config
+from meshwright.engine.batches import MicroBatches
+from meshwright.engine.context import build_context
+from meshwright.engine.losses import Normalisation
+from meshwright.engine.output import Totals
+from meshwright.engine.own_models import in_precision
+from meshwright.engine.providers import forward_step, model_provider
+from meshwright.engine.step import ForwardStep, Trainer, fields_of, mean_loss, validation_unit
+from meshwright.errors import UserError
+from meshwright.launch.processes import enter, find_place, joined_place, leave
+from meshwright.models.stage import stage_of
+from meshwright.nn.parallel import record_of
+from meshwright.outside import read_json
+from meshwright.run.pretrain import DatasetsProvider, ModelProvider, agree, build_modules
+
+AFTER = "after"  # the folder of the parameters after the last compared step
+REFERENCE = "reference.json"
+
+
+@dataclass(frozen=True)
+class Providers:
+    """The providers of a user's own program. The default is one of our models on made samples."""
+
+    model: ModelProvider = model_provider
+    forward: ForwardStep = forward_step
+    datasets: DatasetsProvider | None = None
+
+
+@dataclass
+class Steps:
+    """The figures of some steps of one rank: of the reference the names of all parameters too, in the order of the
+    model, and of a layout's rank its errors by parameter."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    gradients: list[dict[str, float]] = field(default_factory=list)  # of each compared step
+    parameters: dict[str, float] = field(default_factory=dict)  # after them
+    comm: dict[str, dict[str, int]] = field(default_factory=dict)  # of the last step, all ranks together
+    samples: int = 0
+    monitored: int = 0
+    peak_bytes: int | None = None
+    documents: float | None = None  # by which part another first document changed the loss of the others
+
+    @staticmethod
+    def read(path: Path) -> Steps:
+        return Steps(**read_json(path))
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Recorder:
+    """Hands every gradient of a step, as the true mean, to `take` before the update uses it."""
+
+    def __init__(self, trainer: Trainer, take: Callable[[Pairs], None]) -> None:
+        self.trainer, self.take, self.active = trainer, take, True
+        self._real = trainer.gradients
+        trainer.gradients = self._gradients  # type: ignore[method-assign]
+
+    def _gradients(self) -> tuple[Totals, Normalisation]:
+        totals, normalisation = self._real()
+        if self.active:
+            self.take(divided_gradients(self.trainer, totals, normalisation))
+        return totals, normalisation
+
+
+class Stored:
+    """The whole tensors of one process in a folder, one file each, which ranks map into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        about = read_json(folder / "names.json")
+        self.numbers: dict[str, int] = {name: number for number, name in enumerate(about["names"])}
+        self.largest = float(about["largest"])
+
+    @staticmethod
+    def write(folder: Path, pairs: Pairs) -> None:
+        folder.mkdir(parents=True)
+        whole = gather_global(pairs)
+        for number, value in enumerate(whole.values()):
+            np.save(folder / f"{number}.npy", value)
+        about = {"names": list(whole), "largest": largest_of(whole)}
+        (folder / "names.json").write_text(json.dumps(about), encoding="utf-8")
+
+    def errors(self, pairs: Pairs) -> dict[str, float]:
+        """Returns the largest error of a rank's part of every parameter."""
+        found: dict[str, float] = {}
+        for record, local in pairs:
+            if record.name not in self.numbers:
+                raise UserError(
+                    f"one process has no parameter {record.name}: those of a module without records are named by their "
+                    "stage, so check it with layout.pp=1 and layout.chunks=1, or give them records"
+                )
+            whole = np.load(self.folder / f"{self.numbers[record.name]}.npy", mmap_mode="r")
+            error = error_of(record, local, whole, self.largest)
+            found[record.name] = max(found.get(record.name, 0.0), error)
+        return found
+
+
+@contextmanager
+def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
+    """Builds this rank's trainer as a run would, and leaves the other ranks afterwards."""
+    place, comm = joined_place() or find_place(), config.comm
+    check(config, place.world, RULES)
+    device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
+    with watched(ctx.mesh, comm.timeout, device, joined):
+        modules = build_modules(ctx, own.model)
+        data = samples_for(config) if own.datasets is None else own.datasets(ctx, (0, 0, 0))[0]
+        trainer = Trainer(ctx, modules, in_precision(ctx, modules, own.forward), data)
+        if config.tune.adapts:
+            agree(ctx, lambda: read_base(trainer))
+            trainer.publish()
+        if config.model.hf:
+            agree(ctx, lambda: begin_with_folder(trainer, modules, fresh=True))
+            trainer.publish()
+        yield trainer
+        trainer.data_parallel.weights.wait_for_gathers()
+        # No rank leaves before all are done: a launcher stops the others where one ends early.
+        ctx.mesh.world.agreed(0.0, device.torch)
+    if joined:
+        leave()
+
+
+def run_reference(config: Config, folder: Path, own: Providers, compared: int) -> None:
+    """Train on one process, and write the reference gradients and parameters to `folder`."""
+    with trainer_of(config, own) as trainer:
+        found = Steps(names=list(_names(trainer)))
+
+        def take(pairs: Pairs) -> None:
+            Stored.write(folder / f"step-{trainer.step_number + 1}", pairs)
+
+        _train(trainer, found, take, compared, lambda: Stored.write(folder / AFTER, parameters(trainer)))
+        found.write(folder / REFERENCE)
+
+
+def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> None:
+    """Trains as one rank of a layout, and leaves in `folder` how far it is from the reference."""
+    with trainer_of(config, own) as trainer:
+        found = Steps()
+
+        def take(pairs: Pairs) -> None:
+            found.gradients.append(Stored(folder / f"step-{trainer.step_number + 1}").errors(pairs))
+
+        def after() -> None:
+            found.parameters = Stored(folder / AFTER).errors(parameters(trainer))
+
+        _train(trainer, found, take, compared, after)
+        found.documents = documents_moved(trainer)
+        found.write(folder / f"rank-{trainer.ctx.rank}.json")
+
+
+def _train(
+    trainer: Trainer, found: Steps, take: Callable[[Pairs], None], compared: int, after: Callable[[], None]
+) -> None:
+    """Runs all steps. The last ones are not recorded: their ledger holds what a step sends and nothing else."""
+    recorder, device = Recorder(trainer, take), trainer.ctx.device
+    device.reset_peak()
+    for step in range(trainer.ctx.config.train.steps):
+        recorder.active = step < compared
+        if step == compared:
+            after()
+        result = trainer.step()
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+    found.comm, found.samples, found.monitored = result.comm, result.global_batch, len(result.monitored)
+    found.peak_bytes = device.peak_bytes()
+
+
+def documents_moved(trainer: Trainer) -> float | None:
+    """Returns by which part the loss of all documents but the first changes where the first has other tokens; None
+    where samples are not packed. Where documents are kept apart it does not change, on any layout and for any module:
+    the loss is a function of all logits of these documents."""
+    ctx, config = trainer.ctx, trainer.ctx.config
+    if not (config.data.reset_attention or config.objective in PACKED):
+        return None
+    paired = config.objective == "preference" and config.tune.loss != "kto"
+    losses = []
+    for changed in (False, True):
+        data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
+        batches = MicroBatches(ctx, data, fields_of(trainer.modules), trainer.train_batches.reader)
+        samples = 4 * validation_unit(ctx)
+        found = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)
+        losses.append(found.loss)
+    moved = abs(losses[1] - losses[0]) / abs(losses[0])
+    return moved if moved == moved else math.inf
+
+
+def _names(trainer: Trainer) -> Iterator[str]:
+    """Yields the names of the parameters in the order in which forward uses their units."""
+    seen = set()
+    for module in trainer.modules:
+        for part in (*(stage_of(module).units() or ()), module):
+            for parameter in part.parameters():
+                record = record_of(parameter)
+                if record is not None and record.name not in seen:
+                    seen.add(record.name)
+                    yield record.name

@@ -1,0 +1,184 @@
+"""A checkpoint of ours beside the Hugging Face folder that it was imported from or exported to: the logits of both on
+real text, and the text that each writes, in float32 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.engine.context import Context
+from meshwright.errors import UserError
+from meshwright.infer.evaluate import with_model
+from meshwright.infer.generate import EncoderDecoderGenerator, generate, generator_of
+from meshwright.models.gpt import GPTStage
+from meshwright.models.t5 import T5Stage
+from meshwright.models.wrapped.stage import PlannedStage
+from meshwright.record.companions import tokenizer_beside
+
+TEXTS = (
+    "The committee met on 14 March 1987 in Genoa; nobody had read the 212 pages of the report, and yet it was adopted.",
+    "def merge(left: list[int], right: list[int]) -> list[int]:\n    out = []\n    while left and right:\n",
+    "Der Zug hält nicht in Köln. 今日は雨が降っています。 Привет, мир! Ça va? \u00bfQuién es?",
+)
+LONGEST = 96  # tokens of a text that are read
+WRITTEN = 24  # tokens that each model writes after the first text
+# The largest difference of a logit, as a part of the largest logit, by the dtype that the folder's weights have.
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "train": {"precision": "fp32"}, "run": {"device": "cpu"}, "tune": {"quantise": "none"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far two models are from each other. Differences are parts of the largest logit."""
+
+    maximum: float
+    mean: float
+    tolerance: float
+    tokens: int
+    ours: list[int]  # the tokens that each writes
+    theirs: list[int]
+    split: int | None  # the first written token that differs
+    texts: bool  # whether a tokenizer was there to read real text with
+    written: tuple[str, str] | None = None
+
+    @property
+    def agree(self) -> bool:
+        return self.maximum <= self.tolerance and self.split is None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"agree": self.agree}
+
+    def words(self) -> str:
+        """Returns the lines that a command prints."""
+        read = "tokens of real text" if self.texts else "random tokens (the folder has no tokenizer)"
+        lines = [
+            f"logits of {self.tokens} {read}: differ by {self.maximum:.1e} at most and {self.mean:.1e} on average of "
+            f"the largest, {self.tolerance:g} is allowed"
+        ]
+        if self.split is None:
+            lines.append(f"greedy text: the same {len(self.ours)} tokens")
+        else:
+            lines.append(f"greedy text: differs from token {self.split + 1} on")
+        if self.written is not None:
+            lines += [f"  {name}: {text!r}" for name, text in zip(("here", "transformers"), self.written, strict=True)]
+        return "\n".join([*lines, "both agree" if self.agree else "THEY DIFFER"])
+
+
+def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float) -> Compared:
+    """Compares our checkpoint with transformers' model of a folder. A `tolerance` of 0 stands for that of its dtype."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("--compare runs the model in transformers too: pip install transformers") from None
+    layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
+
+    def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:
+        return _compared(ctx, modules[0].eval(), transformers, folder, tolerance)
+
+    found: Compared = with_model(checkpoint, {**sections, **layers}, use)
+    return found
+
+
+def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
+    """Returns the model that transformers loads, in float32."""
+    loader = {"t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForMaskedLM}
+    return loader.get(kind, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
+    model = ctx.config.model
+    theirs, tokenizer = theirs_of(transformers, folder, model.kind), tokenizer_beside(folder, ())
+    longest = max(2, min(LONGEST, model.seq if model.kind == "bert" else model.seq - WRITTEN))
+    texts = [_ids(text, tokenizer, model.vocab, longest, n) for n, text in enumerate(TEXTS)]
+    largest = worst = total = 0.0
+    count = 0
+    for ids in texts:
+        ours, their = our_logits(ctx, module, ids), their_logits(theirs, ids, model.kind, model.t5.start)
+        off = (ours[:, : model.vocab].double() - their[:, : model.vocab].double()).abs()
+        largest = max(largest, float(their.abs().max()))
+        # A number that is not one is an infinite difference.
+        worst = max(worst, float(off.max().nan_to_num(torch.inf)))
+        total, count = total + float(off.sum()), count + off.numel()
+    known = tolerance or TOLERANCES.get(_dtype_word(folder, transformers), TOLERANCES["float32"])
+    written, wrote, split = _written(ctx, module, theirs, texts[0], known * largest)
+    shown = None
+    if tokenizer is not None and model.kind != "bert":
+        shown = (tokenizer.decode(written), tokenizer.decode(wrote))
+    return Compared(
+        worst / largest, total / count / largest, known, sum(map(len, texts)), written, wrote, split,
+        tokenizer is not None, shown,
+    )  # fmt: skip
+
+
+def _dtype_word(folder: Path, transformers: Any) -> str:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def _ids(text: str, tokenizer: Any, vocab: int, longest: int, number: int) -> list[int]:
+    """Returns the tokens of a text, or random ones where no tokenizer is known or it is another model's."""
+    ids = [] if tokenizer is None else list(tokenizer.encode(text))
+    if len(ids) < 2 or max(ids) >= vocab:
+        ids = torch.randint(vocab, (longest,), generator=torch.Generator().manual_seed(number)).tolist()
+    return ids[:longest]
+
+
+def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
+    """Returns our logits [tokens, vocab] at every token; of an encoder-decoder, of a target that repeats the text."""
+    tokens = torch.tensor([list(ids)])
+    if isinstance(module, PlannedStage):
+        planned: Tensor = module({"tokens": tokens, "positions": torch.arange(len(ids))[None]})[0]
+        return planned
+    if isinstance(module, T5Stage):
+        generator, _ = generator_of(module, ctx.config.model, len(ids), len(ids))
+        assert isinstance(generator, EncoderDecoderGenerator)
+        return torch.stack([generator.next_logits(list(ids) if n == 0 else [ids[n - 1]]) for n in range(len(ids))])
+    assert isinstance(module, GPTStage) and module.head is not None
+    fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
+    causal = ctx.config.model.kind != "bert"
+    hidden, _ = module.trunk({"tokens": tokens} | ({} if causal else fields))
+    found: Tensor = module.head.logits(hidden)
+    return found
+
+
+def their_logits(model: Any, ids: Sequence[int], kind: str, start: int) -> Tensor:
+    tokens = torch.tensor([list(ids)])
+    more = {"decoder_input_ids": torch.tensor([[start, *ids[:-1]]])} if kind == "t5" else {}
+    logits: Tensor = model(input_ids=tokens, **more).logits[0]
+    return logits
+
+
+def _written(
+    ctx: Context, module: nn.Module, theirs: Any, ids: list[int], allowed: float
+) -> tuple[list[int], list[int], int | None]:
+    """Returns the tokens that both write after a text, and the first that differs beyond rounding: where the two best
+    tokens are closer than what is allowed, either is right, and what follows says nothing."""
+    model = ctx.config.model
+    if model.kind == "bert":
+        return [], [], None
+    generator, room = generator_of(module, model, len(ids), min(WRITTEN, model.seq - len(ids)))
+    ours = list(generate(generator, ids, room))
+    context, answer = list(ids), [model.t5.start]
+    wrote: list[int] = []
+    for number in range(room):
+        if model.kind == "t5":
+            logits = theirs(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0, -1]
+        else:
+            logits = theirs(input_ids=torch.tensor([context])).logits[0, -1]
+        token = int(logits[: model.vocab].argmax())
+        wrote.append(token)
+        if number < len(ours) and token != ours[number]:
+            close = float(logits[token] - logits[ours[number]]) <= 2 * allowed
+            return ours, wrote, None if close else number
+        context.append(token)
+        answer.append(token)
+    return ours, wrote, None

@@ -1,0 +1,166 @@
+"""Random samples of every objective, without a file: what checks train on. Each is a pure function of its number, and
+samples differ in the tokens that count, so that a wrong divisor shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.data import PACKED
+from meshwright.config.sections import Config, ModelConfig
+from meshwright.spec.model.description import data_fields
+
+
+class MadeTokens:
+    """Random token samples, a pure function of n. With `holes`, another part of each sample is masked, so that no two
+    ranks count as many tokens. With `blind`, every sample with an odd number is masked whole: a data-parallel rank may
+    be left without a token. With `segments`, each sample holds two documents."""
+
+    def __init__(self, vocab: int, seq: int, holes: bool = True, segments: bool = False, blind: bool = False) -> None:
+        self.vocab, self.seq, self.holes, self.segments, self.blind = vocab, seq, holes, segments, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        random = np.random.default_rng([7, n])
+        ids = random.integers(0, self.vocab, self.seq + 1)
+        mask = np.ones(self.seq, dtype=np.int64)
+        if self.holes:
+            mask[: 1 + n % (self.seq // 2)] = 0
+        if self.blind and n % 2:
+            mask[:] = 0
+        out = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}
+        if self.segments:
+            cut = 1 + n % (self.seq - 1)
+            at = np.arange(self.seq)
+            out["segments"] = (at >= cut).astype(np.int64)
+            out["positions"] = np.where(at >= cut, at - cut, at)
+        return out
+
+
+class MadeMasked:
+    """Random samples with masked tokens for an encoder, a pure function of n: padded to other lengths and with other
+    numbers of masked tokens each. With `blind`, nothing counts in samples with an odd number."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        m, random = self.model, np.random.default_rng([11, n])
+        length = m.seq - 3 * (n % 3)
+        at, count = np.arange(m.seq), 1 + n % m.predictions
+        places = np.zeros(m.predictions, np.int64)
+        places[:count] = np.sort(random.permutation(np.arange(1, length))[:count])
+        mask = (np.arange(m.predictions) < count) & (not (self.blind and n % 2))
+        found = {
+            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.predictions),
+            "segments": (at >= length).astype(np.int64), "places": places, "loss_mask": mask.astype(np.int64),
+        }  # fmt: skip
+        found["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
+        return found | ({"swapped": np.asarray(random.integers(0, 2))} if m.pooler else {})
+
+
+class MadeBlanks:
+    """Random samples with a source, blanks that fill it in and padding, a pure function of n."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        m, random = self.model, np.random.default_rng([17, n])
+        at, source, used = np.arange(m.seq), 3 + n % 7, m.seq - n % 3
+        later = (at >= source) & (at < used)
+        found = {
+            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
+            "loss_mask": (later & (not (self.blind and n % 2))).astype(np.int64),
+            "positions": np.where(at < source, at, random.integers(0, source)),
+            "segments": np.where(at < source, 0, np.where(at < used, 1, 2)),
+        }  # fmt: skip
+        return found | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
+
+
+class MadeSpans:
+    """Random samples for an encoder-decoder, a pure function of n, with other numbers of tokens that count each."""
+
+    def __init__(self, model: ModelConfig, blind: bool = False) -> None:
+        self.model, self.blind = model, blind
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        m, random = self.model, np.random.default_rng([13, n])
+        length = m.t5.decoder_seq
+        labels = random.integers(0, m.vocab, length)
+        mask = (np.arange(length) < length - n % 3) & (not (self.blind and n % 2))
+        return {
+            "tokens": random.integers(0, m.vocab, m.seq), "decoder_tokens": np.append(m.t5.start, labels[:-1]),
+            "labels": labels, "loss_mask": mask.astype(np.int64),
+        }  # fmt: skip
+
+
+def made_for(config: Config, **made: Any) -> Any:
+    """Samples of the fields that a config's model reads."""
+    m = config.model
+    if config.objective == "blanks":
+        return MadeBlanks(m, **made)
+    if config.objective == "spans":
+        return MadeSpans(m, **made)
+    return MadeMasked(m, **made) if config.objective == "masked" else MadeTokens(m.vocab, m.seq, **made)
+
+
+class MadeAnswers:
+    """Packed samples of pairs of answers, or of judged ones, of different lengths, and some padding."""
+
+    def __init__(self, vocab: int, seq: int, judged: bool) -> None:
+        self.vocab, self.seq, self.judged = vocab, seq, judged
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        random = np.random.default_rng([5, n])
+        names = ("tokens", "labels", "loss_mask", "segments", "positions")
+        found = {name: np.zeros(self.seq, np.int64) for name in names}
+        begin, number = 0, 0
+        for number in range(2 if n % 3 == 2 else 4):
+            length = self.seq // 8 + (n + number) % 3
+            ids, here = random.integers(0, self.vocab, length + 1), slice(begin, begin + length)
+            found["tokens"][here], found["labels"][here] = ids[:-1], ids[1:]
+            mark = 2 if self.judged and (n + number) % 2 else 1
+            found["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
+            found["segments"][here], found["positions"][here] = number, np.arange(length)
+            begin += length
+        found["segments"][begin:], found["positions"][begin:] = number + 1, np.arange(self.seq - begin)
+        return found
+
+
+class Fields:
+    """A dataset with only the fields that the data of a config have: a step sends no others."""
+
+    def __init__(self, dataset: Any, config: Config) -> None:
+        self.dataset, self.names = dataset, set(data_fields(config))
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {name: value for name, value in self.dataset.sample(n).items() if name in self.names}
+
+
+class OtherFirst:
+    """The samples of a dataset whose first document (or pair of answers) counts nothing. With `changed`, it also has
+    other tokens, which nothing that counts may notice."""
+
+    FIRST = 16  # samples from here on have a first document of some length
+
+    def __init__(self, dataset: Any, vocab: int, documents: int, changed: bool) -> None:
+        self.dataset, self.vocab, self.documents, self.changed = dataset, vocab, documents, changed
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        found = dict(self.dataset.sample(n + self.FIRST))
+        first = found["segments"] < self.documents
+        found["loss_mask"] = np.where(first, 0, found["loss_mask"])
+        if self.changed:
+            found["tokens"] = np.where(first, (found["tokens"] + 1 + n) % self.vocab, found["tokens"])
+        return found
+
+
+def samples_for(config: Config) -> Any:
+    """Returns random samples with the fields, masks and documents that the data of a config have."""
+    m = config.model
+    if config.objective == "preference":
+        return Fields(MadeAnswers(m.vocab, m.seq, config.tune.loss == "kto"), config)
+    if config.objective in ("causal", *PACKED):
+        return Fields(MadeTokens(m.vocab, m.seq, segments=True), config)
+    return Fields(made_for(config), config)

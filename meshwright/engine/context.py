@@ -1,0 +1,133 @@
+"""What a run passes around instead of globals: the config and this rank's place in the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.comm.by_node import ByNode
+from meshwright.comm.mesh import Mesh
+from meshwright.config.sections import Config
+from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
+from meshwright.errors import UserError
+from meshwright.nn.offload import HostActivations
+from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
+from meshwright.nn.random import Streams
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout.grid import GRID_AXES
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.model.description import CP_INNER, CP_OUTER, layout_of
+from meshwright.spec.model.grid_products import SHARED_BY
+from meshwright.spec.model.part import Coordinate, coordinate_of
+from meshwright.spec.traffic.ledger import Ledger
+from meshwright.spec.traffic.placement import shard_axes
+
+
+@dataclass(frozen=True)
+class Context:
+    """Handed to every provider and to `forward_step`."""
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    device: Device
+    parallel: Parallel
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.mesh.ledger
+
+    @property
+    def pp_rank(self) -> int:
+        return self.mesh.coordinate["pp"]
+
+    @cached_property
+    def at(self) -> Coordinate:
+        """Where this rank stands, for the parts of its model."""
+        c = self.config
+        pieces = c.comm.overlap.piece_flops
+        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, pieces)
+
+
+def build_context(
+    config: Config,
+    rank: int,
+    world: int,
+    device: Device,
+    node_size: int = 0,
+    process_groups: dict[str, Any] | None = None,
+    trains: bool = False,
+) -> Context:
+    """`trains`: a Trainer will be made; then no rank ever holds all of the weights that ZeRO stage 3 divides."""
+    if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
+        return_freed_memory()
+    layout = layout_of(config, world, node_size)
+    emulate = config.comm.emulate
+    if emulate.on and device.kind not in ("cpu", "meta"):
+        raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
+    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout, emulate=emulate)
+    at = mesh.coordinate
+    # Ranks with other samples or other tokens draw other numbers.
+    data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]
+    streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
+    streams.active = config.drops
+    parallel = Parallel(
+        mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
+        config.recompute, fused=fuses(config, device), products=products_of(config),
+        unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
+        experts=expert_groups(mesh) if config.model.experts.count else None,
+        context=context_groups(mesh, config),
+        piece_flops=config.comm.overlap.piece_flops,
+        offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
+        grid={axis: mesh.group(axis) for axis in GRID_AXES} if config.layout.grid else None,
+    )  # fmt: skip
+    return Context(config, layout, mesh, device, parallel)
+
+
+def expert_groups(mesh: Mesh) -> ExpertGroups:
+    by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
+    parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
+    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"), mesh.group("cp"), parts)
+
+
+def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
+    """Returns the ranks that share sequences: those along cp, or along an axis of a grid where there are too few
+    sequences to deal out."""
+    grid = config.layout.grid
+    if grid is not None and grid.shares(config.train.micro_batch) > 1:
+        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
+    if config.layout.cp == 1:
+        return None
+    if config.context_kind == "hybrid":
+        return ContextGroups("ring", mesh.group(CP_INNER), mesh.group(CP_OUTER))
+    if config.context_kind == "ulysses":
+        return ContextGroups("gather", mesh.group("cp"), mesh.alone)
+    return ContextGroups(config.context_kind, mesh.alone, mesh.group("cp"))
+
+
+def is_host(config: Config, device: Device) -> bool:
+    """Whether a run's device is a CPU. A dry run, on `meta`, is of the device that the config names, so that it keeps
+    what the real run keeps."""
+    return (config.run.device if device.kind == "meta" else device.kind) == "cpu"
+
+
+def fuses(config: Config, device: Device) -> bool:
+    """Whether blocks use the fused parts whose forward a compiler must put together."""
+    return config.compiles and (not is_host(config, device) or config.train.compile == "true")
+
+
+def compiles(config: Config, device: Device) -> bool:
+    """Whether blocks are compiled."""
+    return device.kind != "meta" and fuses(config, device)
+
+
+def products_of(config: Config) -> str:
+    """The precision of linear layers' products where it is not the weights' (see nn/products.py)."""
+    if config.train.precision != "fp8":
+        return ""
+    return "fp8" if config.train.fp8_scale == "tensor" else "fp8-row"

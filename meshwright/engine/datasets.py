@@ -1,0 +1,184 @@
+"""The token datasets of a config, and what can be known of them before any rank starts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.data import PACKED, SPECIALS
+from meshwright.config.glm import BLANK_SPECIALS
+from meshwright.config.sections import Config
+from meshwright.data.blanks import BlankOptions
+from meshwright.data.blend import Blend
+from meshwright.data.masked import Masking
+from meshwright.data.packed import PackedStream, is_chat, packed_datasets
+from meshwright.data.spans import SpanOptions
+from meshwright.data.stream import SampleOptions, build_datasets
+from meshwright.data.token_file import read_metadata
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.word_parts import special_ids, word_parts
+from meshwright.errors import UserError
+from meshwright.record.companions import tokenizer_of_data
+
+VOCAB_MULTIPLE = 128  # to which vocabularies are rounded up, times the ranks that share them
+
+
+class Checked:
+    """A dataset whose ids are checked: one outside of the vocabulary would be looked up as nothing, silently."""
+
+    def __init__(self, dataset: Any, vocab: int) -> None:
+        self.dataset, self.vocab = dataset, vocab
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        sample: dict[str, np.ndarray[Any, Any]] = self.dataset.sample(n)
+        ids = [sample[name] for name in ("tokens", "decoder_tokens", "labels") if name in sample]
+        least, top = min(int(x.min()) for x in ids), max(int(x.max()) for x in ids)
+        if top >= self.vocab:
+            raise UserError(
+                f"the data hold token {top}, beyond model.vocab={self.vocab}: prepare them with the model's tokenizer, "
+                f"or begin a run with model.vocab={top + 1} or more"
+            )
+        if least < 0:
+            raise UserError(f"the data hold token {least}, and no token has a negative id: prepare them again")
+        return sample
+
+    def source_of(self, n: int) -> str:
+        return str(self.dataset.source_of(n))
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Of a blend, how many of each period's samples a file gives; nothing of a single file."""
+        source = getattr(self.dataset, "source", None)
+        if not isinstance(source, Blend):
+            return {}
+        return {dataset.file.prefix: weight for dataset, weight in zip(source.datasets, source.weights, strict=True)}
+
+
+def masking_of(config: Config) -> Masking:
+    """How tokens are masked. Words and special tokens come from the tokenizer of the first file, if that is known."""
+    m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
+    tokenizer = tokenizer_of_data(config.data.prefixes)
+    pieces = [] if tokenizer is None else tokenizer.pieces()
+    if c.whole_words == "true" and not pieces:
+        raise UserError(
+            f"data.masked.whole_words=true needs the tokenizer of {prefix}, and its file is not known or gone: prepare "
+            "the data again, or set it to auto"
+        )
+    vocab = len(pieces) or int((read_metadata(prefix) or {}).get("vocab_size", 0))
+    specials = c.specials or special_ids(pieces) or (tuple(range(vocab, vocab + len(SPECIALS))) if vocab else ())
+    if not specials:
+        raise UserError(
+            f"{prefix}.json does not say which tokens there are: set data.masked.specials to the ids of [CLS], [SEP], "
+            "[MASK] and [PAD]"
+        )
+    if max(specials) >= m.vocab:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={max(specials) + 1} or more"
+        )
+    words = word_parts(pieces) if pieces and c.whole_words != "false" else None
+    return Masking(m.predictions, c.share, c.ngrams, specials, vocab or m.vocab, words, m.pooler)
+
+
+def spans_of(config: Config) -> SpanOptions:
+    """How spans are taken out. The end token comes from the data, unless the config names it."""
+    m, d = config.model, config.data
+    known = [read_metadata(prefix) or {} for prefix in d.prefixes]
+    ends = {int(each["eod"]) for each in known if "eod" in each} if d.eod < 0 else {d.eod}
+    if len(ends) != 1:
+        why = f"the token files end documents with different tokens {sorted(ends)}" if ends else (
+            f"{d.prefixes[0]}.json does not name the end-of-document token"
+        )  # fmt: skip
+        raise UserError(f"{why}, with which targets end: set data.eod to its id")
+    first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
+    found = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
+    if first >= m.vocab:
+        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={m.vocab}: use one below that")
+    used = max((int(each["vocab_size"]) for each in known if "vocab_size" in each), default=0)
+    if d.spans.sentinel < 0 and used > found.last_sentinel:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for {found.spans} sentinels above the {used} tokens of the data: "
+            f"set model.vocab={used + found.spans} or more, or data.spans.sentinel where the tokenizer has its own"
+        )
+    if found.last_sentinel < 0:
+        raise UserError(f"data.spans.sentinel={first} leaves no room for {found.spans} sentinels: raise it")
+    return found
+
+
+def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids of [MASK], [gMASK], [sop], [eop] and [pad]: the config's, or the five after the tokenizer's last."""
+    m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
+    used = 0 if tokenizer is None else len(tokenizer.pieces())
+    used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
+    specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())
+    if not specials:
+        names = ", ".join(f"[{name}]" for name in BLANK_SPECIALS)
+        raise UserError(
+            f"{prefix}.json does not say which tokens there are: set data.blanks.specials to the ids of {names}"
+        )
+    if max(specials) >= m.vocab:
+        raise UserError(
+            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={max(specials) + 1} or more"
+        )
+    return specials
+
+
+def blanks_of(config: Config) -> BlankOptions:
+    """How blanks are made."""
+    m, b = config.model, config.data.blanks
+    specials = blank_specials(config, tokenizer_of_data(config.data.prefixes))
+    found = BlankOptions(
+        m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types), b.instructions, b.instruction_share
+    )
+    if found.added >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for blanks, of which {found.added // 2} may come: raise it")
+    return found
+
+
+def datasets_of(config: Config) -> tuple[Any, Any, Any]:
+    """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
+    d = config.data
+    options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
+    if config.objective in PACKED:
+        return _checked(config, packed_of(config))
+    if held := [prefix for prefix in d.prefixes if is_chat(prefix)]:
+        raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
+    masking = masking_of(config) if config.objective == "masked" else None
+    spans = spans_of(config) if config.objective == "spans" else None
+    blanks = blanks_of(config) if config.objective == "blanks" else None
+    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans, blanks)
+    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *how))
+
+
+def packed_of(config: Config) -> list[PackedStream | None]:
+    """Packed conversations, or pairs of answers."""
+    d, m = config.data, config.model
+    if d.weights:
+        raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
+    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.loss == "kto" else {"pairs"}
+    placed = m.position in ("rope", "learned")
+    return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
+
+
+def unused_tokens(config: Config, data: Any) -> str:
+    """Says how much larger the model's vocabulary is than that of its data, where that is more than a usual rounding
+    up; else an empty string. Objectives that add tokens of their own to the data's are left out."""
+    needed, vocab = data.dataset.vocab_needed, config.model.vocab
+    unit = VOCAB_MULTIPLE * config.layout.tp
+    if needed is None or vocab <= -(-needed // unit) * unit or config.objective not in ("causal", *PACKED):
+        return ""
+    return f"the data use {needed:,} of the model's {vocab:,} tokens: the others are never trained (model.vocab)"
+
+
+def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
+    assert parts[0] is not None
+    needed = parts[0].vocab_needed
+    if needed is not None and needed > config.model.vocab:
+        raise UserError(
+            f"model.vocab={config.model.vocab} is too small for the data, whose tokenizer has {needed} tokens: "
+            f"set model.vocab={needed} or more"
+        )
+    return tuple(part if part is None else Checked(part, config.model.vocab) for part in parts)  # type: ignore[return-value]

@@ -1,0 +1,155 @@
+"""The loss as a list of terms: the sum over them of weight x sum / count, which are those of the whole global batch.
+
+A count is known for certain only when the last micro-batch has been through. So there are two ways:
+
+- One term, named "loss", needs no declaration. Its gradient is stored as a sum with a nominal weight, its count is
+  summed together with the loss after backward, and the update divides by it. Nothing is communicated beforehand.
+- Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the beginning
+  of a step the counts of all its samples are summed over the world, and each term's gradient is divided by its count
+  before it is added to the others'. That costs one small all-reduce, which the host waits for, and the reader holds the
+  step's micro-batches meanwhile. What forward counts is checked against it. A model of ours whose loss has several
+  terms declares them itself (`StageModule.loss_counts`).
+
+Terms that a model's own blocks add (`StageModule.losses`) count the tokens of "loss", once in each block: their counts
+are multiples of that one's, so they need no declaration either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group
+from meshwright.engine.context import Context
+from meshwright.engine.executor import Seeds
+from meshwright.engine.output import LOSS, TermTotal, Totals
+from meshwright.errors import UserError
+from meshwright.spec.layout.layout import REPLICAS
+from meshwright.spec.traffic.counts import sums_length
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """How the stored gradient becomes the true one: divided by weight x count. `counts` are the declared terms' counts
+    in this step, which then stand in the stored gradient already; without them the count comes from the sums. `blocks`
+    says how many blocks add each of the model's own terms."""
+
+    weight: float
+    counts: Mapping[str, float] | None = None
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+    def seed(self, name: str) -> float:
+        """What a term's sum is multiplied by. A term that nobody counted contributes nothing."""
+        if name in self.blocks:
+            return self.seed(LOSS) / self.blocks[name]
+        if self.counts is None:
+            if name != LOSS:
+                raise UserError(f"the loss's term '{name}' is not declared: {_DECLARE}")
+            return self.weight
+        if name not in self.counts:
+            raise UserError(f"the loss's term '{name}' is not among {', '.join(self.counts)}: {_DECLARE}")
+        return self.weight / self.counts[name] if self.counts[name] else 0.0
+
+    def seeds(self) -> Seeds:
+        known = self.counts is None or LOSS in self.counts
+        # A seed of 0 is not announced: a gradient that was made with it could not be told from one that is missing.
+        return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
+
+    def count(self, tokens: float) -> float:
+        """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""
+        return tokens if self.counts is None else float(any(self.counts.values()))
+
+    def count_on_device(self, tokens: Tensor) -> Tensor:
+        """The same, filled in by the device: a number that is copied there would make the host wait."""
+        return tokens if self.counts is None else tokens.new_full((), self.count(0.0))
+
+
+_DECLARE = "pass loss_counts to pretrain, which says from a sample what each term counts"
+
+
+def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
+    """The declared counts of a step, of the ranks that train together. Of each pipeline one rank counts; the others
+    give nothing."""
+    counted = [own.get(name, 0.0) for name in names]
+    if ctx.mesh.inner.alone:  # else the host waits here for the device, and can't launch a step ahead
+        return dict(zip(names, counted, strict=True))
+    vector = torch.tensor(counted, dtype=torch.float64)
+    with ctx.ledger.phase("data"):
+        vector = ctx.device.upload(vector)
+        ctx.mesh.inner.all_reduce(vector)
+    return dict(zip(names, ctx.device.download(vector).read(), strict=True))
+
+
+def sums_over_world(
+    ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0, group: Group | None = None
+) -> Tensor:
+    """One small all-reduce of the terms' weighted sums, their counts, the squared gradient norm and, where there are
+    several terms, their plain sums. All tensor-parallel ranks of a stage know its terms, and one of them gives them."""
+    vector = torch.zeros(sums_length(len(names)), dtype=torch.float64, device=ctx.device.torch)
+    if ctx.mesh.tp.index <= 0:
+        for i, name in enumerate(names):
+            term = totals.terms.get(name, TermTotal())
+            vector[i], vector[len(names) + i] = term.weighted, term.count
+            if len(names) > 1:
+                vector[2 * len(names) + 1 + i] = term.sum
+    vector[2 * len(names)] = squares
+    (ctx.mesh.world if group is None else group).all_reduce(vector)
+    return vector
+
+
+class StepSums(NamedTuple):
+    """The sums of a step's loss, tokens and squared norm: over the ranks that train together, and over all, which is
+    what is reported. Where there are replicas, the latter's norm is the root of the mean square of theirs, and `tokens`
+    are those that each has learned from: none, where a gradient is not finite."""
+
+    own: Tensor
+    all: Tensor
+    tokens: Tensor | None = None
+
+
+def sums_of_step(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor) -> StepSums:
+    """One small all-reduce over the ranks that train together, and where there are replicas one over these."""
+    own = sums_over_world(ctx, totals, names, squares, ctx.mesh.inner)
+    replicas = ctx.layout.replicas
+    if replicas == 1:
+        return StepSums(own, own)
+    both = torch.cat([own, own.new_zeros(replicas)])
+    both[2 * len(names)] *= replicas
+    both[own.numel() + ctx.mesh.replica] = own[len(names)]
+    ctx.mesh.group(REPLICAS).all_reduce(both)
+    summed, tokens = both.split([own.numel(), replicas])
+    return StepSums(own, summed, tokens * summed[2 * len(names)].isfinite())
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What `sums_over_world` summed, on the host. `losses` are the terms' own means, where there are several."""
+
+    loss: float
+    tokens: float
+    squares: float
+    counts: dict[str, float]
+    losses: dict[str, float]
+
+    @staticmethod
+    def read(numbers: Sequence[float], names: Sequence[str]) -> Sums:
+        n = len(names)
+        counts = list(numbers[n : 2 * n])
+        divisors = [count if count > 0 else 1.0 for count in counts]
+        loss = sum(weighted / divisor for weighted, divisor in zip(numbers[:n], divisors, strict=True))
+        means = [x / count if count else math.nan for x, count in zip(numbers[2 * n + 1 :], counts, strict=False)]
+        by_name = dict(zip(names, counts, strict=True))
+        return Sums(loss, counts[0], numbers[2 * n], by_name, dict(zip(names, means, strict=False)))
+
+    def check_counts(self, declared: Mapping[str, float]) -> None:
+        for name, count in declared.items():
+            if not math.isclose(count, self.counts[name], rel_tol=1e-9):
+                raise UserError(
+                    f"loss_counts said {count:g} for the term '{name}' and forward_step counted {self.counts[name]:g}: "
+                    "both must count the same"
+                )

@@ -1,0 +1,282 @@
+"""Replicas that take steps of their own and synchronise rarely: local SGD, DiLoCo and its streaming form.
+
+Every replica keeps, beside its own masters, the *outer* parameters, which are the same in all replicas. When a fragment
+is due, the replicas sum how far each has come from the outer parameters, weighted by the tokens that each has learned
+from, and an optimizer of its own, the outer one, takes this mean for a gradient:
+
+    d = sum over replicas of tokens / all tokens x (outer - own)        momentum = mu momentum + d
+    outer = outer - lr (d + mu momentum)                                own = outer
+
+With a delay the sum is under way while the replica goes on for some steps, and then own = (own + outer) / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group
+from meshwright.config.replicas import LocalConfig
+from meshwright.engine.optim.adam import FlatState
+from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
+from meshwright.engine.sharding.compression.make import make_compressing
+from meshwright.engine.sharding.compression.residual import Compressing
+from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
+from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
+from meshwright.spec.layout.layout import REPLICAS
+from meshwright.spec.layout.params import stream_seed
+from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.placement import Split
+
+OWN = 0.5  # what a replica keeps of its own parameters where it went on while they were summed
+MOMENTUM, ARRIVING, RESIDUAL = f"{OUTER}momentum", f"{OUTER}arriving", f"{OUTER}residual"
+TOKENS, UNDER_WAY = f"{OUTER}tokens", f"{OUTER}under_way"
+
+
+class PieceBuffer:
+    """The pieces of a flat buffer's shares, as a reducer sees them: every replica holds all of a piece."""
+
+    def __init__(self, key: BufferKey, replicas: Group) -> None:
+        self.key, self.split = key, Split(0, 1, 0, replicas.size, replicas.index)
+        self.buckets: list[Bucket] = []
+        self.slots: list[Slot] = []
+
+
+class Piece(NamedTuple):
+    """One fragment of a share. `bucket` stands for it where a reducer asks; `low` to `high` is its range in the share,
+    and `width` the elements that are summed, some of which may be beyond the share."""
+
+    bucket: Bucket
+    low: int
+    high: int
+    width: int
+
+
+class OuterState:
+    """The outer parameters of one buffer, their momentum, and what arrives: one tensor for each of this rank's
+    shares."""
+
+    def __init__(self, inner: FlatState, config: LocalConfig, replicas: Group) -> None:
+        self.inner, self.buffer = inner, inner.buffer
+        self.params = [plain(master).to(inner.dtype, copy=True) for master in inner.master]
+        self.momentum = [torch.zeros_like(x) for x in self.params] if config.outer == "nesterov" else []
+        self.pieces: list[list[Piece]] = []
+        self.arriving: list[Tensor] = []
+        self.residuals: list[Tensor] = []
+        stand_in = PieceBuffer(self.buffer.key, replicas)
+        self.stand_in = stand_in
+        for bucket, params in zip(self.buffer.buckets, self.params, strict=True):
+            bounds, first = fragment_bounds(params.numel(), config.fragments, replicas.size), bucket.share[0]
+            held = []
+            for low, end in bounds:
+                like = params[:0]
+                piece = Bucket(
+                    stand_in, len(stand_in.buckets), first + low, first + end, (first + low, first + end),  # type: ignore[arg-type]
+                    bucket.params, bucket.grads, like, like, bucket.slots,
+                )  # fmt: skip
+                held.append(Piece(piece, low, min(end, params.numel()), end - low))
+                stand_in.buckets += [piece] if end > low else []
+            self.pieces.append(held)
+            self.arriving += [params.new_zeros(bounds[-1][1])] if config.delay else []
+
+    def keep_residuals(self, residuals: dict[Bucket, Tensor]) -> None:
+        """Replaces the residuals that a reducer has made for each piece by parts of one tensor for each share."""
+        for pieces, params in zip(self.pieces, self.params, strict=True):
+            self.residuals.append(params.new_zeros(sum(piece.width for piece in pieces)))
+            for piece in (piece for piece in pieces if piece.width):
+                residuals[piece.bucket] = self.residuals[-1][piece.low :][: piece.width]
+
+    def master(self, bucket: Bucket, piece: Piece) -> Values:
+        return self.inner.master[bucket.index][piece.low : piece.high]
+
+    def set_master(self, bucket: Bucket, piece: Piece, values: Tensor) -> None:
+        """Sets a replica's own parameters, and the weights that stand for them."""
+        master = self.master(bucket, piece)
+        if isinstance(master, PairedTensor):
+            master[:] = values
+            return
+        master.copy_(values)
+        if not self.inner.in_place:
+            bucket.own_params[piece.low : piece.high].copy_(values)
+
+
+class OuterOptimizer:
+    """The synchronisation of this rank with those of the same place in the other replicas."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        states: Sequence[FlatState],
+        config: LocalConfig,
+        seed: int,
+        sizes: tuple[Any, ...],
+    ) -> None:
+        """`sizes` are what, beside the layout, decides which elements a rank's shares hold."""
+        self._sizes = sizes
+        self.parallel, self.config, self.mesh = parallel, config, parallel.mesh
+        self.replicas = parallel.mesh.group(REPLICAS)
+        self.states = {state.buffer.key: OuterState(state, config, self.replicas) for state in states}
+        self.reducer: Reducer = make_compressing(config.compress, seed, keeps_sums=False)
+        summed = [state for state in self.states.values() if self._compresses(state)]
+        self.reducer.prepare([state.stand_in for state in summed])  # type: ignore[misc]
+        if isinstance(self.reducer, Compressing) and self.reducer.residuals:
+            for state in summed:
+                state.keep_residuals(self.reducer.residuals)
+        device = states[0].buffer.device if states else torch.device("cpu")
+        # The tokens that each replica has learned from since a fragment was last summed.
+        self.tokens = torch.zeros(config.fragments, self.replicas.size, dtype=torch.float64, device=device)
+        self.under_way: set[int] = set()
+        self._works: dict[tuple[Bucket, int], PendingReduction] = {}
+        self._moment: Moment | None = None
+        self._weights: dict[int, Tensor] = {}
+
+    @staticmethod
+    def _compresses(state: OuterState) -> bool:
+        """Both ends of a tie must find the same sums, so what is held twice is summed as it is."""
+        return state.buffer.key.compressed and not state.buffer.key.partial
+
+    def _shares_residuals(self, state: OuterState) -> bool:
+        """Return True if another state has residuals for parts of the same tensors. Copied key-value rows have none,
+        and the query rows of the same tensor do."""
+        names = {slot.record.name for each in self.states.values() if each.residuals for slot in each.buffer.slots}
+        return any(slot.record.name in names for slot in state.buffer.slots)
+
+    def is_due(self, step: int, last: bool) -> bool:
+        moment = moment_of(self.config, step, last)
+        return bool(moment.arrive or moment.begin)
+
+    @contextmanager
+    def after(self, step: int, last: bool, tokens: Tensor) -> Iterator[None]:
+        """Around the update of a step: `updated` then synchronises what is due. `tokens` are those that each replica
+        has learned from in this step."""
+        self.tokens += tokens
+        moment = moment_of(self.config, step, last)
+        self._moment = moment._replace(arrive=tuple(f for f in moment.arrive if f in self.under_way))
+        for f in moment.begin:
+            total = self.tokens[f].sum()
+            even = torch.full_like(total, 1.0 / self.replicas.size)
+            self._weights[f] = torch.where(total > 0, self.tokens[f, self.replicas.index] / total, even)
+            self.tokens[f] = 0.0
+        self.reducer.begin_step(step, 1.0)
+        try:
+            yield
+        finally:
+            self._moment = None
+        self.under_way -= set(moment.arrive)
+        self.under_way |= set() if moment.at_once else set(moment.begin)
+
+    @torch.no_grad()
+    def updated(self, bucket: Bucket) -> None:
+        """Called when a bucket's masters are new: synchronises what is due of it, and hands its weights on."""
+        if self._moment is not None and bucket.buffer.key in self.states:
+            state, moment, ledger = self.states[bucket.buffer.key], self._moment, self.mesh.ledger
+            with ledger.phase("outer"), ledger.layer(None):
+                for f in moment.arrive:
+                    self._arrived(state, bucket, f, OWN)
+                for f in moment.begin:
+                    self._begin(state, bucket, f)
+                    if moment.at_once:
+                        self._arrived(state, bucket, f, 0.0)
+        self.parallel.weights.updated(bucket)
+
+    def _begin(self, state: OuterState, bucket: Bucket, f: int) -> None:
+        piece = state.pieces[bucket.index][f]
+        if not piece.width:
+            return
+        sums = self._sums(state, bucket, piece)
+        way = sums[: piece.high - piece.low]
+        torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=way)
+        way.mul_(self._weights[f])
+        sums[way.numel() :].zero_()
+        reducer = self.reducer if self._compresses(state) else PLAIN_REDUCER
+        self._works[bucket, f] = reducer.all_reduce(piece.bucket, sums, self.replicas)
+        if isinstance(reducer, Compressing):
+            reducer.proceed()  # the second of a compressed sum's two calls begins in the same step, whatever the delay
+
+    def _sums(self, state: OuterState, bucket: Bucket, piece: Piece) -> Tensor:
+        if state.arriving:
+            return state.arriving[bucket.index][piece.low :][: piece.width]
+        self._scratch = state.params[bucket.index].new_empty(piece.width)
+        return self._scratch
+
+    def _arrived(self, state: OuterState, bucket: Bucket, f: int, own: float) -> None:
+        piece = state.pieces[bucket.index][f]
+        if not piece.width:
+            return
+        self._wait(bucket, f)
+        found = state.arriving[bucket.index][piece.low :] if state.arriving else self._scratch
+        mean = found[: piece.high - piece.low]
+        for axis in (axis for axis in bucket.buffer.key.partial if axis == "embedding"):
+            group = self.mesh.group(axis)  # both ends of a tie: their sums may differ in the last bit
+            group.all_reduce(mean)
+            mean.div_(group.size)
+        outer = state.params[bucket.index][piece.low : piece.high]
+        if state.momentum:
+            momentum = state.momentum[bucket.index][piece.low : piece.high]
+            momentum.mul_(self.config.momentum).add_(mean)
+            mean.add_(momentum, alpha=self.config.momentum)
+        outer.sub_(mean, alpha=self.config.lr)
+        state.set_master(bucket, piece, outer.lerp(plain(state.master(bucket, piece)), own) if own else outer)
+
+    def _wait(self, bucket: Bucket, f: int) -> None:
+        if (work := self._works.pop((bucket, f), None)) is not None:
+            work.wait()
+
+    def tensors(self, inner: Iterator[State]) -> Iterator[State]:
+        """Yields what a checkpoint must hold. `param` are the outer parameters, the one model that all replicas train;
+        what a replica has of its own (`inner`, of the optimizer) has a row for each."""
+        for bucket, f in list(self._works):
+            self._wait(bucket, f)
+        rows = Rows(self.replicas.index, self.replicas.size)
+        for own in inner:
+            yield own._replace(name=REPLICA_STATE + own.name, replica=rows) if own.buffer.key.trained else own
+        for state in self.states.values():
+            yield State("param", state.buffer, state.params)
+            sizes = [x.numel() for x in state.params]
+            if state.momentum:
+                yield State(MOMENTUM, state.buffer, state.momentum)
+            if state.arriving:
+                cut = [x[:size] for x, size in zip(state.arriving, sizes, strict=True)]
+                yield State(ARRIVING, state.buffer, cut)
+            if state.residuals:
+                cut = [x[:size] for x, size in zip(state.residuals, sizes, strict=True)]
+                yield State(RESIDUAL, state.buffer, cut, replica=rows, summed=True)
+            elif self._shares_residuals(state):
+                # A checkpoint's tensors are whole: parameters that are not compressed leave nothing out.
+                zeros = [torch.zeros_like(x) for x in state.params]
+                yield State(RESIDUAL, state.buffer, zeros, replica=rows, summed=True)
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yields the tensors that persist from step to step."""
+        for state in self.states.values():
+            yield from (*state.params, *state.momentum, *state.arriving, *state.residuals)
+
+    def counters(self) -> dict[str, float | None]:
+        """Returns the numbers that are saved beside the tensors."""
+        found: dict[str, float | None] = {f"{UNDER_WAY}.{f}": self._cut for f in self.under_way}
+        for f, row in enumerate(self.tokens.tolist()):
+            found |= {f"{TOKENS}.{f}.{replica}": count for replica, count in enumerate(row)}
+        return found
+
+    @property
+    def _cut(self) -> float:
+        """A number that tells whether fragments are the same elements as before, and take as long. All ranks must find
+        the same one."""
+        c = self.config
+        cut = (self.mesh.layout, *self._sizes) if c.fragments > 1 else ()
+        return float(stream_seed(c.steps, c.fragments, c.delay, *cut) % 2**48)
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Sets what `counters` returned. Sums that were under way when another layout cut the fragments are dropped:
+        the replicas still hold what they were about. Tokens of other replicas or fragments are counted anew."""
+        shape, saved = self.tokens.shape, {key for key in counters if key.startswith(f"{TOKENS}.")}
+        keys = [f"{TOKENS}.{f}.{replica}" for f in range(shape[0]) for replica in range(shape[1])]
+        known = [float(counters[key] or 0.0) for key in keys] if saved == set(keys) else [0.0] * len(keys)
+        self.tokens.copy_(torch.tensor(known, dtype=torch.float64).view(shape))
+        fragments = range(self.config.fragments)
+        self.under_way = {f for f in fragments if counters.get(f"{UNDER_WAY}.{f}") == self._cut}

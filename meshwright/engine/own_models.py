@@ -1,0 +1,94 @@
+"""Models that a program brings: what the config can do for them, and their weights as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.device import PRECISION_DTYPES
+from meshwright.engine.context import Context
+from meshwright.errors import UserError
+from meshwright.nn.parallel import record_of
+from meshwright.spec.layout.params import DATA_AXES, Init
+
+if TYPE_CHECKING:
+    from meshwright.engine.step import ForwardStep, Trainer
+
+GIVEN = Init("given")  # of the records that a foreign model's parameters get
+AUTOCAST = ("bf16", "fp16")  # precisions in which torch computes a model whose weights are float32
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether no parameter has a record of its own that says how it is cut: every rank holds and computes all of it."""
+    records = [record_of(parameter) for parameter in module.parameters()]
+    return bool(records) and all(record is None or record.init == GIVEN for record in records)
+
+
+def check_own(ctx: Context, module: nn.Module) -> None:
+    """Refuses what would silently do nothing, or the same work on several ranks."""
+    c = ctx.config
+    name = type(module).__name__
+    for axis in ("tp", "cp"):
+        if (ranks := getattr(c.layout, axis)) > 1:
+            raise UserError(
+                f"layout.{axis}={ranks} would have every rank compute all of {name}, whose parameters have no records: "
+                f"set layout.{axis}=1, or give them records (meshwright.spec.layout.params)"
+            )
+    if not _is_cast(ctx, module) and (c.train.precision not in AUTOCAST or c.layout.pp * c.layout.chunks > 1):
+        raise UserError(
+            f"train.precision={c.train.precision} can't be applied to {name}, whose parameters have "
+            "another dtype: convert it in the model provider (module.to(...), and what it receives), or set "
+            "train.precision=fp32"
+        )
+    named = module.named_parameters()
+    kinds = [(key, list(value.shape), str(value.dtype), value.requires_grad) for key, value in named]
+    if ctx.mesh.group(DATA_AXES).unlike_first(crc32(repr(kinds).encode()), ctx.device.torch):
+        # Gathered as one, shares of different weights would be taken for each other's.
+        raise UserError(
+            f"the ranks that train copies of {name} built it with other parameters (by name, shape, dtype or "
+            "requires_grad): let the model provider build the same on all of them"
+        )
+
+
+def _is_cast(ctx: Context, module: nn.Module) -> bool:
+    """Whether nothing needs to be done for the precision: fp32 is what a program chooses itself."""
+    precision = ctx.config.train.precision
+    floats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    return precision == "fp32" or floats <= {PRECISION_DTYPES[precision]} and precision != "fp8"
+
+
+def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
+    """The step of models of one's own, computed in the config's precision where their weights are in float32."""
+    foreign = [module for module in modules if is_own(module) or getattr(module, "foreign", False)]
+    if all(_is_cast(ctx, module) for module in foreign):
+        return forward_step
+
+    def cast(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
+        with torch.autocast(ctx.device.kind, PRECISION_DTYPES[ctx.config.train.precision]):
+            return forward_step(ctx, module, batch, received)
+
+    return cast
+
+
+def state_dicts(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """The whole weights of this rank's chunks, on the CPU, under the names that the modules give them. Every rank must
+    call it together: with zero.stage=3 a module holds its weights only while it uses them, and they are gathered here,
+    unit by unit. (With layout.tp they are this rank's part of those that are cut.)"""
+    weights, copies = trainer.data_parallel.weights, {}
+    weights.wait_for_gathers()
+    for unit in weights.units:
+        weights.open(unit)
+        for parameter in unit.module.parameters():
+            copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
+        weights.close(unit)
+
+    def whole(module: nn.Module) -> dict[str, Tensor]:
+        found = module.state_dict(keep_vars=True)
+        rest = {id(value): value.detach().to("cpu", copy=True) for value in found.values() if id(value) not in copies}
+        return {name: (copies | rest)[id(value)] for name, value in found.items()}
+
+    return [whole(module) for module in trainer.modules]

@@ -1,0 +1,33 @@
+"""Gathering weights that travel in fewer bits (`comm.gather.kind`, ZeRO stage 3).
+
+The rank that owns a share rounds it to the nearest code. Every rank, the owner included, reads the same messages, so
+that all compute with equal weights. The share itself, which is updated and saved, stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group, Pending
+from meshwright.config.comm import GatherConfig
+from meshwright.engine.sharding.compression.quantised import Rounding
+from meshwright.engine.sharding.compression.residual import wide
+
+
+class GatheredCodes:
+    """A gather under way; the weights are there after `wait`."""
+
+    def __init__(self, config: GatherConfig, group: Group, whole: Tensor, share: Tensor) -> None:
+        self._codec, self._whole, self._group = Rounding(config.kind, config.block), whole, group
+        self._message = self._codec.encode(share.detach().to(wide(share.dtype))[None], None)
+        self._found = torch.empty(
+            (group.size, self._message.shape[1]), dtype=self._message.dtype, device=self._message.device
+        )
+        self._pending: Pending = group.all_gather(self._found, self._message, wait=False)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._pending.wait()
+        out = self._whole.view(self._group.size, -1)
+        out.copy_(self._codec.decode(self._found, out.shape[1], wide(out.dtype)))

@@ -1,0 +1,159 @@
+"""PowerSGD: in place of a matrix M, the product of two narrow factors is summed.
+
+One step of a power iteration, from the factor Q that the last one left, with M = G + what was left out before:
+
+    P = sum of M Q      P = orthonormal basis of P's columns      Q = sum of M^T P      the sum of G is about P Q^T
+
+Each rank keeps M - P P^T M, so that what has arrived and what is kept are together the sum of all gradients. Parameters
+that two factors would not make smaller are sent as they are, beside the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.group import Group
+from meshwright.config.comm import ReduceConfig
+from meshwright.device import generator
+from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, Slot
+from meshwright.engine.sharding.compression.residual import Compressing, wide
+from meshwright.engine.sharding.reducers import PendingReduction
+from meshwright.spec.layout.params import Box, ParamRecord, stream_seed
+from meshwright.spec.traffic.message_sizes import Matrices, matrices_of
+
+if TYPE_CHECKING:
+    from meshwright.engine.sharding.reducers import SideTensors
+
+Value = TypeVar("Value")
+
+
+class LowRankReducer(Compressing):
+    """Sums matrices as products of two factors. A share is no matrix: replicas sum theirs as they are."""
+
+    def __init__(self, config: ReduceConfig, seed: int) -> None:
+        super().__init__(config, seed)
+        self.factors: dict[int, Tensor] = {}  # Q of each parameter that is sent as a product, by the id of its slot
+
+    def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
+        super().prepare(buffers)
+        for slot in (slot for buffer in self.buffers for slot in buffer.slots):
+            if (form := self.form(slot)).rank:
+                shape, like = (form.count, form.kept, form.rank), slot.grad
+                self.factors[id(slot)] = torch.empty(shape, dtype=wide(like.dtype), device=like.device)
+                self.draw(slot)
+
+    def sends_product(self, slot: Slot) -> bool:
+        return id(slot) in self.factors
+
+    def form(self, slot: Slot) -> Matrices:
+        return matrices_of(slot.record, self.config.rank)
+
+    def draw(self, slot: Slot) -> None:
+        """Sets the factor that a run begins with, the same on all data-parallel ranks."""
+        if (factor := self.factors.get(id(slot))) is None:
+            return
+        numbers = generator(factor.device)
+        numbers.manual_seed(stream_seed(self.seed, "powersgd", slot.record.name))
+        factor.normal_(generator=numbers)
+
+    def side_states(self) -> Iterator[SideTensors]:
+        products = {slot.record.name for buffer in self.buffers for slot in buffer.slots if self.sends_product(slot)}
+        for buffer in self.buffers:
+            held = {}
+            for slot in (slot for slot in buffer.slots if slot.record.name in products):
+                # A few copied key-value rows may be sent as they are while the query rows of the same tensor are sent
+                # as a product: a checkpoint's tensor is whole, with zeros there.
+                whole_rows = slot.record.local_shape[-1] == slot.record.shape[-1]
+                form = replace(self.form(slot), rank=self.config.rank, transposed=whole_rows)
+                record = factor_record(slot.record, form)
+                factor = self.factors.get(id(slot))
+                zeros = torch.zeros(record.local_shape, dtype=wide(slot.grad.dtype), device=slot.grad.device)
+                held[id(slot)] = (zeros if factor is None else factor, record)
+            yield "factor", buffer, held, self.draw
+
+    def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
+        if bucket.stage or self.is_plain(bucket, group):
+            return group.all_reduce(grads, wait=False)
+        return LowRankSum(self, bucket, grads, grads, 0, group)
+
+    def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
+        if self.is_plain(bucket, group):
+            return group.reduce_scatter(out, grads, wait=False)
+        return LowRankSum(self, bucket, out, grads, bucket.share[0] - bucket.start, group)
+
+    def is_plain(self, bucket: Bucket, group: Group) -> bool:
+        return super().is_plain(bucket, group) or not any(map(self.sends_product, bucket.slots))
+
+
+class LowRankSum:
+    """The sum of one bucket's matrices. `out` gets what begins at `offset` of it."""
+
+    def __init__(
+        self, reducer: LowRankReducer, bucket: Bucket, out: Tensor, grads: Tensor, offset: int, group: Group
+    ) -> None:
+        self._reducer, self._bucket, self._out, self._offset, self._group = reducer, bucket, out, offset, group
+        self._x = reducer.with_residual(bucket, grads)
+        self._parts = [self._first(slot) for slot in bucket.slots]
+        self._sum = torch.cat([part.reshape(-1) for part in self._parts])
+        self._pending = group.all_reduce(self._sum, wait=False)
+        reducer.begun(self)
+
+    def _matrix(self, slot: Slot) -> Tensor:
+        """Returns a parameter of the bucket as matrices, whose columns are on the side of the factor that is kept."""
+        form, at = self._reducer.form(slot), slot.start - self._bucket.start
+        found = self._x[at : at + form.numel].view(form.count, form.rows, form.columns)
+        return found.mT if form.transposed else found
+
+    def _first(self, slot: Slot) -> Tensor:
+        matrix = self._matrix(slot)
+        return matrix @ self._reducer.factors[id(slot)] if self._reducer.sends_product(slot) else matrix
+
+    def proceed(self) -> None:
+        self._pending.wait()
+        reducer, bucket = self._reducer, self._bucket
+        found = self._sum.split([part.numel() for part in self._parts])
+        self._sums = [part.view_as(first) for part, first in zip(found, self._parts, strict=True)]
+        bases = (torch.linalg.qr(x).Q if reducer.sends_product(slot) else None for slot, x in self._of(self._sums))
+        self._bases = list(bases)
+        own = [None if base is None else self._matrix(slot).mT @ base for slot, base in self._of(self._bases)]
+        self._second = [factor for factor in own if factor is not None]
+        self._sum = torch.cat([factor.reshape(-1) for factor in self._second])
+        self._pending = self._group.all_reduce(self._sum, wait=False)
+        for (slot, base), factor in zip(self._of(self._bases), own, strict=True):  # what is left of x is left out
+            matrix = self._matrix(slot)
+            matrix.zero_() if base is None or factor is None else matrix.sub_(base @ factor.mT)
+        reducer.keep(bucket, bucket.start, self._x, anew=True)
+
+    def _of(self, values: Sequence[Value]) -> Iterator[tuple[Slot, Value]]:
+        return zip(self._bucket.slots, values, strict=True)
+
+    def wait(self) -> None:
+        self._reducer.proceed()
+        self._pending.wait()
+        arrived = iter(self._sum.split([factor.numel() for factor in self._second]))
+        for (slot, base), first in zip(self._of(self._bases), self._sums, strict=True):
+            if base is None:
+                self._matrix(slot).copy_(first)
+                continue
+            kept = self._reducer.factors[id(slot)]
+            factor = next(arrived).view_as(kept)
+            self._matrix(slot).copy_(base @ factor.mT)
+            useful = factor.isfinite().all() & (factor != 0).any(-2, keepdim=True)
+            kept.copy_(torch.where(useful, factor, kept))
+        self._out.copy_(self._x[self._offset :][: self._out.numel()])
+
+
+def factor_record(record: ParamRecord, form: Matrices) -> ParamRecord:
+    """Returns where a parameter's kept factor lies in a global one: cut as the parameter is along the kept side."""
+    side, rank = -2 if form.transposed else -1, form.rank
+
+    def cut(place: tuple[int, ...], last: int) -> tuple[int, ...]:
+        return (*place[:-2], place[side], last)
+
+    boxes = tuple(Box(cut(b.start, 0), cut(b.shape, rank), cut(b.local_start, 0)) for b in record.boxes)
+    return replace(record, shape=cut(record.shape, rank), local_shape=cut(record.local_shape, rank), boxes=boxes)

@@ -1,0 +1,131 @@
+"""Numbers of few bits: bf16, fp8, int8, int4 and signs alone.
+
+A message is the codes of a piece and then, except for bf16, the scales of its blocks in float32. Zero is always sent as
+zero, except by its sign alone. A block that holds a number that is not finite arrives as one that is not finite either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.spec.traffic.message_sizes import BITS, SCALE_BYTES
+
+# The largest code of a kind, to which a block's largest element is scaled.
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+# The bits of a float32's mantissa that a narrower one has not.
+DROPPED = {"bf16": 16, "fp8": 20}
+FP8_EVEN = 2.0**-6
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """bf16, fp8, int8 or int4, by the kind's name. `block` elements share a scale."""
+
+    kind: str
+    block: int
+    fills_gaps = False
+
+    def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the messages [pieces, bytes] of `x` [pieces, elements]. Numbers are rounded to the nearest code, or
+        with `noise`, uniform in [0, 1), up or down by chance so that they are right on average."""
+        if self.kind == "bf16":
+            return narrowed(x.float(), torch.bfloat16, DROPPED["bf16"], noise).view(torch.uint8)
+        scales = self._scales(x)
+        scaled = x / spread(torch.where(scales == 0, 1, scales), self.block, x.shape[1])
+        if self.kind == "fp8":
+            scaled = scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"])
+            codes = narrowed(scaled.float(), torch.float8_e4m3fn, DROPPED["fp8"], noise).view(torch.uint8)
+        else:
+            whole = scaled.round() if noise is None else (scaled + noise).floor()
+            codes = whole.clamp(-LARGEST[self.kind], LARGEST[self.kind]).to(torch.int8).view(torch.uint8)
+            codes = pack_halves(codes) if self.kind == "int4" else codes
+        return torch.cat([codes, scales.view(torch.uint8)], dim=1)
+
+    def _scales(self, x: Tensor) -> Tensor:
+        return (blocks(x.abs(), self.block).amax(-1) / LARGEST[self.kind]).float()
+
+    def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns the numbers [pieces, elements] of messages."""
+        codes = message[:, : elements * BITS[self.kind] // 8]
+        if self.kind == "bf16":
+            return aligned(codes).view(torch.bfloat16).to(dtype)
+        if self.kind == "fp8":
+            numbers = aligned(codes).view(torch.float8_e4m3fn).to(dtype)
+        else:
+            numbers = (unpack_halves(codes) if self.kind == "int4" else aligned(codes).view(torch.int8)).to(dtype)
+        return numbers * spread(scales_of(message, codes), self.block, elements)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The sign of each element, and the mean size of a block's elements: of all scales the one that leaves out least.
+    A zero arrives as plus or minus that mean, so what lies between the parameters must be zeroed again."""
+
+    block: int
+    fills_gaps = True
+
+    def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        sums, elements = blocks(x.abs(), self.block).sum(-1), x.shape[1]
+        block, count = min(self.block, elements), sums.shape[1]
+        sizes = torch.full((count,), block, dtype=x.dtype, device=x.device)
+        sizes[-1:].fill_(elements - (count - 1) * block)  # the last block may be shorter
+        weights = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+        codes = ((x >= 0).view(x.shape[0], -1, 8) * weights).sum(-1, dtype=torch.uint8)
+        return torch.cat([codes, (sums / sizes).float().view(torch.uint8)], dim=1)
+
+    def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        codes = message[:, : elements // 8]
+        places = torch.arange(8, dtype=torch.uint8, device=message.device)
+        signs = ((codes[:, :, None] >> places) & 1).view(message.shape[0], elements).to(dtype) * 2 - 1
+        return signs * spread(scales_of(message, codes), self.block, elements)
+
+
+def blocks(x: Tensor, block: int) -> Tensor:
+    """Returns `x` [pieces, elements] as [pieces, blocks, block], the last block filled up with zeros."""
+    block = min(block, x.shape[1])
+    count = -(-x.shape[1] // block)
+    return F.pad(x, (0, count * block - x.shape[1])).view(x.shape[0], count, block)
+
+
+def spread(scales: Tensor, block: int, elements: int) -> Tensor:
+    """Returns each element's scale."""
+    return scales.repeat_interleave(min(block, elements), dim=1)[:, :elements]
+
+
+def scales_of(message: Tensor, codes: Tensor) -> Tensor:
+    scales = message[:, codes.shape[1] :]
+    assert scales.shape[1] % SCALE_BYTES == 0
+    return aligned(scales).view(torch.float32)
+
+
+def aligned(part: Tensor) -> Tensor:
+    """Returns a copy of a part of messages whose bytes can be taken for wider numbers."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
+    """Returns float32 numbers in a narrower format. By chance, a mantissa is rounded up as often as what it loses says:
+    a random number is added to the bits that are then cut off."""
+    if noise is None:
+        return x.to(dtype)
+    bits = x.view(torch.int32) + (noise * 2**dropped).to(torch.int32)
+    rounded = (bits >> dropped << dropped).view(torch.float32)
+    if dtype is torch.float8_e4m3fn:  # below its smallest exponent the codes are evenly spaced
+        rounded = torch.where(x.abs() < FP8_EVEN, (x * (8 / FP8_EVEN) + noise).floor() * (FP8_EVEN / 8), rounded)
+    return torch.where(x.isfinite(), rounded, x).to(dtype)
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """Returns two neighbours' lower four bits in each byte."""
+    pairs = codes.view(codes.shape[0], -1, 2)
+    return (pairs[:, :, 0] & 15) | (pairs[:, :, 1] << 4)
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """Returns the signed numbers of four bits that `pack_halves` packed."""
+    both = torch.stack([packed << 4, packed & 240], dim=-1).view(torch.int8) >> 4
+    return both.view(packed.shape[0], -1)

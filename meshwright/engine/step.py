@@ -1,0 +1,442 @@
+"""One training step and one validation pass: what every layout does between two lines of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config.sections import Config
+from meshwright.config.step_schedules import global_batch, learning_rate
+from meshwright.device import PRECISION_DTYPES, Device, Download
+from meshwright.engine.balance import ExpertBalance
+from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
+from meshwright.engine.context import Context, compiles, is_host
+from meshwright.engine.executor import Executor
+from meshwright.engine.gate import Gate
+from meshwright.engine.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
+from meshwright.engine.marks import Marks
+from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.optim.adam import FlatOptimizer
+from meshwright.engine.optim.outer import OuterOptimizer
+from meshwright.engine.optim.scaling import LossScale, gradient_scaling
+from meshwright.engine.output import LOSS, Totals
+from meshwright.engine.result import StepResult as StepResult
+from meshwright.engine.sharding.buffers import SideState, State
+from meshwright.engine.sharding.compression.make import reducer_of
+from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.engine.sharding.reducers import Reducer
+from meshwright.engine.stream_waits import Exposure, SampledWaits
+from meshwright.models.stage import LossCounts, stage_of
+from meshwright.record.rank_figures import RankFigures, check_opened, process_peak_bytes
+from meshwright.spec.schedule.table import Table
+from meshwright.spec.schedule.trace import REDUCED, UPDATED
+from meshwright.spec.schedule.verify import verified
+from meshwright.spec.traffic.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counted_as, counts_bytes
+from meshwright.spec.traffic.ledger import CallTotals, wire_bytes
+from meshwright.spec.traffic.message_sizes import planned_compression
+
+ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still be working on: its result but for the numbers that are on their way."""
+
+    result: StepResult
+    begin: float
+    totals: Totals
+    normalisation: Normalisation
+    sums: Download
+    own: Download  # sums of the ranks that train together
+    held: Download | None  # whether the update was held back; None: nobody looks
+    counts: Download
+    monitored: Summing | None
+    balance: Download | None
+
+
+class Trainer:
+    """Model, optimizer and data of this rank, and the two counters that say where the run is."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        modules: Sequence[nn.Module],
+        forward_step: ForwardStep,
+        train_data: Dataset,
+        valid_data: Dataset | None = None,
+        reducer: Reducer | None = None,
+        loss_counts: LossCounts | None = None,
+    ) -> None:
+        config = ctx.config
+        self.ctx, self.modules = ctx, list(modules)
+        if reducer is None:
+            reducer = reducer_of(config, ctx.layout.node_size or ctx.layout.world)
+        grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
+        own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
+        parallel = DataParallel(
+            self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
+            config.comm.overlap, releases_grads=releases_grads(ctx, len(own)),
+            outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
+        )  # fmt: skip
+        self.data_parallel = parallel
+        kernels, updated = not is_host(config, ctx.device), parallel.weights.updated
+        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels)
+        self.outer: OuterOptimizer | None = None
+        if ctx.layout.replicas > 1:
+            sizes = (config.zero, config.comm.bucket_mib)
+            self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
+            self.optimizer.updated = self.outer.updated
+        self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
+        forward, streams = partial(forward_step, ctx), ctx.parallel.streams
+        compiled = compiles(config, ctx.device)
+        overlap = config.comm.overlap
+        self.executor = Executor(
+            self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline, ctx.mesh.pp_back
+        )
+        # One thread reads for both: they may be one dataset, which need not be made for two.
+        fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
+        loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
+        self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
+        self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
+        # Validation samples by the file that they come from, where the data say so.
+        sources = by_source(valid_data, validation_samples(config)) if valid_data is not None else {}
+        self.valid_sources = {
+            name: MicroBatches(ctx, Picked(valid_data, numbers), fields, reader)  # type: ignore[arg-type]
+            for name, numbers in sources.items() if len(sources) > 1 and loss_counts is None
+        }  # fmt: skip
+        # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
+        self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
+        self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
+        self.terms = (*self.declared_terms, *self.blocks)
+        self.balance = ExpertBalance(ctx, self.modules, parallel)
+        self.monitored = Monitored(ctx, config.monitored)
+        self.step_number, self.consumed, self._read_at = 0, 0, 0.0
+        self.before_update: Callable[[], object] = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
+        self.gate = Gate(len(self.terms))
+        self.marks: Marks | None = None
+        timer = ctx.device.stream_timer()
+        self.sampled = None if timer is None else SampledWaits(timer, ctx.ledger)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one rank that owns and writes the run's folder, and speaks: rank 0, on the first node."""
+        return self.ctx.rank == 0
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches that this rank runs in the next step."""
+        return micro_batches(self.ctx, len(self._samples(self.consumed)))
+
+    def _samples(self, consumed: int) -> range:
+        """The numbers of the samples that this rank's replica takes in the step that begins at `consumed`."""
+        samples, replicas = global_batch(self.ctx.config, consumed), self.ctx.layout.replicas
+        part = self.ctx.config.train.local.parts(samples, replicas)[self.ctx.mesh.replica]
+        return range(consumed + part.start, consumed + part.stop)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next step is the run's last."""
+        return self.step_number + 1 == self.ctx.config.train.steps
+
+    def table(self, micro_batches: int) -> Table:
+        """What the pipeline's ranks do in a step of so many micro-batches each."""
+        c = self.ctx.config
+        return verified(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks, self.data_parallel.stage)
+
+    def gradients(self) -> tuple[Totals, Normalisation]:
+        """Forward, backward and reduction for the next global batch; and how the gradients become the true ones."""
+        samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
+        normalisation = self._normalisation(samples, count)
+        for module in (module for module in self.modules if not module.training):
+            module.train()  # it goes through every part of a module
+        if self.marks is not None:
+            self.marks.begin(self.step_number + 1)
+        self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
+        following = None if self.is_last else self._samples(self.consumed + samples).start
+        batch = self.train_batches.of_step(self._samples(self.consumed).start, count, following)
+        totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
+        begin = time.perf_counter()
+        with self.executor.span("step", REDUCED):
+            self.data_parallel.finish()
+        totals.seconds["reduce"] += time.perf_counter() - begin
+        return totals, normalisation
+
+    def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
+        """One undeclared term is stored with loss scale / nominal tokens: gradients then have about their true size."""
+        if self.train_batches.loss_counts is None:
+            nominal = samples * self.ctx.config.model.seq / self.ctx.layout.replicas
+            return Normalisation(self.loss_scale.value / nominal, None, self.blocks)
+        own = self.train_batches.counts(self._samples(self.consumed).start, micro_batches)
+        counts = declared_counts(self.ctx, self.declared_terms, own)
+        return Normalisation(self.loss_scale.value, counts, self.blocks)
+
+    def step(self, stop_requested: bool = False) -> StepResult:
+        """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
+        asked to stop, so that all stop after the same step; `save` whether the rank that writes wants a checkpoint."""
+        return self.read(self.launch(stop_requested))
+
+    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> Launched:
+        """Runs all of a step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
+        begin = time.perf_counter()
+        config, ledger = self.ctx.config, self.ctx.ledger
+        ledger.clear()
+        if self.sampled is not None:
+            self.sampled.begin_step()
+        self.before_step()
+        samples = global_batch(config, self.consumed)
+        totals, normalisation = self.gradients()
+        update = time.perf_counter()
+        self.before_update()  # the balance of experts moves their biases, which a save may still be copying
+        with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
+            sums = sums_of_step(self.ctx, totals, self.terms, self.data_parallel.square_sum())
+            monitored = self.monitored.begin(totals)
+            passed, held = self.gate.pass_on(sums, normalisation)
+            balance = self.balance.update(passed.all[2 * len(self.terms)])
+        lr = learning_rate(config, self.step_number + 1)
+        scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
+        with self.executor.span("step", UPDATED):
+            if self.outer is None:
+                waited = self._update(lr, passed, held, normalisation)
+            else:
+                assert sums.tokens is not None
+                with self.outer.after(self.step_number + 1, self.is_last, sums.tokens):
+                    waited = self._update(lr, passed, held, normalisation)
+        read = self.ctx.device.download(sums.all)
+        own = read if sums.own is sums.all else self.ctx.device.download(sums.own)
+        totals.seconds["backward"] += waited
+        totals.seconds["optimizer"] = time.perf_counter() - update - waited
+        self.step_number += 1
+        tokens = samples * config.model.seq
+        result = StepResult(self.step_number, 0.0, 0.0, lr, scale, False, tokens, samples, consumed=self.consumed)
+        result.counted_as = counted_as(config)
+        result.bounds = self.gate.loss_bound, self.gate.norm_bound
+        self.consumed += samples
+        asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
+        asks += SAVE * int(save_requested and self.writes)
+        counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
+        was_held = None if held is None else self.ctx.device.download(held.view(1))
+        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
+
+    def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
+        """One update, or none if it is held back, the gradient is not finite or nothing was counted. Returns the
+        seconds waited. All replicas make an update or none does."""
+        weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
+        kinds = sums[:1] if sums.own is sums.all else sums[:2]
+        if self.runs_ahead:
+            found = [normalisation.count_on_device(x[terms]) for x in kinds]
+            on_device = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(found, kinds, strict=True)]
+            self.optimizer.step_on_device(lr, on_device[0]._replace(updates=on_device[-1].updates))
+            return 0.0
+        arrived, begun = [self.ctx.device.download(x) for x in kinds], time.perf_counter()
+        read = [Sums.read(each.read(), self.terms) for each in arrived]
+        waited = time.perf_counter() - begun
+        own, scaling = (
+            gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip) for x in (read[0], read[-1])
+        )
+        if scaling.updates:
+            self.optimizer.step(lr, own.divisor)
+        elif self.outer is not None and self.outer.is_due(self.step_number + 1, self.is_last):
+            self.optimizer.publish()
+        if scaling.counts and not (held is not None and bool(held)):
+            self.loss_scale.update(bool(scaling.updates))
+        return waited
+
+    def take_back(self, result: StepResult) -> None:
+        """Stands where the trainer stood before this step, whose update was held back."""
+        self.step_number, self.consumed = result.step - 1, result.consumed
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host can go on before it knows this step's numbers. (A dynamic loss scale needs them first.)"""
+        return self.optimizer.on_device and not self.loss_scale.active
+
+    def read(self, launched: Launched) -> StepResult:
+        """Waits until the device has finished a launched step and returns its result."""
+        result, how = launched.result, launched.normalisation
+        found = Sums.read(launched.sums.read(), self.terms)
+        if how.counts is not None:
+            Sums.read(launched.own.read(), self.terms).check_counts(how.counts)
+        scaling = gradient_scaling(how.count(found.tokens), found.squares, how.weight, clip=0.0)
+        result.loss, result.counted = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
+        result.losses = found.losses
+        result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
+        result.held = launched.held is not None and launched.held.read()[0] > 0
+        result.skipped = result.held or not scaling.updates
+        new_names = self._read_counts(result, launched.counts.read())
+        if launched.monitored is not None:
+            result.monitored = launched.monitored.means()
+        if launched.balance is not None:
+            result.experts = self.balance.read(launched.balance)
+        if new_names:
+            result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
+        end = time.perf_counter()
+        result.step_time_s = end - max(launched.begin, self._read_at)
+        self._read_at, result.time = end, time.time()
+        return result
+
+    def _count(self, seconds: Mapping[str, float], asks: int, elapsed: float) -> Download:
+        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, each rank's own
+        figures, and what the ranks ask for (`spec/traffic/counts.py`). `elapsed`: the step's seconds so far."""
+        mesh = self.ctx.mesh
+        axes = mesh.layout.step_groups()
+        totals = self.ctx.ledger.totals("axis")
+        assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
+        payload = counts_bytes(len(axes), mesh.world.size)
+        if not mesh.world.alone:
+            totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
+        counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
+        micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
+        exposure = self._exposure(elapsed, seconds)
+        waited = [exposure.waited_us.get(axis, 0) for axis in axes]
+        own = [0] * (len(RANK_COUNTS) * mesh.world.size)
+        at = len(RANK_COUNTS) * mesh.rank
+        own[at : at + len(RANK_COUNTS)] = self._own_counts(exposure)
+        vector = torch.tensor([*counts, *waited, *micros, *own, asks], dtype=torch.int64)
+        if mesh.world.alone:
+            return Device("cpu").download(vector)
+        vector = self.ctx.device.upload(vector)
+        with self.ctx.ledger.phase("metrics"):
+            mesh.world.all_reduce(vector)
+        return self.ctx.device.download(vector)
+
+    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> Exposure:
+        """Returns how long this rank computed and waited: in this step or, where a device's stream waits and not the
+        host, in one that was timed before (nothing in the steps in between)."""
+        ledger = self.ctx.ledger
+        read = max(0, int((seconds.get("data", 0.0) - ledger.waited_in["data"]) * 1e6))
+        if self.sampled is not None:
+            return self.sampled.end_step(read) or Exposure({}, 0, read)
+        waited = {axis: int(s * 1e6) for axis, s in ledger.waited.items()}
+        return Exposure(waited, int(elapsed * 1e6) - sum(waited.values()), read)
+
+    def _own_counts(self, exposure: Exposure) -> list[int]:
+        """Returns RANK_COUNTS of this rank."""
+        on_device = self.ctx.device.peak_bytes()
+        peak = process_peak_bytes() if on_device is None else on_device
+        waited = sum(exposure.waited_us.values())
+        return [exposure.busy_us, waited, exposure.data_us, peak, self.data_parallel.weights.checksum]
+
+    def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
+        """Fills in the result; returns whether some rank has a new name."""
+        mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
+        for i, axis in enumerate(axes):
+            counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
+            if counts["calls"]:
+                result.comm[axis] = counts
+        rest = numbers[width * len(axes) : -1]
+        means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
+        result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
+        result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
+        check_opened(rest[own:], mesh.layout, result.step)
+        result.ranks = RankFigures.read(rest[own:])
+        saves, asked = divmod(numbers[-1], SAVE)
+        new_names, stops = divmod(asked, NEW_NAME)
+        result.stop, result.save = stops > 0, saves > 0
+        return new_names > 0
+
+    def states(self) -> Iterator[State | SideState]:
+        """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
+        every = not self.ctx.config.tune.adapts
+        own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
+        yield from own if self.outer is None else self.outer.tensors(own)
+        yield from self.data_parallel.reducer_states()
+
+    def counters(self) -> dict[str, float | None]:
+        scale = self.loss_scale
+        value = scale.value if scale.active else None
+        found: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
+        found["good_steps"] = scale.good_steps
+        found |= self.data_parallel.reducer.counters()
+        return found if self.outer is None else found | self.outer.counters()
+
+    def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
+        """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
+        self.step_number, self.consumed = step, consumed
+        self.optimizer.updates = int(counters["updates"])
+        self.data_parallel.reducer.restore(counters)
+        if self.outer is not None:
+            self.outer.restore(counters)
+        if self.loss_scale.active and counters["loss_scale"] is not None:
+            self.loss_scale.value = float(counters["loss_scale"])
+            self.loss_scale.good_steps = int(counters["good_steps"])
+
+    def publish(self) -> None:
+        """Copies the master weights, after they were set from outside, to the model's weights."""
+        self.optimizer.publish()
+
+    def validate(self) -> dict[str, Any] | None:
+        """The loss over the first samples of the validation data, or None without any."""
+        if self.valid_batches is None:
+            return None
+        samples, stage = validation_samples(self.ctx.config), self.data_parallel.stage
+        if self.valid_sources:
+            return {"step": self.step_number, "samples": samples} | self._validate_sources(stage)
+        found = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
+        line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
+        return line | ({"losses": found.losses} if found.losses else {})
+
+    def _validate_sources(self, stage: int) -> dict[str, Any]:
+        """The same samples source by source, each filled up to whole rounds of the ranks by samples without a loss."""
+        unit, found = validation_unit(self.ctx), {}
+        for name, batches in self.valid_sources.items():
+            count = len(batches.dataset.numbers)  # type: ignore[attr-defined]
+            found[name] = mean_loss(self.executor, batches, -(-count // unit) * unit, stage)
+        tokens = sum(sums.tokens for sums in found.values())
+        total = sum(sums.loss * sums.tokens for sums in found.values() if sums.tokens)
+        by_name = {name: sums.loss for name, sums in found.items()}
+        return {"loss": total / tokens if tokens else math.nan, "tokens": math.ceil(tokens), "sources": by_name}
+
+
+def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
+    """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
+    needs = [stage_of(module).needs for module in modules]
+    return None if None in needs else {name for fields in needs if fields for name in fields}
+
+
+def validation_samples(config: Config) -> int:
+    """Every validation looks at the same samples, the first ones."""
+    return config.run.eval_samples or 4 * config.train.global_batch
+
+
+def validation_unit(ctx: Context) -> int:
+    """What the samples of a validation are a multiple of: all ranks take part, those of all replicas too."""
+    return ctx.mesh.samples.size * ctx.layout.replicas * ctx.config.train.micro_batch
+
+
+def micro_batches(ctx: Context, samples: int) -> int:
+    """The micro-batches in which the ranks that train together take so many samples."""
+    return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
+
+
+def releases_grads(ctx: Context, samples: int) -> bool:
+    """Return True if gradients in ZeRO stages 0 and 1 are freed between the update and the next backward."""
+    # Later micro-batches add to the gradients of the first, and a CPU keeps them too: a page that was returned to the
+    # system costs ten times as much to write as one that was kept.
+    return micro_batches(ctx, samples) == 1 and not is_host(ctx.config, ctx.device)
+
+
+@torch.no_grad()
+def mean_loss(
+    executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0, terms: Sequence[str] = (LOSS,)
+) -> Sums:
+    """The loss and the number of tokens of the first `samples` samples, without a backward."""
+    ctx, c = batches.ctx, batches.ctx.config
+    part = samples // ctx.layout.replicas  # each replica takes as many, with its own weights
+    count = micro_batches(ctx, part)
+    table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
+    for module in executor.modules:
+        module.eval()
+    with ctx.ledger.phase("validation"):
+        seeds = Normalisation(1.0, dict.fromkeys(terms, 1.0)).seeds()
+        totals = executor.run(table, batches.of_step(ctx.mesh.replica * part, count), 0, seeds)
+        sums = Sums.read(sums_over_world(ctx, totals, terms).tolist(), terms)
+    return sums if sums.tokens else replace(sums, loss=math.nan)

@@ -1,0 +1,94 @@
+"""Measure a device's compute time and its waits for communication, in one step of ten. No torch.
+
+On an accelerator the host launches work and goes on, so its clock tells neither. In every tenth step marks are recorded
+on the compute stream around each wait: between them the stream does nothing but wait. They are read two steps later,
+when the device has long passed them, so that the host never waits for them. Recording two marks takes the host some
+10 us for each wait of one step in ten, while the device works on what was launched before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from meshwright.spec.traffic.ledger import Ledger
+
+EVERY = 10  # One step in EVERY is timed.
+FIRST = 5  # The first timed step; earlier steps fill caches that later ones reuse.
+# Steps until the marks are read, the same on all ranks, whose figures are summed. The host reads a step's numbers,
+# which are the last work of that step, before it launches the step after the next.
+LATER = 2
+
+
+class Timer(Protocol):
+    """The part of `device.StreamTimer` that is used here."""
+
+    def mark(self) -> Any: ...
+    def seconds(self, begin: Any, end: Any) -> float | None: ...
+    def forget(self, marks: Iterable[Any]) -> None: ...
+
+
+@dataclass
+class TimedStep:
+    """The marks of one step: its begin and end, and around each wait, with the axis that was waited for."""
+
+    begin: Any
+    end: Any = None
+    waits: list[tuple[str, Any, Any]] = field(default_factory=list)
+    data_us: int = 0
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """The microseconds of a timed step: waits by axis, the rest of the device's time, and the host's wait for data."""
+
+    waited_us: dict[str, int]
+    busy_us: int
+    data_us: int
+
+
+class SampledWaits:
+    """Times the waits of one step in `EVERY`; an observer of the ledger in those steps."""
+
+    def __init__(self, timer: Timer, ledger: Ledger) -> None:
+        self.timer, self.ledger = timer, ledger
+        self.launched = 0
+        self._now: TimedStep | None = None
+        self._unread: TimedStep | None = None
+
+    def begin_step(self) -> None:
+        """Called before the first work of each step."""
+        self.launched += 1
+        if self.launched % EVERY == FIRST:
+            self._now = TimedStep(self.timer.mark())
+            self.ledger.stream_waits = self
+
+    def begin_wait(self) -> Any:
+        return self.timer.mark()
+
+    def end_wait(self, axis: str, begun: Any) -> None:
+        assert self._now is not None
+        self._now.waits.append((axis, begun, self.timer.mark()))
+
+    def end_step(self, data_us: int) -> Exposure | None:
+        """Called after the last work of each step. Returns the figures of a step that was timed before, if they are
+        due in this one."""
+        if self._now is not None:
+            self._now.end, self._now.data_us = self.timer.mark(), data_us
+            self._unread, self._now, self.ledger.stream_waits = self._now, None, None
+        due = self.launched >= FIRST and (self.launched - FIRST) % EVERY == LATER
+        step, self._unread = (self._unread, None) if due else (None, self._unread)
+        return None if step is None else self._read(step)
+
+    def _read(self, step: TimedStep) -> Exposure | None:
+        whole = self.timer.seconds(step.begin, step.end)
+        if whole is None:  # a device that is more than two steps behind; its memory of marks is not used again
+            return None
+        waited: dict[str, float] = defaultdict(float)
+        for axis, begin, end in step.waits:
+            waited[axis] += self.timer.seconds(begin, end) or 0.0
+        self.timer.forget([step.begin, step.end, *(mark for _, *marks in step.waits for mark in marks)])
+        busy = max(0.0, whole - sum(waited.values()))
+        return Exposure({axis: round(s * 1e6) for axis, s in waited.items()}, max(1, round(busy * 1e6)), step.data_us)

@@ -1,0 +1,289 @@
+"""What is done about a bad step: one whose loss or gradient is not finite, or far above those of the last steps.
+
+Such a step makes no update (`engine/gate.py`), so the weights are still those before it, and it can be computed again
+from the same inputs: a step is a function of the weights, the seed and the samples consumed. If it is good then,
+something went wrong on a rank the first time: a fault of the hardware, and comparing the marks of both runs shows the
+rank and the layer. If it is as bad, it is the data or the model, and the config says what happens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from meshwright.checkpoint.resume import has_checkpoint, resume
+from meshwright.checkpoint.save import Saver
+from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
+from meshwright.engine.batches import sample_ids
+from meshwright.engine.marks import TOLERANCE, Found, Mark, Marks
+from meshwright.engine.monitor import gather_bytes
+from meshwright.engine.step import StepResult, Trainer
+from meshwright.errors import UserError
+from meshwright.faults.first_bad import first_bad
+from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
+from meshwright.record.run_folder import RunFolder
+from meshwright.run.loop import WentBack
+
+# A deviation from the median is at least so much of it: losses vary little, and norms by much.
+LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0
+NORMAL = 1.4826  # a normal distribution's deviation over its median absolute deviation
+
+Again = Callable[[], StepResult]
+
+
+class Window:
+    """The losses and norms of the last steps, and the bounds that follow from them."""
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self.factor = config.spike_factor
+        self.losses: deque[float] = deque(maxlen=config.window)
+        self.norms: deque[float] = deque(maxlen=config.window)
+
+    def put(self, loss: float | None, norm: float | None) -> None:
+        if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
+            self.losses.append(loss)
+            self.norms.append(norm)
+
+    def bounds(self) -> tuple[float, float]:
+        """Of the loss and of the gradient's norm; infinite as long as there is little to compare with."""
+        if len(self.losses) < LEAST_WINDOW:
+            return math.inf, math.inf
+        return _bound(self.losses, self.factor, LOSS_FLOOR), _bound(self.norms, self.factor, NORM_FLOOR)
+
+
+def _bound(values: Sequence[float], factor: float, floor: float) -> float:
+    middle = statistics.median(values)
+    deviation = NORMAL * statistics.median(abs(value - middle) for value in values)
+    return middle + factor * max(deviation, floor * abs(middle))
+
+
+def is_finite(result: StepResult) -> bool:
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+
+
+def _is_close(a: StepResult, b: StepResult) -> bool:
+    """Whether two computations of a step found the same, as far as an accelerator, which adds in any order, can."""
+    return all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
+
+
+def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
+    """What is wrong with a step's numbers; empty if nothing is."""
+    if not math.isfinite(result.loss):
+        return "the loss is not finite"
+    if not math.isfinite(result.grad_norm):
+        return "the gradient is not finite"
+    if result.loss > bounds[0]:
+        return f"the loss, {result.loss:.4g}, stands out from the last steps' (above {bounds[0]:.4g})"
+    if result.grad_norm > bounds[1]:
+        return f"the gradient's norm, {result.grad_norm:.4g}, stands out from the last steps' (above {bounds[1]:.4g})"
+    return ""
+
+
+class Place(NamedTuple):
+    """Where something went wrong: the ranks that it is laid to, one of their machines, and what they computed."""
+
+    ranks: tuple[int, ...] = ()
+    host: str = ""
+    found: Found | None = None
+
+    @property
+    def rank(self) -> int | None:
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    @property
+    def words(self) -> str:
+        if self.found is None:
+            return "no rank and no layer can be named"
+        return f"first in {self.found.words} on {self.who}"
+
+    @property
+    def who(self) -> str:
+        if self.rank is not None:
+            return f"rank {self.rank} ({self.host})"
+        shown = ", ".join(map(str, self.ranks[:8]))
+        return f"one of ranks {shown}" + (f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else "")
+
+
+class BadSteps:
+    """The state machine of bad steps. All ranks go through it together, since all know the same numbers."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder | None, saver: Saver, notes: FaultNotes) -> None:
+        self.trainer, self.folder, self.saver, self.notes = trainer, folder, saver, notes
+        self.config = config = trainer.ctx.config.faults
+        self.window = Window(config)
+        self.reached = self.went_back = 0  # the last step that made the run go back, and how often since it was passed
+        gate, parallel = trainer.gate, trainer.data_parallel
+        # Replicas synchronise as they step, and an update that waits for a verdict would hold up the others.
+        gate.active = trainer.outer is None and (config.nonfinite or config.spike != "off")
+        gate.nonfinite = config.nonfinite and not trainer.loss_scale.active
+        # A reducer that keeps what it left out, or that is late, does not find the same sum a second time.
+        kept = any(True for _ in parallel.reducer_states()) or trainer.ctx.config.train.server.staleness > 0
+        self.replays = config.replay != "off" and not kept
+        self.holds_spikes = config.spike == "act" or (config.spike == "tell" and self.replays)
+        if config.locate and gate.active:
+            trainer.marks = Marks(trainer.ctx, trainer.modules)
+            parallel.reduces = trainer.marks.reduces
+        if gate.active and trainer.step_number:
+            self._recall()
+
+    def _recall(self) -> None:
+        """Fills the window of a run that goes on, so that it is the one that it would have had."""
+        told = self.folder.last_steps(self.config.window) if self.folder else []
+        own = json.dumps([(line["loss"], line["grad_norm"]) for line in told if not line["skipped"]]).encode()
+        everyone = gather_bytes(self.trainer.ctx.mesh.world, own, self.trainer.ctx)
+        for loss, norm in next((found for text in everyone if (found := json.loads(text))), []):
+            self.window.put(loss, norm)
+        self._set_bounds(*self.window.bounds())
+
+    def settle(self, result: StepResult, again: Again) -> StepResult:
+        """Returns the result that stands; `again` computes the step once more. Raises `WentBack` after a rollback."""
+        # The bounds by which it was held or not: where steps run ahead, the window knows more by now.
+        bounds = result.bounds if self.holds_spikes or self.config.spike == "off" else self.window.bounds()
+        if result.held:
+            self.trainer.gate.release()
+            result = self._examine(result, again, bounds)
+        elif (why := why_bad(result, bounds)) and is_finite(result) and self.trainer.gate.active:
+            self.notes.add(BAD_STEP, f"{why}: trained, and not computed again", result.step)
+        if not result.skipped:
+            self.window.put(result.loss, result.grad_norm)
+        self.went_back = 0 if result.step > self.reached else self.went_back
+        self._set_bounds(*self.window.bounds())
+        return result
+
+    def _set_bounds(self, loss: float, norm: float) -> None:
+        gate = self.trainer.gate
+        gate.loss_bound, gate.norm_bound = (loss, norm) if self.holds_spikes else (math.inf, math.inf)
+
+    def _examine(self, result: StepResult, again: Again, bounds: tuple[float, float]) -> StepResult:
+        why, spike = why_bad(result, bounds), is_finite(result)
+        first = self._marks(result.step)
+        if not self.replays:
+            return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
+        if self.config.spike == "tell":  # what is found once more is trained
+            self._set_bounds(*(x + abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
+        self.trainer.take_back(result)
+        replayed = again()
+        self.trainer.gate.release()
+        same = spike and _is_close(result, replayed)
+        passes = is_finite(replayed) and not replayed.held
+        if passes and not same:
+            return self._hardware(replayed, why, self._differing(first, self._marks(result.step)), bounds)
+        if passes:
+            verdict = "the same when it is computed again, so it is due to the data or the model"
+            text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
+            self.notes.add(BAD_STEP, text, result.step)
+            return replayed
+        place = Place() if spike else self._diagnosed(replayed)
+        if self._is_of_rank(replayed, place):
+            text = f"{why}, and again; with other ranks' samples too, {place.words}: its hardware is broken"
+            self.notes.add(FAULT, text, result.step, rank=place.rank)
+            self._stop(replayed, f"{text}: take its machine out of the run")
+        return self._data_or_model(replayed, f"{why}, also when it is computed again: the data or the model", place)
+
+    def _hardware(self, replayed: StepResult, why: str, place: Place, bounds: tuple[float, float]) -> StepResult:
+        """A step that was another one when it was computed again, whose update is made."""
+        is_now = "stands out too, but differently" if why_bad(replayed, bounds) else "is good"
+        numbers = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
+        text = f"{why}; computed again from the same inputs it {is_now} ({numbers}): a passing fault of the hardware"
+        self.notes.fault(f"{text}, {place.words}", replayed.step, place.rank, layer=_layer(place))
+        return replayed
+
+    def _data_or_model(self, result: StepResult, text: str, place: Place) -> StepResult:
+        where = f", {place.words}" if place.found else ""
+        text, action = f"{text}{where}{self._samples(result, place)}", self.config.action
+        if action == "rollback" and self.went_back == self.config.max_skips:
+            text, action = f"{text}; the run has gone back {self.went_back} times since", "stop"
+        if action == "stop":
+            self.notes.add(BAD_STEP, f"{text}; the run stops", result.step, layer=_layer(place))
+            self._stop(result, f"{text}: look at the samples and the learning rate, or set faults.action=skip")
+        if action == "rollback" and self._has_checkpoint():
+            self._roll_back(result, text, place)
+            raise WentBack
+        nowhere = " (there is no checkpoint to go back to)" if action == "rollback" else ""
+        self.notes.add(BAD_STEP, f"{text}; skipped{nowhere}", result.step, layer=_layer(place))
+        return result
+
+    def _stop(self, result: StepResult, text: str) -> None:
+        """Saves the state before the step, and ends the run."""
+        self.trainer.take_back(result)
+        if self.trainer.step_number and self.saver.saved_step != self.trainer.step_number:
+            self.saver.save(last=True)
+        self.saver.committed()
+        raise UserError(f"step {result.step}: {text}")
+
+    def _has_checkpoint(self) -> bool:
+        self.saver.committed()
+        return has_checkpoint(self.trainer)
+
+    def _roll_back(self, result: StepResult, text: str, place: Place) -> None:
+        """Loads the newest checkpoint, and goes on with the samples after the bad batch."""
+        trainer = self.trainer
+        trainer.data_parallel.weights.wait_for_gathers()
+        resume(trainer, None)
+        trainer.consumed = result.consumed + result.global_batch
+        lost = self.folder.go_back(trainer.step_number) if self.folder else 0
+        self.reached, self.went_back = max(self.reached, result.step), self.went_back + 1
+        words = f"{text}; went back to step {trainer.step_number}, and on with the samples after the batch"
+        self.notes.add(ROLLBACK, words, result.step, layer=_layer(place), lost=lost)
+
+    # Where it was.
+
+    def _marks(self, step: int) -> Sequence[Mark]:
+        return [] if self.trainer.marks is None else self.trainer.marks.steps.get(step, [])
+
+    def _not_finite(self, marks: Sequence[Mark]) -> Place:
+        return self._place(self.trainer.marks.not_finite(marks) if self.trainer.marks else None)
+
+    def _differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Place:
+        return self._place(self.trainer.marks.differing(marks, again) if self.trainer.marks else None)
+
+    def _place(self, found: Found | None) -> Place:
+        """The first of what the ranks found, and who found it."""
+        ctx = self.trainer.ctx
+        own = json.dumps([found, socket.gethostname()]).encode()
+        with ctx.ledger.phase("metrics"):
+            told = [json.loads(text) for text in gather_bytes(ctx.mesh.world, own, ctx)]
+        by_rank = {rank: Found(*each) for rank, (each, _) in enumerate(told) if each}
+        if not by_rank:
+            return Place()
+        first = min(by_rank.values(), key=lambda each: each.sooner)
+        ranks = tuple(rank for rank, each in by_rank.items() if each.sooner == first.sooner)
+        return Place(ranks, told[ranks[0]][1], first)
+
+    def _diagnosed(self, result: StepResult) -> Place:
+        """Computes the step once more to find the first bad tensor, and stands after it again."""
+        trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
+        trainer.take_back(result)
+        found = first_bad(trainer)
+        trainer.balance.forget()
+        trainer.step_number, trainer.consumed = after
+        return self._place(found)
+
+    def _is_of_rank(self, result: StepResult, place: Place) -> bool:
+        """Whether a rank is as bad with other samples, or its samples are good on another rank."""
+        batches = self.trainer.train_batches
+        if self.config.replay != "elsewhere" or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
+            return False
+        batches.exchange(1)
+        moved = self._diagnosed(result)
+        batches.exchange(0)
+        return moved.found is None or moved.ranks == place.ranks
+
+    def _samples(self, result: StepResult, place: Place | None = None) -> str:
+        """Which samples were in it: of the whole batch, or of the micro-batch that was found."""
+        ctx = self.trainer.ctx
+        samples: Sequence[int] = range(result.consumed, result.consumed + result.global_batch)
+        if place is not None and place.found is not None and place.rank is not None and place.found.micro_batch >= 0:
+            at, size = ctx.layout.coordinate(place.rank)["dp"], ctx.config.train.micro_batch
+            samples = sample_ids(result.consumed, place.found.micro_batch, size, at, ctx.mesh.samples.size)
+        many = f"samples {samples[0]} to {samples[-1]}" if len(samples) > 1 else f"sample {samples[0]}"
+        return f", in {many}"
+
+
+def _layer(place: Place) -> str | None:
+    return None if place.found is None else place.found.words

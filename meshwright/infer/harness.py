@@ -1,0 +1,153 @@
+"""A model of ours behind the interface of lm-eval, on any layout: every rank runs the harness on the same tasks, and
+what the model is asked is computed by all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.data.chat_template import Broken, ChatTemplate, special_tokens
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.engine.context import Context
+from meshwright.errors import UserError, one_line
+from meshwright.infer.generate import generate_all
+from meshwright.infer.scoring import Continued, scores
+
+MISSING = "tasks are run by lm-eval: pip install meshwright[tasks]"
+
+
+class Asked:
+    """What lm-eval asks a model for. It is made a class of lm-eval's by `harness_model`, when that is imported."""
+
+    def __init__(
+        self, ctx: Context, modules: Sequence[nn.Module], tokenizer: Tokenizer, folder: Path, ends: set[int],
+        template: ChatTemplate | None, batch: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ctx, self.modules, self.words = ctx, list(modules), tokenizer
+        self.ends, self.template, self.batch = ends, template, batch
+        self.max_length, self.max_gen_toks = ctx.config.model.seq, 256
+        named = special_tokens(folder).get("bos_token")
+        begins = [] if named is None else tokenizer.encode(named)
+        self.begin = begins[0] if len(begins) == 1 else tokenizer.eod
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.words.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.begin
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.words.recipe.digest
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """Encodes as the model's own tokenizer does, but for the first token where the text has it already."""
+        plain = self.words.encode(string)
+        if add_special_tokens is False or (add_special_tokens is None and plain[:1] == [self.begin]):
+            return plain
+        return self.words.encode_with_special_tokens(string)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
+        texts = [Continued((before + after)[-(self.max_length + 1) :], len(after)) for _, before, after in requests]
+        return [(score.logp, score.greedy) for score in scores(self.ctx, self.modules, texts)]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Scores whole texts, in windows as long as the model's context where that is shorter."""
+        from lm_eval import utils
+
+        windows, whose = [], []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for window in utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
+                windows.append((None, *utils.make_disjoint_window(window)))
+                whose.append(number)
+        found = [0.0] * len(requests)
+        for number, (logp, _) in zip(whose, self._loglikelihood_tokens(windows), strict=True):
+            found[number] += logp
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Writes texts that end before one of the words that each request names."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+        model, texts = self.ctx.config.model, []
+        self._check_writes()
+        for kind in {repr(request.args[1]): request.args[1] for request in requests}.values():
+            alike = [number for number, request in enumerate(requests) if request.args[1] == kind]
+            wanted = normalize_gen_kwargs(kind, self.max_gen_toks)
+            until = [word for word in handle_stop_sequences(wanted.pop("until", None), None) if word]
+            most = int(wanted["max_gen_toks"])
+            if not 0 < most < self.max_length:
+                room = f"the model's context has {self.max_length}"
+                raise UserError(f"a task asks for {most} tokens, and {room}: leave that task out")
+            prompts = [self.tok_encode(requests[n].args[0])[-(self.max_length - most) :] for n in alike]
+            drawing = (float(wanted.get("temperature", 0.0)), float(wanted.get("top_p", 1.0)), 0)
+            settings = (*drawing, self.ends, self.batch, self._stops(until))
+            found = generate_all(self.modules[0], model, prompts, most, *settings)  # type: ignore[arg-type]
+            texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, found, strict=True)]
+        return [text for _, text in sorted(texts)]
+
+    def _check_writes(self) -> None:
+        layout = self.ctx.config.layout
+        if layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel:
+            raise UserError(
+                "a task that writes text needs a whole model on each tensor-parallel group: set layout.pp=1, "
+                "layout.cp=1 and layout.sequence_parallel=false"
+            )
+
+    def _stops(self, until: list[str]) -> Callable[[list[int]], bool]:
+        return lambda tokens: any(word in self.words.decode(tokens) for word in until)
+
+    def _cut(self, tokens: list[int], until: list[str]) -> str:
+        text = self.words.decode([token for token in tokens if token not in self.ends])
+        for word in until:
+            text = text.split(word)[0]
+        return text
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if self.template is None:
+            raise UserError("the model has no chat template: leave --chat out, or name one with --template")
+        try:
+            return self.template.render(chat_history, begins=add_generation_prompt)
+        except Broken:  # some templates know no system
+            return self.template.render([each for each in chat_history if each["role"] != "system"], None, True)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return None if self.template is None or chat_template is False else self.template.text
+
+
+def run_tasks(
+    make: Callable[[type], Any], tasks: Sequence[str], folders: Sequence[str], shots: int | None, limit: int | None,
+    chat: bool, quiet: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs tasks and returns the harness's results by task. `make` is given the class of the model to make."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UserError(MISSING) from None
+    if quiet:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    model = make(type("HarnessModel", (Asked, TemplateLM), {}))
+    try:
+        manager = TaskManager(include_path=list(folders) or None)
+        unknown = [task for task in tasks if not manager.match_tasks([task])]
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tasks of {', '.join(folders)} can't be read ({one_line(str(error))})") from None
+    if unknown:
+        raise UserError(f"lm-eval knows no task {unknown[0]}: name others, or their folder with --task-folder")
+    found = simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, apply_chat_template=chat,
+        log_samples=False, bootstrap_iters=0 if quiet else 1000,
+    )  # fmt: skip
+    if found is None:  # the harness tells the first rank alone
+        return {}
+    return {"results": found["results"], "versions": found["versions"], "samples": found["n-samples"]}

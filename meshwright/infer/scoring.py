@@ -1,0 +1,99 @@
+"""How likely a model finds continuations of texts, on any layout: texts are packed into samples, none of which sees
+another, and every rank gets all results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.comm.ops import all_gather
+from meshwright.data.packed import best_fit
+from meshwright.engine.batches import MicroBatches, Picked
+from meshwright.engine.context import Context
+from meshwright.engine.executor import Executor
+from meshwright.engine.output import LOSS, StageOutput, Term
+from meshwright.engine.step import fields_of, mean_loss, validation_unit
+from meshwright.models.gpt import GPTStage
+from meshwright.models.heads import Head
+from meshwright.spec.model.loss_pieces import piece_rows
+
+
+class Continued(NamedTuple):
+    """The tokens of a text, of which the last `scored` are a continuation of the others."""
+
+    ids: list[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    """The log-probability of a continuation, and whether each of its tokens is the likeliest."""
+
+    logp: float
+    greedy: bool
+
+
+class PackedTexts:
+    """Samples of texts one behind the other. `loss_mask` holds the number of its text, plus 1, at what is scored."""
+
+    def __init__(self, texts: Sequence[Continued], seq: int, positions: bool) -> None:
+        self.texts, self.seq, self.positions = texts, seq, positions
+        self.bins = best_fit([len(text.ids) - 1 for text in texts], seq)
+
+    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
+        found = {key: np.zeros(self.seq, np.int64) for key in ("tokens", "labels", "loss_mask", "segments")}
+        places, begin = np.arange(self.seq), 0
+        for segment, number in enumerate(self.bins[n]):
+            ids, scored = np.array(self.texts[number].ids), self.texts[number].scored
+            here = slice(begin, begin + len(ids) - 1)
+            found["tokens"][here], found["labels"][here], found["segments"][here] = ids[:-1], ids[1:], segment
+            found["loss_mask"][here.stop - scored : here.stop] = number + 1
+            places[here], begin = np.arange(len(ids) - 1), here.stop
+        found["segments"][begin:], places[begin:] = len(self.bins[n]), np.arange(self.seq - begin)
+        return found | ({"positions": places} if self.positions else {})
+
+
+def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued]) -> list[Score]:
+    """Returns the score of each text, of at most one token more than the model's context. All ranks call it with the
+    same texts."""
+    if not texts:
+        return []
+    data = PackedTexts(texts, ctx.config.model.seq, ctx.config.model.position in ("rope", "learned"))
+    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=ctx.device.torch)
+
+    def forward(module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> StageOutput:
+        assert isinstance(module, GPTStage)
+        hidden, _ = module.trunk(batch, received.get("hidden"))
+        if module.head is None:
+            return StageOutput({"hidden": hidden})
+        _score_rows(module.head, hidden, batch["labels"].flatten(), batch["loss_mask"].flatten(), sums)
+        return StageOutput({}, [Term(LOSS, sums.new_zeros(()), 1)])
+
+    unit = validation_unit(ctx)
+    executor = Executor(modules, ctx.mesh.pp, forward, ctx.parallel.streams)
+    batches = MicroBatches(ctx, Picked(data, range(len(data.bins))), fields_of(modules), ThreadPoolExecutor(1))
+    mean_loss(executor, batches, -(-len(data.bins) // unit) * unit)
+    if ctx.mesh.tp.index > 0:  # all ranks that cut the vocabulary know the same
+        sums.zero_()
+    ctx.mesh.world.all_reduce(sums)
+    return [Score(logp, not misses) for logp, misses in sums.tolist()]
+
+
+def _score_rows(head: Head, hidden: Tensor, labels: Tensor, mask: Tensor, sums: Tensor) -> None:
+    """Adds the log-probabilities of the scored tokens, and the number of those that are not the likeliest."""
+    x, output, tp = head.ended(hidden), head.output, head.parallel.tp
+    full = all_gather(x, tp.name, tp.size) if output.mode == "gather" else x
+    rows = (mask > 0).nonzero().flatten()
+    for part in rows.split(piece_rows(max(1, len(rows)), output.weight.shape[0] * tp.size)):
+        logits = F.linear(full[part], output.weight, output.bias).t().contiguous()
+        logits = all_gather(logits, tp.name, tp.size)[: head.vocab].t()
+        wide = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1)
+        label, number = labels[part], mask[part] - 1
+        found = wide.gather(1, label[:, None])[:, 0].double()
+        missed = (wide.argmax(1) != label).double()
+        sums.index_add_(0, number, torch.stack((found, missed), 1))

@@ -1,0 +1,356 @@
+"""Hugging Face in and out: a folder that transformers wrote becomes a checkpoint, and a checkpoint such a folder.
+
+Both go block by block, so memory does not grow with the model. What a folder says beyond our model section (its
+config.json, the names and dtypes of its tensors) is kept in the checkpoint, so that a round trip gives it back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint import tensor_file
+from meshwright.checkpoint.hf_files import PRECISION_CODES, HFFolder
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.merged import MergedWeights, open_weights
+from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
+from meshwright.config.sections import ModelConfig
+from meshwright.disk import hub_hint, refused
+from meshwright.errors import UserError, plural
+from meshwright.interop.upcycle import Upcycled
+from meshwright.outside import of_kind, read_json
+from meshwright.record import checkpoint_format as fmt
+from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, SavedBlock, blocks_of
+from meshwright.record.companions import ORIGIN, copy_files, copy_tokenizer, end_token
+from meshwright.spec.layout.params import Box, Init, ParamRecord
+from meshwright.spec.model.hf import FAMILIES, family_for
+from meshwright.spec.model.hf.family import Family, model_section
+from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE, has_weights
+from meshwright.spec.model.hf.rows import Mapped, SourceRows
+
+NO_DATA = "imported"
+WEIGHTS_FILE = "rank-00000.safetensors"
+SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # transformers refuses a file without it
+
+
+class Exported(Protocol):
+    """A tensor to write."""
+
+    @property
+    def entry(self) -> TensorEntry: ...
+
+
+T = TypeVar("T", bound=Exported)
+
+
+@contextmanager
+def written_aside(to: Path) -> Iterator[Path]:
+    """Yields a new folder that gets its final name only when everything has been written."""
+    to = Path(os.path.abspath(to))
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists already: name a new folder")
+    aside = to.with_name(f".writing-{to.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        fmt.sync_folder(aside)
+        os.replace(aside, to)
+    except OSError as error:
+        raise refused(f"{to} can't be written", error, to, "another folder") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str | None = None) -> ModelConfig:
+    """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
+
+    `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are. `upcycle`, e.g.
+    "count=8,top_k=2", makes a dense model a mixture of experts (upcycle.py).
+    """
+    folder = HFFolder(source, seq)
+    weights = folder if upcycle is None else Upcycled(folder, upcycle)
+    with written_aside(to) as aside:
+        index = Index(step=0, consumed=0, world=1, config=config_of(weights.model))
+        entries: list[TensorEntry] = []
+        for name, whole in weights.shapes.items():
+            stored = weights.stored_as(name, dtype)
+            kind, size = SAFETENSORS_DTYPES[stored]
+            index.tensors[f"param/{name}"] = {"shape": list(whole), "dtype": kind}
+            for start, shape in blocks_of(whole, size):
+                index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
+                entries.append(TensorEntry(str(len(entries)), stored, shape))
+        sums = tensor_file.write_tensors(aside / WEIGHTS_FILE, entries, _values(weights, index.blocks, entries))
+        index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
+        index.blocks = [block._replace(crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
+        assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
+        fmt.write_json(aside / ORIGIN, _origin(folder))
+        copy_files(source, aside)
+        fmt.write_index(aside, index)
+    return weights.model
+
+
+def _origin(folder: HFFolder) -> dict[str, Any]:
+    """Returns what is kept of a folder beside its weights, and says what was left out of these."""
+    config = folder.config
+    if folder.left_out:
+        print(
+            f"meshwright: left out {plural(len(folder.left_out), 'tensor')} of layers after the last "
+            f"({folder.left_out[0]}, ...), which predict further tokens",
+            file=sys.stderr,
+        )
+        config = config | {folder.family.extra_layers: 0}
+    return {"config": config, "tensors": {full: [name, folder.dtype(full)] for full, name in folder.stored.items()}}
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns the config of a checkpoint that no run wrote: its model, and a placeholder for the data, which it has
+    none of."""
+    return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
+
+
+def _values(weights: HFFolder | Upcycled, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
+    """Yields the blocks' values in order."""
+    for block, entry in zip(wanted, entries, strict=True):
+        values = weights.block(block.tensor.removeprefix("param/"), block.start, block.shape)
+        yield values.to(TORCH_DTYPES[entry.dtype])
+
+
+class OriginFile(TypedDict):
+    """The file of an origin: its config.json, and by a tensor's full name its name and its code in safetensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how
+    it stored its tensors (full name -> name and dtype)."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, list[str]]
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """Returns the origin of an imported checkpoint, or of a Hugging Face folder itself; None if the folder is
+    neither."""
+    for name in (ORIGIN, "config.json"):
+        if (folder / name).is_file():
+            try:
+                found = read_json(folder / name)
+                found = found if name == ORIGIN else {"config": found, "tensors": {}}
+                of_kind(found, OriginFile, "it")
+                if strange := {code for _, code in found["tensors"].values()} - set(TORCH_DTYPES):
+                    raise ValueError(f"it names the unknown dtype {min(strange)}")
+                return Origin(folder, found["config"], found["tensors"])
+            except (OSError, ValueError) as error:
+                raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
+    return None
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A tensor of theirs to write: its entry, the tensor of ours that holds its rows, and which rows these are."""
+
+    entry: TensorEntry
+    ours: str
+    mapped: Mapped
+    runs: list[SourceRows]
+
+
+def export_folder(
+    checkpoint: Path, to: Path, dtype: str = "", family: str = "", like: Path | None = None
+) -> dict[str, Any]:
+    """Writes a checkpoint's weights as the Hugging Face folder `to`, and returns what was written.
+
+    `dtype` is fp32, fp16, bf16 or fp64; without it tensors have the dtype of the folder that the model comes from, or
+    the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to
+    follow.
+    """
+    reader = open_weights(checkpoint)
+    model = model_section(reader.index.config["model"])
+    if model.kind == "hf":
+        return export_planned(reader, Path(like or model.hf), to, dtype)
+    origin = origin_of(like or checkpoint)
+    if like is not None and origin is None:
+        lacks = f"{like} has no config.json{hub_hint(like)}"
+        raise UserError(f"{lacks}: --like takes a Hugging Face folder or an imported checkpoint")
+    base = origin.config if origin is not None else {}
+    known = str(base.get("model_type")) in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
+    chosen = family_for(model, family or (base["model_type"] if known else ""))
+    told, beside_of = base, origin.folder if origin is not None else checkpoint
+    prefixes = _prefixes(reader)
+    if base.get("model_type") != chosen.model_type:
+        origin, base = None, {}
+    stored = origin.tensors if origin is not None else {}
+    planned = list(_planned(reader, chosen, model, stored, dtype))
+    config = chosen.config_of(model, base or None)
+    with written_aside(to) as aside:
+        beside = copy_files(beside_of, aside) or copy_tokenizer(prefixes, aside)
+        if not base:
+            end = end_token(checkpoint, prefixes)
+            ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+            config |= {key: told.get(key, value) for key, value in ends.items()}
+        if dtype or not {each.entry.name for each in planned} <= {name for name, _ in stored.values()}:
+            keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
+            config |= dict.fromkeys(keys, _dtype_word(planned))
+        fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        files = write_shards(aside, planned, lambda shard: _pieces(reader, shard))
+    total = sum(each.entry.bytes for each in planned)
+    return {
+        "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
+        "files": files, "beside": beside,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to write as the folder of a transformers model has it: a box of one of its parameters. Of a buffer,
+    which nobody trains, there is no name, and it is copied."""
+
+    entry: TensorEntry
+    name: str
+    box: Box
+
+
+def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: str) -> dict[str, Any]:
+    """Writes the weights of a model that transformers builds, in the form of the folder that it comes from."""
+    from meshwright.checkpoint.planned_files import PlannedFolder, named_shapes
+
+    held = reader.index.tensors
+    folder = PlannedFolder(like) if has_weights(like) else None
+    planned: list[PlannedTensor] = []
+    for name, shape in named_shapes(str(like)).items():
+        own = DTYPE_CODES[getattr(torch, held[f"param/{name}"]["dtype"])]
+        whole = Box((0,) * len(shape), shape, (0,) * len(shape))
+        for source, box, stacked in folder.pieces[name] if folder else [(name, whole, False)]:
+            code = PRECISION_CODES[dtype] if dtype else folder.dtype(source) if folder else own
+            planned.append(PlannedTensor(TensorEntry(source, code, box.shape[stacked:]), name, box))
+    for name, shape in folder.buffers.items() if folder else ():
+        source = folder.pieces[name][0].source  # type: ignore[union-attr]
+        whole = Box((0,) * len(shape), shape, (0,) * len(shape))
+        planned.append(PlannedTensor(TensorEntry(source, folder.dtype(source), shape), "", whole))  # type: ignore[union-attr]
+
+    def values(shard: list[PlannedTensor]) -> Iterator[Tensor]:
+        for each in shard:
+            found = torch.empty(each.box.shape, dtype=TORCH_DTYPES[each.entry.dtype])
+            if each.name:
+                record = ParamRecord(each.name, tuple(held[f"param/{each.name}"]["shape"]), each.box.shape,
+                                     (each.box,), Init("zeros"))  # fmt: skip
+                reader.fill(f"param/{each.name}", record, found)
+            elif folder:
+                found = folder.file_of[each.entry.name].get_tensor(each.entry.name)
+            yield found
+
+    config = read_json(like / "config.json")
+    with written_aside(to) as aside:
+        beside = copy_files(like, aside) or copy_tokenizer(_prefixes(reader), aside)
+        config |= {"dtype": str(TORCH_DTYPES[PRECISION_CODES[dtype]]).removeprefix("torch.")} if dtype else {}
+        fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        files = write_shards(aside, planned, values)
+    return {
+        "family": str(config.get("model_type")), "step": reader.index.step, "tensors": len(planned),
+        "bytes": sum(each.entry.bytes for each in planned), "files": files, "beside": beside,
+    }  # fmt: skip
+
+
+def _prefixes(reader: Reader | MergedWeights) -> list[str]:
+    """Returns the token files of a checkpoint's run."""
+    told = reader.index.config.get("data", {}).get("prefixes")
+    return [str(prefix) for prefix in told] if isinstance(told, list) else []
+
+
+def _planned(
+    reader: Reader | MergedWeights, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
+) -> Iterator[ExportedTensor]:
+    """Yields the tensors to write. A tied model's output layer is written if its origin had one."""
+    for ours, mapped in family.tensors(model).items():
+        held = reader.index.tensors.get(f"param/{ours}")
+        if held is None:
+            raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
+        twice = ours == "embedding.weight" and model.tied_embeddings and family.head in stored
+        runs = mapped.sources()
+        for source, shape in mapped.source_shapes().items():
+            for name in (source, family.head) if twice else (source,):
+                actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
+                entry = TensorEntry(actual, PRECISION_CODES[dtype] if dtype and not mapped.wide else kind, shape)
+                yield ExportedTensor(entry, ours, mapped, runs[source])
+
+
+def _dtype_word(planned: list[ExportedTensor]) -> str:
+    """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
+    in it, but for those that are wide in any case."""
+    dtypes = (TORCH_DTYPES[each.entry.dtype] for each in planned if not each.mapped.wide)
+    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+
+
+def write_shards(folder: Path, planned: Sequence[T], pieces: Callable[[list[T]], Iterator[Tensor]]) -> list[str]:
+    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names. `pieces` gives the
+    values of some of the tensors, in order."""
+    shards: list[list[T]] = [[]]
+    size = 0
+    for each in planned:
+        if shards[-1] and size + each.entry.bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(each)
+        size += each.entry.bytes
+    count = len(shards)
+    names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
+    for name, shard in zip(names, shards, strict=True):
+        tensor_file.write_tensors(folder / name, [each.entry for each in shard], pieces(shard), METADATA)
+    if count > 1:
+        where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        total = sum(each.entry.bytes for each in planned)
+        value = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        fmt.write_whole(folder / SHARDED_INDEX, (json.dumps(value, indent=2) + "\n").encode())
+    return names
+
+
+def _pieces(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
+    for each in shard:
+        dtype = TORCH_DTYPES[each.entry.dtype]
+        if each.mapped.transposed:
+            yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
+            continue
+        for (low, *_), (rows, *_) in blocks_of(each.entry.shape, max(4, dtype.itemsize)):
+            yield _rows(reader, each, low, low + rows, dtype)
+
+
+def _rows(reader: Reader | MergedWeights, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Rows [low, high) of their tensor, gathered from ours."""
+    mapped, boxes, wanted = theirs.mapped, [], []
+    leading = (1,) * (len(mapped.shape) - len(mapped.tail) - 1)  # of a stack, each run lies in one matrix
+    held = 0
+    for run in theirs.runs:
+        part = run.of_theirs(low, high)
+        if part is not None:
+            at = (*(0 for _ in leading), held, *(0 for _ in mapped.tail))
+            boxes.append(Box(mapped.corner(part.start), (*leading, part.count, *mapped.tail), at))
+            wanted.append(part)
+            held += part.count
+    record = ParamRecord(theirs.ours, mapped.shape, (*leading, held, *mapped.tail), tuple(boxes), Init("zeros"))
+    values = torch.empty(record.local_shape, dtype=dtype)
+    reader.fill(f"param/{theirs.ours}", record, values)
+    values = values.view(held, *mapped.tail)
+    if len(wanted) == 1 and wanted[0].step == 1:
+        return values
+    ordered = torch.empty_like(values)
+    for part, rows in zip(wanted, values.split([part.count for part in wanted]), strict=True):
+        where = part.theirs
+        ordered[where.start - low : where.stop - low : where.step] = rows
+    return ordered

@@ -1,0 +1,153 @@
+"""Modules that are not ours, divided as they are: their units for ZeRO, and the calls that a plan puts around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.group import Group
+from meshwright.errors import UserError
+from meshwright.models.stage import LossCounts, Receives
+from meshwright.models.wrapped.calls import changed, gated, outer_modules, place, style_of
+from meshwright.nn.parallel import Parallel
+from meshwright.nn.unit import GATE, Gate, call_in_backward
+from meshwright.spec.layout.params import ParamRecord, slices_of
+from meshwright.spec.model.part import Coordinate, LossTerm
+from meshwright.spec.model.wrapped.parts import PlannedParameter
+
+
+class Absent(nn.Module):
+    """Stands for a module that another stage holds, and returns its first argument or what it was given."""
+
+    def __init__(self, stands_for: nn.Module | None = None) -> None:
+        super().__init__()
+        self.given: Tensor | None = None
+        if stands_for is not None:  # what it says of itself, its model may ask
+            said = {key: value for key, value in vars(stands_for).items() if not key.startswith("_")}
+            vars(self).update({key: value for key, value in said.items() if isinstance(value, (str, int, float))})
+
+    @property
+    def weight(self) -> Tensor | None:
+        """What models ask of a table: a tensor of its dtype and device."""
+        return self.given
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
+
+
+class Loose(nn.Module):
+    """The parameters that belong to no module whose call could gather them: a unit for all of a chunk's forward."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+
+class Together(nn.Module):
+    """Modules whose weights are gathered together, as one unit."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList(modules)
+
+
+class ForeignStage(nn.Module):
+    """A chunk around a module that is not ours (`models.stage.StageModule`)."""
+
+    draws_by_key = False
+    foreign = True  # which of its parameters get gradients may depend on the data
+    losses: Sequence[tuple[LossTerm, int]] = ()
+    loss_counts: LossCounts | None = None
+    receives: Receives = {}  # noqa: RUF012 (a subclass sets its own)
+    needs: set[str] | None = None
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self._units: list[nn.Module] = []
+        self.loose: Loose | None = None
+
+    def divide(self, together: Sequence[str] = ()) -> None:
+        """Makes units of the module's parts, after everything else that changes their calls. Those that are named
+        `together` are one unit."""
+        units, loose = outer_modules(self.net)
+        self._units = [module for name, module in units if name not in together]
+        for module in self._units:
+            gated(module, [module])
+        if group := [module for name, module in units if name in together]:
+            self._units.append(Together(group))
+            gated(self._units[-1], group)
+        self.loose = Loose([value for _, value in loose]) if loose else None
+
+    def units(self) -> list[nn.Module]:
+        return self._units if self.loose is None else [self.loose, *self._units]
+
+    def announce(self, loss_weight: float | None) -> None:
+        pass
+
+    def compiled_blocks(self) -> list[nn.Module]:
+        return []
+
+    def with_loose(self, run: Callable[[], Any]) -> Any:
+        """Runs with the parameters there that belong to no unit, in forward and in backward."""
+        gate: Gate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
+        if gate is None:
+            return run()
+        gate.open()
+        result = run()
+        return changed(result, lambda xs: call_in_backward(gate.open, *xs))
+
+
+class WrappedModule(ForeignStage):
+    """A whole module of one's own, which every rank built alike. With a plan, tp cuts it."""
+
+    def __init__(self, net: nn.Module, parallel: Parallel, at: Coordinate, plan: Mapping[str, str]) -> None:
+        super().__init__(net)
+        if at.size("tp") > 1 and not plan:
+            raise UserError(
+                f"layout.tp={at.size('tp')} needs a plan, the style of each module that is cut, as in "
+                'plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}: give one, or set layout.tp=1'
+            )
+        made: dict[int, nn.Parameter] = {}
+        for path, module in list(net.named_modules()):
+            for key, value in list(module._parameters.items()):
+                if value is not None:
+                    name = f"{path}.{key}" if path else key
+                    if id(value) not in made:
+                        style = style_of(name, plan)
+                        record = PlannedParameter(name, tuple(value.shape), style).record(at, name)
+                        made[id(value)] = local_part(value.data, record, parallel, value.requires_grad)
+                    module._parameters[key] = made[id(value)]
+        net.to(parallel.device)
+        place_all(net, plan, parallel.tp)
+        self.divide()
+
+
+def place_all(
+    net: nn.Module, plan: Mapping[str, str], tp: Group, rotary: Callable[[str], int] = lambda name: 0
+) -> None:
+    """Puts the calls of a plan around every module that it names. `rotary` says for a name what `place` takes."""
+    for name, module in net.named_modules():
+        style = style_of(name, plan, parameter=False)
+        if not isinstance(module, Absent) and style:
+            place(module, style, tp, rotary(name) if style == "mla_kv_a_proj" else 0)
+
+
+def local_part(whole: Tensor, record: ParamRecord, parallel: Parallel, trained: bool | None = None) -> nn.Parameter:
+    """This rank's part of a parameter, with its record."""
+    trained = whole.requires_grad if trained is None else trained
+    if whole.is_meta:
+        parameter = parallel.parameter(record)
+        if not parallel.unallocated:
+            parameter.data.zero_()
+        parameter.requires_grad_(trained)
+        return parameter
+    local = torch.zeros(record.local_shape, dtype=whole.dtype, device=parallel.device)
+    for box in record.boxes:
+        local[slices_of(box.local_start, box.shape)] = whole[slices_of(box.start, box.shape)].to(parallel.device)
+    parameter = nn.Parameter(local, whole.is_floating_point() and trained)
+    parameter.record = record  # type: ignore[attr-defined]
+    return parameter

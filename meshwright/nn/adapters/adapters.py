@@ -1,0 +1,213 @@
+"""Low-rank adapters of linear layers (LoRA, DoRA): what `spec/model/tuning.py` states, computed inside the layer's product.
+
+Each rank adds its own part of the change before the layer's own sum, and takes its own part of the input's gradient
+with the layer's, so no adapter calls a collective of its own, but for the norms of rows whose inputs are cut (DoRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.comm.registered import pure_operator
+from meshwright.nn import products
+from meshwright.nn.adapters.nf4 import weight_values
+from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
+from meshwright.nn.parallel import Parallel
+from meshwright.spec.layout.params import AdapterRecord, ParamRecord
+
+
+class Adapter(nn.Module):
+    """The trained change of some rows of a weight."""
+
+    def __init__(self, parallel: Parallel, record: AdapterRecord) -> None:
+        super().__init__()
+        self.start, self.stop = record.start, record.stop
+        self.scale, self.p = record.scale, record.dropout
+        self.down, self.up = parallel.parameter(record.down), parallel.parameter(record.up)
+        self.norms = None if record.norms is None else parallel.parameter(record.norms)
+
+
+class Adapted(nn.Module):
+    """A layer whose weight may have adapters."""
+
+    def add_adapters(self, parallel: Parallel, weight: ParamRecord) -> None:
+        self._adapters = [Adapter(parallel, each) for each in weight.adapters]
+        self.adapts = True  # false while the model runs without its adapters
+        for each, record in zip(self._adapters, weight.adapters, strict=True):
+            self.add_module(record.name, each)
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters that the product takes now."""
+        return self._adapters if self.adapts else []
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes with its frozen weights alone."""
+    layers = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    for layer in layers:
+        layer.adapts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapts = True
+
+
+class Change(NamedTuple):
+    """An adapter of the rows `start` to `stop` of the weight that a product takes, which may be joined from several."""
+
+    start: int
+    stop: int
+    adapter: Adapter
+
+
+class Settings(NamedTuple):
+    """How the product of `nn/linear.py` runs: its mode, tp group and precision."""
+
+    mode: str
+    group: str
+    size: int
+    kind: str
+
+
+class Before(NamedTuple):
+    """What the product computes of its input before it multiplies: nothing, its SwiGLU, or its RMS norm with this
+    weight. Only the input itself is then kept; backward computes it again."""
+
+    kind: str = ""  # swiglu, norm
+    gain: Tensor | None = None
+    eps: float = 0.0
+
+
+NOTHING = Before()
+
+
+def adapted_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: Settings,
+    generator: torch.Generator | None = None, before: Before = NOTHING,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns x, and x W^T of the changed weight with the product's collectives. Where a norm comes `before`, whatever
+    else needs x must use the returned one, so that its gradient is added in the norm's backward. `generator` draws the
+    dropout of the adapters' inputs, in training."""
+    first = changes[0].adapter
+    ratio = _ratio(weight, changes, settings) if first.norms is not None else None
+    keep = None
+    if generator is not None and first.p:
+        rows = x.shape[0] * (settings.size if settings.mode == "gather" else 1)
+        keep = torch.empty((rows, first.down.shape[1]), dtype=x.dtype, device=x.device)
+        keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
+    spans = tuple((change.start, change.stop) for change in changes)
+    factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
+    how = (settings, first.scale, spans, before.kind, before.eps)  # scale is that of all adapters
+    found = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
+    return found if before.kind == "norm" else (x, found)
+
+
+def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Tensor:
+    """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
+    DoRA, the latter is taken as a constant."""
+    with torch.no_grad():
+        weight = weight_values(weight, changes[0].adapter.down.dtype)
+        old = torch.linalg.vector_norm(weight, dim=1, dtype=wide(weight[:0]).dtype).square()
+        new = old.clone()
+        for start, stop, adapter in changes:
+            down, up, scale = wide(adapter.down), wide(adapter.up), adapter.scale
+            mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
+            new[start:stop] += 2.0 * scale * (mixed * up).sum(1)
+        both = torch.stack((old, new))
+        if settings.mode in ("row", "scatter"):
+            all_reduce_(both, settings.group, "sum")
+        old, new = both.clamp_(min=torch.finfo(both.dtype).tiny).sqrt().unbind()
+    parts, at = [], 0
+    for start, stop, adapter in changes:
+        assert adapter.norms is not None
+        parts += [torch.ones_like(old[at:start]), (old[start:stop] + adapter.norms) / new[start:stop]]
+        at = stop
+    return torch.cat([*parts, torch.ones_like(old[at:])])
+
+
+@pure_operator("meshwright::add_low_rank", mutates={"y"})
+def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequence[int], scale: float) -> None:
+    """Adds scale * part up^T to the columns of y between each two numbers of `spans`, the parts being those of `short`
+    from left to right. The product itself adds, so y is read and written once more and nothing else is."""
+    parts = short.chunk(len(ups), 1)
+    for number, (part, up) in enumerate(zip(parts, ups, strict=True)):
+        y[:, spans[2 * number] : spans[2 * number + 1]].addmm_(part, up.t(), alpha=scale)
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`, of x or what comes before.
+    The weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        # No names above: without gradients, torch.compile leaves out ctx where it counts as many arguments as names.
+        x, gain, weight, bias, ratio, keep, how, *factors = given
+        ctx.how = settings, scale, spans, before, eps = how
+        rstd, inner = None, x
+        if before == "norm":
+            assert gain is not None
+            inner, rstd = norm_of_product(x, gain, eps, settings.mode, settings.kind)
+        elif before == "swiglu":
+            inner = swiglu(x)
+        full = all_gather(inner, settings.group, settings.size) if settings.mode == "gather" else inner
+        y = products.forward(full, weight_values(weight, x.dtype), None, settings.kind)
+        seen = full if keep is None else full * keep
+        short = seen @ torch.cat(factors[::2]).t()
+        add_low_rank(y, short, factors[1::2], [row for span in spans for row in span], scale)
+        ctx.save_for_backward(x, rstd, gain, weight, keep, short, ratio, y if ratio is not None else None, *factors)
+        if ratio is not None:
+            y = (y * ratio).to(y.dtype)
+        if bias is not None:
+            y = y + bias
+        if settings.mode == "row":
+            all_reduce_(y, settings.group, "sum")
+        elif settings.mode == "scatter":
+            y = reduce_scatter(y, settings.group, settings.size)
+        return (x.view_as(x), y) if before == "norm" else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, gain, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
+        (mode, group, size, kind), scale, spans, before, _ = ctx.how
+        grad = all_gather(grads[-1], group, size) if mode == "scatter" else grads[-1]
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
+        grad_ratio = None
+        if ratio is not None:
+            grad_ratio = (wide(grad) * unscaled).sum(0)
+            grad = (grad * ratio).to(grad.dtype)
+        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(spans), 1)
+        pieces = [grad[:, start:stop] for start, stop in spans]
+        back = scale * torch.cat([piece @ up for piece, up in zip(pieces, ups, strict=True)], 1)
+        grad_ups = [scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
+        grad_x = grad_gain = None
+        if ctx.needs_input_grad[0] or before:
+            weight = weight_values(weight, grad.dtype, again=True)
+            prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
+            grad_x = products.input_grad(prepared, weight, kind)
+            if keep is None:
+                add_low_rank(grad_x, back, [downs.t()], [0, downs.shape[1]], 1.0)
+            else:
+                grad_x = grad_x + (back @ downs) * keep
+            if mode == "column":
+                all_reduce_(grad_x, group, "sum")
+            elif mode == "gather":
+                grad_x = reduce_scatter(grad_x, group, size)
+        inner = x
+        if before == "norm":
+            grad_x, inner, grad_gain = rms_norm_backward(x, rstd, gain, grad_x, grads[0])
+            grad_gain = grad_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None
+        elif before == "swiglu":
+            grad_x, inner = swiglu_backward(x, grad_x)
+        full = all_gather(inner, group, size, again=True) if mode == "gather" else inner
+        grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
+        each = (found for pair in zip(grad_downs, grad_ups, strict=True) for found in pair)
+        return grad_x, grad_gain, None, grad_bias, grad_ratio, None, None, *each

@@ -1,0 +1,169 @@
+"""Self-attention with grouped key-value heads, cut over tp by heads."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.nn.adapters.adapters import Before, Change, Settings, adapted_product
+from meshwright.nn.attention.alibi import widen
+from meshwright.nn.attention.context import ContextRows, context_attention
+from meshwright.nn.attention.core import attention_core, run_core
+from meshwright.nn.attention.documents import Documents
+from meshwright.nn.attention.qk_norms import HeadNorms, TokenNorms
+from meshwright.nn.attention.rotary import Tables, rotate, rotate_qkv
+from meshwright.nn.linear import Linear, norm_product
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model import gpt
+
+AnyMask = TypeVar("AnyMask")
+
+
+class QKV(nn.Module):
+    """The fused projection to this rank's queries, keys and values: one parameter, or two (queries; keys and values)
+    where tp ranks share key-value heads, since the shared part's gradient is summed over those that share it."""
+
+    def __init__(self, parallel: Parallel, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        self.linears: list[Linear] = []
+        for part in (part for part in ("qkv", "q", "kv") if f"{part}.weight" in records):
+            linear = Linear(parallel, records[f"{part}.weight"], records.get(f"{part}.bias"), "column")
+            self.add_module(part, linear)
+            self.linears.append(linear)
+
+    def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Returns x, for the residual, and the projection of its norm."""
+        if len(self.linears) == 1:
+            return self.linears[0].after_norm(x, norm)
+        weight = torch.cat(tuple(linear.weight for linear in self.linears))
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        changes, at = [], 0
+        for linear in self.linears:
+            changes += [Change(at + each.start, at + each.stop, each) for each in linear.adapters]
+            at += linear.weight.shape[0]
+        if changes:
+            first = self.linears[0]
+            settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
+            if norm.fuses:
+                before = Before("norm", norm.weight, norm.eps)
+                return adapted_product(x, weight, bias, changes, settings, stream, before)
+            return x, adapted_product(norm(x), weight, bias, changes, settings, stream)[1]
+        return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
+
+
+class KVCache:
+    """The keys and values of one layer's earlier tokens, of one or several sequences. The first call may add many (the
+    prompts), later ones one each. Prompts of other lengths are filled up at their ends; then `lengths` [sequences] says
+    where each goes on."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest, self.length, self.prompt = longest, 0, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.lengths: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
+        if self.keys is None or self.values is None:
+            shape = (*keys.shape[:2], self.longest, keys.shape[3])
+            # Zeros: what a mask hides is multiplied by 0, and anything may lie in memory that nobody wrote.
+            self.keys, self.values = keys.new_zeros(shape), values.new_zeros(shape)
+        end = self.length + keys.shape[2]
+        assert self.length == 0 or keys.shape[2] == 1, "after the first call, one token at a time"
+        if self.lengths is None:
+            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = keys, values
+        else:
+            rows = torch.arange(len(keys), device=keys.device)
+            self.keys[rows, :, self.lengths], self.values[rows, :, self.lengths] = keys[:, :, 0], values[:, :, 0]
+        self.prompt = self.prompt or end
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def seen(self, mask: AnyMask, window: int = 0) -> AnyMask | Tensor:
+        """Returns the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
+        and of a token after a prompt, which are in its window, [sequences, 1, 1, tokens so far]."""
+        later = self.keys is not None and self.length > self.prompt
+        if self.lengths is None and not (later and window):
+            return mask
+        assert self.keys is not None
+        places = torch.arange(self.length, device=self.keys.device)
+        last = places[-1:] if self.lengths is None else self.lengths
+        found = places <= last[:, None]
+        return (found & (places > last[:, None] - window) if window else found)[:, None, None]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keeps some of the sequences."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Attention(nn.Module):
+    """Self-attention of this rank's heads, causal or to all tokens of a sample. With `recompute: selective`, the core
+    (the scores and the mix of the values) is not kept but computed again in backward."""
+
+    def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        tp = parallel.tp.size
+        self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
+        self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
+        self.projection, out = self.products(parallel, records)
+        norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
+        self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
+        self.out = out  # registered in the order of forward
+        self.recompute_core = parallel.recompute.mode == "selective"
+        self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+        self.window = part.window
+
+    def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
+        """Returns the projection to queries, keys and values, and that of the result."""
+        return QKV(parallel, records), Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
+        """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
+        dropout = self.dropout if self.training else 0.0
+        return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: Norm,
+        batch: int,
+        tables: Tables | None,
+        mask: Tensor | Documents | ContextRows | None,
+        past: KVCache | None,
+        *unused: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `tables` are
+        those of rotary positions, or of ALiBi. `mask` says where documents begin, or is added to the scores; without
+        it, a query sees all tokens or, if attention is causal, those before it. With `past`, x continues after its
+        tokens."""
+        x, qkv = self.projection(x, norm)
+        qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
+        if self.fuses and tables is not None and self.norms is None and not self.alibi:
+            q, k, v = rotate_qkv(qkv, tables, self.heads, self.kv_heads)
+        else:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            if self.norms is not None:
+                q, k = self.norms(q, k)
+            if tables is not None:
+                q, k, v = widen(q, k, v, tables) if self.alibi else (rotate(q, tables), rotate(k, tables), v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if isinstance(mask, ContextRows):
+            assert self.context is not None and past is None
+            return x, self._out(context_attention(q, k, v, mask, self.context, self.window))
+        if past is not None:
+            k, v = past.extend(k, v)
+            mask = past.seen(mask, self.window)
+        return x, self._out(run_core(self.core, self.recompute_core, self.dropout, q, k, v, mask))
+
+    def _out(self, y: Tensor) -> Tensor:
+        """Returns the output projection of the core's result."""
+        y = y[..., : self.head_dim].transpose(1, 2)
+        projected: Tensor = self.out(y.reshape(y.shape[0] * y.shape[1], -1))
+        return projected

@@ -1,0 +1,403 @@
+"""Attention of one block of queries to one block of keys by fused kernels, which take rectangles and triangles
+(`spec/layout/pieces.py`): cuDNN's or flash attention on CUDA, many pieces in one call where documents make many, torch's
+own kernel on a CPU. Rows that lie in no runs, and dtypes that no kernel takes, are computed in tiles with a mask.
+
+The results of several blocks are merged in float32 (float64 in float64) by the log-sums of their scores. Scores exist
+only in tiles, never as a whole [tokens, tokens].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.device import cudnn_attends, upload
+from meshwright.kernels import kernels_take
+from meshwright.spec.layout.pieces import Piece, pieces, rounds
+
+aten: Any = torch.ops.aten
+ALL = slice(None)
+TILE = 1024  # queries and keys whose scores exist at once where a mask is needed
+MANY = 16  # pieces of a block from which on a call for all of them is faster than a call for each
+
+
+class Rows(NamedTuple):
+    """The numbers of rows in their sequences and their documents, [batch, rows], on the host."""
+
+    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    documents: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    def part(self, index: int, count: int) -> Rows:
+        """Returns the rows of one of `count` neighbouring ranks, or groups of ranks."""
+        size = self.numbers.shape[1] // count
+        at = (ALL, slice(index * size, (index + 1) * size))
+        return Rows(self.numbers[at], None if self.documents is None else self.documents[at])
+
+    def natural(self) -> Rows:
+        """Returns the same rows in their natural order."""
+        order = self.numbers.argsort(1)
+        documents = None if self.documents is None else np.take_along_axis(self.documents, order, 1)
+        return Rows(np.take_along_axis(self.numbers, order, 1), documents)
+
+
+class Round(NamedTuple):
+    """Pieces for one call: the queries and keys in their order, as numbers of tokens of the micro-batch (None: all as
+    they are), where each piece begins among them, and the longest piece."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    query_starts: Tensor
+    key_starts: Tensor
+    longest: tuple[int, int]
+    causal: bool
+
+
+class Sight:
+    """Which keys a block of queries sees, of all before them or over a `window`: pieces, each for some of the samples,
+    or None where only a mask says it."""
+
+    def __init__(self, at: Rows, to: Rows, device: torch.device, window: int = 0) -> None:
+        self.at, self.to, self.device, self.window = at, to, device, window
+        each: list[list[Piece] | None] = []
+        alike = all(x is None for x in (at.documents, to.documents)) and all(
+            bool((x.numbers == x.numbers[:1]).all()) for x in (at, to)
+        )
+        for i in range(1 if alike else len(at.numbers)):
+            of_at, of_to = (None if x.documents is None else x.documents[i] for x in (at, to))
+            each.append(pieces(at.numbers[i], to.numbers[i], of_at, of_to, window))
+        found = [(ALL if alike else slice(i, i + 1), more) for i, more in enumerate(each)]
+        self.pieces: list[tuple[slice, Piece]] | None = None
+        if not any(more is None for more in each):
+            self.pieces = [(samples, piece) for samples, more in found for piece in more or ()]
+        self.alike = alike
+
+    @cached_property
+    def split(self) -> list[tuple[slice, Piece]]:
+        """The pieces as rectangles and triangles."""
+        return [(samples, part) for samples, piece in self.pieces or () for part in piece.split()]
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The pieces in rounds, each computed by one call."""
+        n, m, batch = self.at.numbers.shape[1], self.to.numbers.shape[1], len(self.at.numbers)
+        moved = [
+            Piece(p.top + i * n, p.bottom + i * n, p.left + i * m, p.right + i * m, *p[4:])
+            for samples, p in self.pieces or ()
+            for i in range(batch)[samples]
+        ]
+        return [self._round(members, batch * n, batch * m) for members in rounds(moved, batch * n, batch * m)]
+
+    def _round(self, members: list[Piece], queries: int, keys: int) -> Round:
+        sides = ([(p.top, p.bottom) for p in members], [(p.left, p.right) for p in members])
+        index, starts, longest = [], [], []
+        for spans, whole in zip(sides, (queries, keys), strict=True):
+            lengths = [end - begin for begin, end in spans]
+            each = [np.arange(*span)[:: -1 if p.backwards else 1] for span, p in zip(spans, members, strict=True)]
+            numbers = np.concatenate(each)
+            same = len(numbers) == whole and bool((np.diff(numbers) == 1).all())
+            index.append(None if same else upload(torch.from_numpy(numbers), self.device))
+            starts.append(upload(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), self.device))
+            longest.append(max(lengths))
+        return Round(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
+
+    @cached_property
+    def masked(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """The numbers and documents of queries and keys on the device, for masks of tiles."""
+        return tuple(
+            (upload(torch.from_numpy(x.numbers), self.device), x.documents if x.documents is None else
+             upload(torch.from_numpy(x.documents), self.device))
+            for x in (self.at, self.to)
+        )  # fmt: skip
+
+
+def no_gradient(q: Tensor) -> Tensor:
+    """Returns zeros to which the gradient of q is added, in the order in which kernels want it."""
+    batch, heads, rows, width = q.shape
+    return torch.zeros((batch, rows, heads, width), dtype=wide(q.dtype), device=q.device).transpose(1, 2)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Merged:
+    """The result of attention so far: `out` [batch, heads, queries, width] and each query's log-sum of scores `sums`
+    [batch, heads, queries], -inf where it has seen no key."""
+
+    def __init__(self, q: Tensor, width: int) -> None:
+        batch, heads, queries, _ = q.shape
+        self._out = q.new_empty((batch, queries, heads, width), dtype=wide(q.dtype))
+        self._sums = q.new_empty((heads, batch, queries), dtype=wide(q.dtype))
+        self._written = np.zeros((batch, queries), bool)  # which queries have a result already
+
+    @property
+    def out(self) -> Tensor:
+        return self._out.transpose(1, 2)
+
+    @property
+    def sums(self) -> Tensor:
+        return self._sums.transpose(0, 1)
+
+    def add(self, samples: slice, top: int, new: Tensor, sums: Tensor) -> None:
+        """Merges in the result `new` of queries `top` and on of some samples."""
+        if new.is_meta:
+            return
+        fresh = self._writes((samples, slice(top, top + new.shape[2])))
+        if kernels_take(new, self._out) and samples == ALL:
+            from meshwright.kernels.merge import merge_into
+
+            merge_into(self._out, self._sums, new.transpose(1, 2), sums, top, None, fresh)
+            return
+        at = (samples, ALL, slice(top, top + new.shape[2]))
+        out, total = self.out[at], self.sums[at]
+        if fresh:
+            out.copy_(new)
+            total.copy_(sums)
+        else:
+            merged, both = merge(out, total, new.to(out.dtype), sums.to(out.dtype))
+            out.copy_(merged)
+            total.copy_(both)
+
+    def add_tokens(self, index: Tensor | None, new: Tensor, sums: Tensor) -> None:
+        """Merges in the result `new` [tokens, heads, width] with log-sums [heads, tokens] of the tokens `index`, or of
+        all."""
+        fresh = self._writes(ALL) if index is None else self._writes(ALL, some=True)
+        from meshwright.kernels.merge import merge_into
+
+        flat = self._out.flatten(0, 1)[None]
+        merge_into(flat, self._sums.flatten(1)[:, None], new[None], sums[None], 0, index, fresh)
+
+    def _writes(self, at: Any, some: bool = False) -> bool:
+        """Notes that results of these queries come, or of some of them. Returns whether they are the first, so that
+        nothing is there to merge them with."""
+        first = not self._written.any()
+        fresh = not some and not self._written[at].any()
+        if first and (some or self._written[at].size < self._written.size):
+            self._out.zero_()
+            self._sums.fill_(-torch.inf)
+        self._written[at] = True
+        return fresh
+
+
+def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges the results of attention to two sets of keys by the log-sums of their scores."""
+    total = torch.logaddexp(a_sum, b_sum)
+    base = _finite(total)
+    return a * (a_sum - base).exp()[..., None] + b * (b_sum - base).exp()[..., None], total
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+    """Merges attention of queries [batch, heads, rows, width] to keys, which may have fewer heads, into a result."""
+    if sight.pieces is None or not fused(q):
+        _tiled(q, k, v, sight, into)
+    elif _in_rounds(q, sight):
+        tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        for each in sight.rounds:
+            found = aten._flash_attention_forward(
+                *_chosen(tokens, each), each.query_starts, each.key_starts, *each.longest, 0.0, each.causal, False
+            )
+            into.add_tokens(each.queries, found[0], found[1])
+    else:
+        for samples, p in sight.split:
+            at, to = (samples, ALL, slice(p.top, p.bottom)), (samples, ALL, slice(p.left, p.right))
+            if p.backwards:
+                into.add(samples, p.top, *_read_backwards(kernel, (q[at], k[to], v[to]), p.causal))
+            else:
+                into.add(samples, p.top, *kernel(q[at], k[to], v[to], p.causal))
+
+
+def attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: Tensor, sums: Tensor, dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Adds the gradient of q to `dq` and returns those of k and v of one block. `out` and `sums` are those of attention
+    to all blocks."""
+    if sight.pieces is None or not fused(q):
+        return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
+    if _in_rounds(q, sight):
+        return _backward_in_rounds(q, k, v, sight, grad, out, sums, dq)
+    total: tuple[Tensor, Tensor] | None = None
+    for samples, p in sight.split:
+        at, to = (samples, ALL, slice(p.top, p.bottom)), (samples, ALL, slice(p.left, p.right))
+        given = (grad[at], q[at], k[to], v[to], out[at], sums[at])
+        if p.backwards:
+            more, *found = _read_backwards(kernel_backward, given, p.causal)
+        else:
+            more, *found = kernel_backward(*given, p.causal)
+        dq[at].add_(more)
+        if len(sight.split) == 1 and found[0].shape == k.shape:
+            return found[0], found[1]
+        total = total or _zeros(k, v, dq.dtype)
+        for whole, one in zip(total, found, strict=True):
+            whole[to].add_(one)
+    return total or _zeros(k, v, dq.dtype)
+
+
+def _read_backwards(function: Callable[..., Any], tensors: tuple[Tensor, ...], causal: bool) -> Any:
+    """Returns what a kernel gives of tensors [batch, heads, rows, ...] whose rows are read from the last to the
+    first."""
+    return tuple(x.flip(2) for x in function(*(x.flip(2) for x in tensors), causal))
+
+
+def _zeros(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
+
+
+def _backward_in_rounds(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: Tensor, sums: Tensor, dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v, grad, out = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, grad, out))
+    sums = sums.transpose(0, 1).flatten(1)
+    dk, dv = _zeros(k, v, dq.dtype)
+    whole = dq.transpose(1, 2).flatten(0, 1)  # a view: dq lies as [batch, rows, heads, width]
+    unused = no_seed(q.device, torch.uint64, 2)
+    for each in sight.rounds:
+        chosen = [grad, *(q, k, v), out]
+        g, *qkv, o = (
+            x if at is None else x[at]
+            for x, at in zip(chosen, (each.queries, each.queries, each.keys, each.keys, each.queries), strict=True)
+        )
+        lse = sums if each.queries is None else sums[:, each.queries]
+        found = aten._flash_attention_backward(
+            g, *qkv, o, lse.contiguous(), each.query_starts, each.key_starts, *each.longest, 0.0, each.causal,
+            unused, unused,
+        )  # fmt: skip
+        for total, more, index in zip((whole, dk, dv), found, (each.queries, each.keys, each.keys), strict=True):
+            if index is None:
+                total += more
+            else:
+                total[index] += more.to(total.dtype)  # no token occurs twice in a round
+    dk, dv = (x.unflatten(0, (len(sight.at.numbers), -1)).transpose(1, 2) for x in (dk, dv))
+    return dk, dv
+
+
+def _chosen(qkv: list[Tensor], each: Round) -> Iterator[Tensor]:
+    for x, index in zip(qkv, (each.queries, each.keys, each.keys), strict=True):
+        yield x if index is None else x[index]
+
+
+def fused(q: Tensor) -> bool:
+    """Whether a fused kernel takes queries of this dtype and width."""
+    if q.is_cuda:
+        return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return (q.is_cpu or q.is_meta) and q.dtype != torch.float16
+
+
+def _in_rounds(q: Tensor, sight: Sight) -> bool:
+    """Whether all pieces go in few calls: where they are many, and where documents make pieces of new lengths in every
+    micro-batch, since cuDNN prepares each new shape for long."""
+    return q.is_cuda and (not sight.alike or len(sight.split) >= MANY)
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns attention of all queries to all keys, or to those up to their own place, and the log-sums."""
+    if q.is_cpu:
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, sums
+    if q.is_meta:
+        batch, heads, rows, _ = q.shape
+        out = q.new_empty((batch, rows, heads, v.shape[-1])).transpose(1, 2)
+        return out, q.new_empty((batch, heads, rows), dtype=wide(q.dtype))
+    if cudnn_attends(q):
+        out, sums = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)[:2]
+        return out, sums.squeeze(-1)
+    out, sums = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[:2]
+    return out, sums
+
+
+def kernel_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k and v, given the result and the log-sums of attention to all keys."""
+    if q.is_cpu:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, sums, 0.0, causal)
+    if q.is_meta:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    none = no_seed(q.device, torch.int64)
+    sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
+    if cudnn_attends(q):
+        # torch keeps cuDNN's plans by the strides of q, k and v alone and reads the gradient and the result as the
+        # first ones lay. So these always lie as attention to q gives its result.
+        grad, out = _lying_like(grad, q), _lying_like(out, q)
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        return backward(grad, q, k, v, out, sums[..., None], none, none, None, None, None, *sizes)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return backward(grad, q, k, v, out, sums, None, None, *sizes, none, none)
+
+
+def _lying_like(x: Tensor, other: Tensor) -> Tensor:
+    """Returns x without gaps in memory, its dimensions in the order in which those of the other lie."""
+    order = sorted(range(x.dim()), key=other.stride, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+@cache
+def no_seed(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns what kernels take for the state of a random generator where nothing is dropped: one for all calls."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _finite(log_sum: Tensor) -> Tensor:
+    return log_sum.masked_fill(log_sum == -torch.inf, 0.0)
+
+
+def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yields the tiles of queries and keys with which keys the queries may see, [batch, 1, 1, queries, keys]: those
+    before them (within the window), in the same document; on a CPU without the tiles where that is nothing."""
+    (at, at_documents), (to, to_documents) = sight.masked
+    for top in range(0, at.shape[1], TILE):
+        for left in range(0, to.shape[1], TILE):
+            queries, keys = slice(top, top + TILE), slice(left, left + TILE)
+            seen = to[:, None, keys] <= at[:, queries, None]
+            if sight.window:
+                seen &= to[:, None, keys] > at[:, queries, None] - sight.window
+            if at_documents is not None and to_documents is not None:
+                seen &= to_documents[:, None, keys] == at_documents[:, queries, None]
+            if not seen.is_cpu or bool(seen.any()):
+                yield queries, keys, seen[:, None, None]
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """Returns [batch, heads, rows, dim] as [batch, heads of keys, queries of each, rows, dim]."""
+    return x.unflatten(1, (heads, -1))
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * (1.0 / math.sqrt(q.shape[-1]))
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _tiled(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+    dtype = wide(q.dtype)
+    q, (k, v) = _grouped(q.to(dtype), k.shape[1]), (x.to(dtype)[:, :, None] for x in (k, v))
+    for queries, keys, seen in _tiles(sight):
+        scores = _scores(q[..., queries, :], k[..., keys, :], seen)
+        sums = scores.logsumexp(-1)
+        share = torch.where(seen, (scores - _finite(sums)[..., None]).exp(), 0.0)
+        into.add(ALL, queries.start, (share @ v[..., keys, :]).flatten(1, 2), sums.flatten(1, 2))
+
+
+def _tiled_backward(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: Tensor, sums: Tensor, dq: Tensor
+) -> tuple[Tensor, Tensor]:
+    heads, dtype = k.shape[1], dq.dtype
+    delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+    q, grad, whole = (_grouped(x, heads) for x in (q.to(dtype), grad.to(dtype), dq))
+    k, v = (x.to(dtype)[:, :, None] for x in (k, v))
+    sums, delta = (_grouped(x[..., None], heads) for x in (_finite(sums), delta))
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for queries, keys, seen in _tiles(sight):
+        one, other = (..., queries, ALL), (..., keys, ALL)
+        share = torch.where(seen, (_scores(q[one], k[other], seen) - sums[one]).exp(), 0.0)
+        change = share * (grad[one] @ v[other].transpose(-1, -2) - delta[one]) * scale
+        whole[one].add_(change @ k[other])
+        dk[other].add_((change.transpose(-1, -2) @ q[one]).sum(2, keepdim=True))
+        dv[other].add_((share.transpose(-1, -2) @ grad[one]).sum(2, keepdim=True))
+    return dk[:, :, 0], dv[:, :, 0]

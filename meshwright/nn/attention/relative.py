@@ -1,0 +1,88 @@
+"""What an encoder-decoder computes beside other models: the bias of relative positions, and attention to the encoder's
+output."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.nn.attention.attention import KVCache
+from meshwright.nn.attention.core import attention_core, run_core
+from meshwright.nn.embedding import TableRows
+from meshwright.nn.linear import Linear
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.spec.model import t5
+from meshwright.spec.model.part import Records
+
+
+class RelativeBias(nn.Module):
+    """The bias that one stack's attention adds to its scores, from a table [buckets, heads of this rank]. A decoder's
+    is -inf where a key comes after its query."""
+
+    def __init__(self, parallel: Parallel, part: t5.RelativeBiasPart, records: Records) -> None:
+        super().__init__()
+        self.weight = parallel.parameter(records["weight"])
+        self.sinks: dict[str, Tensor] = {}
+        self.part, self.device = part, parallel.device
+        self._buckets: dict[tuple[int, int], Tensor] = {}
+
+    def buckets(self, queries: int, keys: int) -> Tensor:
+        """Returns the buckets of all distances from a query, of which there are the last `queries` places, to a key,
+        ascending."""
+        if (queries, keys) not in self._buckets:
+            part, distances = self.part, range(1 - keys, queries)
+            found = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
+            self._buckets = {(queries, keys): torch.tensor(found, device=self.device)}  # those of the last lengths
+        return self._buckets[queries, keys]
+
+    def forward(self, buckets: Tensor, queries: int) -> Tensor:
+        """Returns [1, heads, queries, keys]."""
+        by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [distances, heads]
+        keys = buckets.shape[0] + 1 - queries
+        # Each window of the distances is one query's, the last query's first. It is longer than there are keys where
+        # rows in memory are. `flip` keeps the order that its input has in memory: fused kernels would refuse a bias
+        # whose keys are not side by side, and attention would silently be computed with whole scores in float32.
+        width = t5.aligned(keys)
+        bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
+        if not self.part.both_ways:
+            later = torch.ones(queries, width, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)
+            bias = bias.masked_fill(later, -torch.inf)
+        return bias[None, ..., :keys]
+
+
+class CrossAttention(nn.Module):
+    """Attention of this rank's heads to all tokens of the encoder's output, whose scores have no scale."""
+
+    def __init__(self, parallel: Parallel, part: t5.CrossAttentionPart, records: Records) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.dropout = part.heads // parallel.tp.size, part.head_dim, part.dropout
+        self.q = Linear(parallel, records["q.weight"], None, "column")
+        self.kv = Linear(parallel, records["kv.weight"], None, "column")
+        self.out = Linear(parallel, records["out.weight"], None, "row")
+        self.recompute_core = parallel.recompute.mode == "selective"
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)
+
+    def forward(
+        self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: KVCache | None, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm to `memory`.
+        With `past`, keys and values of an earlier call are used."""
+        x, queries = self.q.after_norm(x, norm)
+        q = queries.view(batch, queries.shape[0] // batch, self.heads, self.head_dim).transpose(1, 2)
+        k, v = self._keys(memory, batch, past)
+        y = run_core(self.core, self.recompute_core, self.dropout, q, k, v)
+        return x, self.out(y.transpose(1, 2).reshape(queries.shape))
+
+    def _keys(self, memory: Tensor, batch: int, past: KVCache | None) -> tuple[Tensor, Tensor]:
+        if past is not None and past.memory is not None:
+            return past.memory
+        kv = self.kv(memory)
+        k, v = kv.view(batch, kv.shape[0] // batch, 2, self.heads, self.head_dim).unbind(2)
+        found = k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            past.memory = found
+        return found

@@ -1,0 +1,392 @@
+"""A mixture of experts in the place of a block's MLP: route, send rows to their experts, compute, and send back.
+
+Every rank routes rows of its own, gathers the rows of all ranks that hold parts of the same experts (etp), and sends
+them to the ranks that hold the experts (ep). Rows are sorted by expert and then by token, and the results of a token's
+experts are summed in the order of its choices in float32, so that the result does not depend on where an expert lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
+from meshwright.comm.group import Group
+from meshwright.comm.ops import (
+    all_gather,
+    all_to_all,
+    copy_to,
+    gather_from,
+    gather_rows,
+    reduce_from,
+    reduce_scatter_from,
+    slice_rows,
+)
+from meshwright.nn.adapters.adapters import Adapted
+from meshwright.nn.adapters.expert_adapters import (
+    Spans,
+    add_changes_,
+    add_input_grad_,
+    factor_grads,
+    factors_of,
+    short_grad,
+)
+from meshwright.nn.experts.grouped import (
+    add_grouped_grad,
+    collect,
+    grouped_product,
+    grouped_weight_grad,
+    permute,
+    spread,
+    sum_rows,
+    take_rows,
+    weighted_activation,
+    weighted_activation_backward,
+)
+from meshwright.nn.experts.routing import Router, Tokens, picks_of, router_losses
+from meshwright.nn.mlp import MLP
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.spec.layout.params import ParamRecord, records_under
+from meshwright.spec.model.experts import ExpertsPart, Routing
+
+
+class ExpertWeights(Adapted):
+    """One weight of all of this rank's experts, [experts, out, in]."""
+
+    def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
+        super().__init__()
+        self.weight = parallel.parameter(record)
+        self.sinks: dict[str, Tensor] = {}
+        self.add_adapters(parallel, record)
+
+
+class Sorted(NamedTuple):
+    """Rows sorted by expert: for each place the choice (row x k + number of the choice) that it holds, or -1 where it
+    is empty; for each choice [rows, k] its place, or -1 where it was dropped; and the rows of each expert."""
+
+    choices: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+@torch.no_grad()
+def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
+    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has `room` places; a choice that
+    was dropped (`with_dropped`) has the number after the last expert's, and gets none."""
+    flat, count = chosen.flatten(), routing.count
+    order = flat.sort(stable=True)
+    ends = torch.searchsorted(order.values, torch.arange(count, device=flat.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    numbers = torch.arange(flat.shape[0], device=flat.device)
+    if routing.capacity is None:
+        places = torch.empty_like(flat).scatter_(0, order.indices, numbers)
+        return Sorted(order.indices, places.view_as(chosen), counts)
+    within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
+    taken = order.values < count
+    place = torch.where(taken, order.values * room + within, count * room)  # the last: dropped
+    choices = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
+    places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
+    return Sorted(choices, places.view_as(chosen), torch.full_like(counts, room))
+
+
+@torch.no_grad()
+def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
+    """Returns the choices [sequences, tokens, k] of whole sequences, in the order of their tokens, with the number
+    after the last expert's for those that their expert has no room for: it takes a sequence's first `room` tokens."""
+    sequences, count = chosen.shape[0], routing.count
+    first = torch.arange(0, sequences * count, count, device=chosen.device)
+    order = (chosen + first[:, None, None]).flatten().sort(stable=True)
+    begins = torch.searchsorted(order.values, order.values)
+    within = torch.empty_like(begins).scatter_(
+        0, order.indices, torch.arange(begins.shape[0], device=chosen.device) - begins
+    )
+    return torch.where(within.view_as(chosen) < room, chosen, count)
+
+
+class Arrivals(NamedTuple):
+    """What a rank exchanges with the others over ep: rows to and from each, and how many each local expert got of each
+    of them, [ranks, experts]. `middle`: where they travel by node, what passes through this rank
+    (`comm/by_node.py`)."""
+
+    sends: list[int]
+    receives: list[int]
+    counts: Tensor
+    middle: list[int]
+
+
+class Saved:
+    """What a recomputation takes from the first pass instead of computing it again: the experts that rows chose, and
+    how many rows went where."""
+
+    def __init__(self) -> None:
+        self.chosen: Tensor | None = None
+        self.all_chosen: Tensor | None = None
+        self.room = 0  # places of each expert, where the capacity is limited
+        self.arrivals: Arrivals | None = None
+
+
+@dataclass
+class RoutedInputs:
+    """What a mixture of experts takes beside its input: the tokens that count in the loss, or None for all, and, where
+    blocks are recomputed, what the first pass saves. `again`: this is the recomputation. `rows`: where ranks share
+    sequences, the number in its sequence of each row of all of them, in the order of the ranks, [sequences, tokens]."""
+
+    counted: Tensor | None = None
+    saved: Saved | None = None
+    again: bool = False
+    rows: Tensor | None = None
+
+
+# The activation, and of the first and the last product: the sink of its weight's gradient, and what is adapted of it.
+How = tuple[str, tuple[Tensor | None, Tensor | None], tuple[Spans, Spans]]
+
+
+class _ExpertProducts(torch.autograd.Function):
+    """The MLPs of this rank's experts: for each place i, in the order of experts, row `index[i]` of x goes in; its
+    result, times its weight, is added to the rows that `places` [rows of x, k] says, the inverse of `index`. Only x and
+    the inner features are kept. `factors` are those of the adapters of both products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, index: Tensor, places: Tensor, ends: Tensor,
+        how: How, *factors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        kind, _, (first, last) = ctx.how = how
+        ours, theirs = _halves(first, factors)
+        rows = take_rows(x, index)
+        inner = add_changes_(grouped_product(rows, up, ends), rows, ends, first, ours)
+        del rows
+        ctx.save_for_backward(x, weights, inner, up, down, index, places, ends, *factors)
+        value = weighted_activation(inner, weights, kind)
+        return sum_rows(add_changes_(grouped_product(value, down, ends), value, ends, last, theirs), places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, inner, up, down, index, places, ends, *factors = ctx.saved_tensors
+        kind, sinks, (first, last) = ctx.how
+        ours, theirs = _halves(first, factors)
+        rows = take_rows(grad, index)
+        back = short_grad(rows, ends, last, theirs)
+        passed = add_input_grad_(grouped_product(rows, down, ends, transposed=True), back, ends, theirs)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, kind)
+        grad_down = _weight_grad(sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
+        their_grads = factor_grads(rows, value, back, ends, last, theirs)
+        del rows, value, passed
+        back = short_grad(grad_inner, ends, first, ours)
+        grad_rows = add_input_grad_(grouped_product(grad_inner, up, ends, transposed=True), back, ends, ours)
+        grad_x = sum_rows(grad_rows, places)
+        del grad_rows
+        grad_up, our_grads = None, []
+        if ctx.needs_input_grad[2]:
+            grad_up = _weight_grad(sinks[0], grad_inner, take_rows(x, index), ends)
+        elif first.rows:
+            our_grads = factor_grads(grad_inner, take_rows(x, index), back, ends, first, ours)
+        return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, *our_grads, *their_grads
+
+
+def _halves(first: Spans, factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns the factors of the adapters of the first product, and those of the last."""
+    count = 2 * len(first.rows)
+    return factors[:count], factors[count:]
+
+
+def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
+    if sink is None:
+        return grouped_weight_grad(grad, x, ends)
+    add_grouped_grad(sink, grad, x, ends)
+    return None
+
+
+class Experts(nn.Module):
+    """The mixture. Under tp without sequence parallelism, each tp rank routes its part of the tokens."""
+
+    tally: Tensor  # of this step so far: rows by expert, dropped choices, the sum of the routers' entropies
+
+    def __init__(self, parallel: Parallel, part: ExpertsPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__()
+        assert parallel.experts is not None
+        self.parallel, self.routing, self.kind = parallel, part.routing, part.mlp.kind
+        self.etp, self.ep, self.by_node = parallel.experts.etp, parallel.experts.ep, parallel.experts.by_node
+        self.cp = parallel.experts.cp
+        self.router = Router(parallel, part.routing, records_under(records, "router"))
+        self.up = ExpertWeights(parallel, records[f"{part.mlp.first}.weight"])
+        self.down = ExpertWeights(parallel, records["down.weight"])
+        shared = records_under(records, "shared")
+        self.shared = MLP(parallel, part.shared, shared) if part.shared is not None else None
+        tally = torch.zeros(part.routing.count + 2, dtype=torch.float64, device=parallel.device)
+        self.register_buffer("tally", tally, persistent=False)
+
+    def forward(
+        self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: object, given: RoutedInputs
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
+        normed = norm(x)
+        rows = normed.shape[0]
+        base, own = self._own_rows(normed)
+        logits = self.router(own)
+        scores = self.router.scores(logits)
+        saved, losses = given.saved or Saved(), None
+        if not given.again:
+            saved.chosen = self.router.choose(scores.detach())
+            saved.all_chosen, saved.room = self._all_chosen(saved.chosen, rows, batch, given.rows)
+        assert saved.chosen is not None and saved.all_chosen is not None
+        order = sort_by_expert(saved.all_chosen, self.routing, saved.room)
+        if self.training:
+            picks = picks_of(scores.detach(), saved.chosen)
+            if self.routing.has_losses:
+                tokens = self._tokens(own, batch, given.counted)
+                losses = router_losses(self.router, logits, scores, picks, tokens, self.parallel)
+            if not given.again:
+                self._count(picks, scores.detach(), order)
+        weights = gather_from(self.router.weights(scores, saved.chosen), self.etp)
+        y = self._back(self._mixed(self._gathered(base), weights, order, saved))[:rows]
+        return x, y if self.shared is None else y + self.shared.of(normed), losses
+
+    def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
+        """Returns the choices of all rows that this rank sends to experts and, with a capacity, the places that each
+        expert has for them; a choice that its expert has no room for is the number after the last expert's."""
+        etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
+        if self.routing.capacity is None:
+            return (chosen if etp.alone else all_gather(chosen, etp.name, etp.size)), 0
+        held = rows * (tp.size if self.parallel.splits_tokens else 1)  # by these tp ranks, without padding
+        part = held // batch  # of each sequence
+        is_padded, seq = own * max(1, tp.size) != held, part * max(1, self.cp.size)
+        all_sorted = tp.alone or etp is tp  # the rows of all tp ranks are sorted here
+        has_whole = self.cp.alone and own % part == 0 and not is_padded
+        alone = tp.alone or (has_whole and not all_sorted)
+        known = chosen if alone else all_gather(chosen, tp.name, tp.size)
+        limited = torch.full_like(known, self.routing.count)  # no expert has a place for padding
+        limited[:held] = self._limited(known[:held], part, seq, order)
+        if all_sorted:
+            room = self.routing.places(own * max(1, etp.size), part, seq)
+            return limited, own * max(1, etp.size) if is_padded else room
+        room = (own if is_padded else self.routing.places(own, part, seq)) * max(1, etp.size)
+        limited = limited if alone else limited[tp.index * own : (tp.index + 1) * own].contiguous()
+        return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
+
+    def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
+        """Returns choices [rows, k] of which each sequence has `part` rows here, without those that were dropped. What
+        the rest of a sequence of `seq` tokens chose, other ranks along cp know."""
+        room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
+        if cp.alone:
+            return with_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
+        shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)
+        shared = shared.transpose(0, 1).reshape(-1, seq, choices)
+        assert order is not None, "ranks that share sequences know the order of their rows"
+        numbers = order.to(shared.device)[:, :, None].expand_as(shared)
+        natural = with_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
+        return natural.gather(1, numbers)[:, cp.index * part : (cp.index + 1) * part].reshape(chosen.shape)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether each rank has only its own rows, so that they are gathered over etp. Where all tp ranks have all
+        tokens, and tp cuts the experts too, they have been."""
+        return self.parallel.splits_tokens or self.etp is not self.parallel.tp
+
+    def _own_rows(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows to gather, and those of them that this rank routes."""
+        tp = self.parallel.tp
+        if tp.alone or self.parallel.splits_tokens:
+            return normed, normed
+        lacking = -normed.shape[0] % tp.size  # while text is generated, there may be fewer tokens than ranks
+        if lacking:
+            normed = torch.cat([normed, normed.new_zeros(lacking, normed.shape[1])])
+        if self._gathers:
+            own = slice_rows(normed, tp)
+            return own, own
+        normed = copy_to(normed, tp)
+        part = normed.shape[0] // tp.size
+        return normed, normed[tp.index * part : (tp.index + 1) * part]
+
+    def _gathered(self, base: Tensor) -> Tensor:
+        return gather_from(base, self.etp) if self._gathers else base
+
+    def _back(self, y: Tensor) -> Tensor:
+        """Sums the parts of each row's result and brings it where its token is."""
+        tp = self.parallel.tp
+        if not self._gathers:
+            return reduce_from(y, tp)
+        y = reduce_scatter_from(y, self.etp)
+        return y if self.parallel.splits_tokens else gather_rows(y, tp)
+
+    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> Tokens:
+        tp, rows = self.parallel.tp, own.shape[0]
+        first = max(0, tp.index) * rows
+        numbers = torch.arange(first, first + rows, device=own.device)
+        own_counted = torch.ones_like(numbers) if counted is None else counted[first : first + rows]
+        return Tokens(numbers * batch // (rows * tp.size), batch, own_counted)
+
+    @torch.no_grad()
+    def _count(self, picks: Tensor, scores: Tensor, order: Sorted) -> None:
+        shares = scores / scores.sum(1, keepdim=True)
+        self.tally[: self.routing.count] += picks.sum(0)
+        if self.routing.capacity is not None:
+            first = max(0, self.etp.index) * picks.shape[0]
+            self.tally[-2] += (order.places[first : first + picks.shape[0]] < 0).sum()
+        self.tally[-1] += torch.special.entr(shares).sum()
+
+    def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
+        """Returns the sum over each row's experts of their weighted results: of this rank's part of the experts."""
+        index = order.choices // order.places.shape[1]
+        row_weights = permute(weights.flatten(), order.choices, order.places.flatten())
+        if self.ep.alone:
+            return self._products(x, row_weights, index, order.places, order.counts)
+        if saved.arrivals is None:
+            saved.arrivals = exchange_counts(order, self.routing, self.ep, self.by_node)
+        counts = saved.arrivals.counts
+        arrived = self._exchanged(spread(x, index, order.places), saved.arrivals)
+        arrived_weights = self._exchanged(row_weights, saved.arrivals)
+        # Rows arrive by rank and then by expert; the experts need them by expert alone.
+        local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
+        experts = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
+        by_expert = experts.argsort(stable=True)
+        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
+        sorted_weights = permute(arrived_weights, by_expert, places)
+        result = self._products(arrived, sorted_weights, by_expert, places[:, None], counts.sum(0))
+        return collect(self._exchanged(result, saved.arrivals, back=True), index, order.places)
+
+    def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
+        """Returns the rows that arrive when these are sent to their experts, or back from there."""
+        sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
+        if self.by_node is None:
+            arrived: Tensor = all_to_all(rows, self.ep.name, sends, receives)
+            return arrived
+        inside, across = self.by_node
+        crossed: Tensor = exchange_by_node(rows, inside.name, across.name, sends, receives, arrivals.middle, back)
+        return crossed
+
+    def _products(self, x: Tensor, weights: Tensor, index: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        sinks = (self.up.sinks.get("weight"), self.down.sinks.get("weight"))
+        (first, ours), (last, theirs) = factors_of(self.up.adapters), factors_of(self.down.adapters)
+        how = (self.kind, sinks, (first, last))
+        return _ExpertProducts.apply(
+            x, weights, self.up.weight, self.down.weight, index, places, ends, how, *ours, *theirs
+        )
+
+
+@torch.no_grad()
+def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode | None = None) -> Arrivals:
+    """Tells every rank how many rows it will get for each of its experts. The host waits for the numbers, unless the
+    capacity fixes them."""
+    own = order.counts.view(ep.size, -1)
+    rows = order.choices.shape[0]
+    even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
+    middle = [] if by_node is None else even
+    if routing.capacity is not None:
+        return Arrivals(even, even, own, middle)
+    if by_node is None:
+        arriving = passing = torch.empty_like(own)
+        ep.all_to_all(arriving, own.contiguous())
+    else:
+        arriving, passing = exchange_evenly(own.contiguous(), by_node)
+    if own.is_meta:  # a dry run takes the experts to be balanced
+        return Arrivals(even, even, arriving, middle)
+    numbers = [own.sum(1), arriving.sum(1), *([passing.sum(2).flatten()] if by_node else [])]
+    sends, receives, *middles = torch.stack(numbers).tolist()
+    return Arrivals(sends, receives, arriving, *(middles or [[]]))

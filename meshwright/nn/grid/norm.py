@@ -1,0 +1,103 @@
+"""Norms of rows whose features are cut over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.ops import all_reduce_
+from meshwright.comm.registered import pure_operator, shapes_of
+from meshwright.nn.fused import wide
+from meshwright.nn.grid.sides import Side, gather, side_of
+from meshwright.nn.norm import Norm
+from meshwright.nn.parallel import Parallel
+from meshwright.spec.layout.grid import STREAM
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model import grid as parts
+
+
+class Features(NamedTuple):
+    """The features of a row: how many there are on all ranks of a group, and what is added to their variance."""
+
+    width: int
+    side: Side
+    eps: float
+
+
+def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns what each row is multiplied by and, for a layer norm, its mean. Of that the ranks' means and sums of
+    squared differences are combined, which is as exact as one pass over whole rows."""
+    values, own, mean = wide(x), x.shape[1], None
+    if centred:
+        mean = values.mean(1)
+        squares = (values - mean[:, None]).square().sum(1)
+        both = gather(torch.stack((mean, squares))[None], features.side)  # [ranks, 2, rows]
+        means, mean = both[:, 0], both[:, 0].mean(0)
+        total = both[:, 1].sum(0) + own * (means - mean).square().sum(0)
+    else:
+        total = values.square().sum(1)
+        if features.side[1] > 1:
+            all_reduce_(total, features.side[0], "sum")
+    return torch.rsqrt(total / features.width + features.eps), mean
+
+
+@pure_operator("meshwright::in_backward")
+def in_backward(x: Tensor, grad: Tensor) -> Tensor:
+    """Returns x, once `grad` is there. A compiler that sees the same computation in forward and backward may keep its
+    result; what is computed from this x belongs to backward alone."""
+    return x.clone()
+
+
+@shapes_of(in_backward)
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def normed(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
+    """Returns the rows without their means and of size 1, in the precision of sums."""
+    values = wide(x)
+    return (values if mean is None else values - mean[:, None]) * scale[:, None]
+
+
+def norm_grads(
+    grad: Tensor, ones: Tensor, weight: Tensor, scale: Tensor, features: Features, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the input and of the weight, of a norm whose rows of size 1 are `ones`."""
+    given = wide(grad)
+    scaled = given * wide(weight)
+    means = torch.stack([(scaled * ones).sum(1)] + ([scaled.sum(1)] if centred else []))
+    if features.side[1] > 1:
+        all_reduce_(means, features.side[0], "sum")
+    means = means / features.width
+    inside = scaled - ones * means[0][:, None] - (means[1][:, None] if centred else 0.0)
+    return (inside * scale[:, None]).to(grad.dtype), (given * ones).sum(0).to(weight.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, features: Features, centred: bool) -> Tensor:
+        scale, mean = row_statistics(x, features, centred)
+        ctx.save_for_backward(x, weight, scale, mean)
+        ctx.features = features
+        found = normed(x, scale, mean) * wide(weight)
+        return (found if bias is None else found + wide(bias)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale, mean = ctx.saved_tensors
+        scale, mean = in_backward(scale, grad), None if mean is None else in_backward(mean, grad)
+        both = norm_grads(grad, normed(x, scale, mean), weight, scale, ctx.features, mean is not None)
+        return *both, wide(grad).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
+
+
+class GridNorm(Norm):
+    """A layer norm or RMS norm of rows whose features are cut."""
+
+    def __init__(self, parallel: Parallel, part: parts.GridNormPart, records: dict[str, ParamRecord]) -> None:
+        super().__init__(parallel, part.part, records)
+        self.features = Features(part.part.width, side_of(parallel, STREAM.features), self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Norm.apply(x, self.weight, self.bias, self.features, self.kind == "layernorm")

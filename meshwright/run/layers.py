@@ -1,0 +1,128 @@
+"""Every so many steps, by layer: the gradient's norm, the weights', and how large the update was beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.engine.monitor import gather_bytes
+from meshwright.engine.sharding.buffers import Bucket, Slot, State
+from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.step import StepResult, Trainer
+from meshwright.record.run_folder import RunFolder
+from meshwright.run.loop import Hook
+
+SAMPLED = 4096  # elements of a parameter on a rank, evenly spaced, by which weights and updates are estimated
+
+
+def layer_of(name: str) -> str:
+    """The part of a parameter's global name that says its layer: `blocks.3` of `blocks.3.mlp.up.weight`."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else name.split(".")[0]
+
+
+def natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+class Piece(NamedTuple):
+    """The elements of one parameter that this rank counts."""
+
+    layer: str
+    bucket: Bucket
+    state: State
+    slot: Slot
+    low: int
+    high: int
+
+    @property
+    def grads(self) -> Tensor:
+        """Its gradients, which may have memory only between backward and the next step."""
+        at = self.slot.start - self.bucket.share[0]
+        return self.bucket.own_grads[at + self.low : at + self.high]
+
+    @property
+    def stride(self) -> int:
+        return max(1, (self.high - self.low) // SAMPLED)
+
+    def sample(self) -> Tensor:
+        """Some of the master weights, as a copy."""
+        values = self.state.values(self.slot, self.low, self.high)[:: self.stride]
+        return plain(values).detach().to(torch.float64, copy=True)
+
+
+class LayerNorms(Hook):
+    """Writes layers.jsonl. The gradient's norms are exact; weights and updates are estimated from a sample of each
+    parameter, so that no copy of the model is made."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder | None) -> None:
+        self.trainer, self.folder, self.every = trainer, folder, trainer.ctx.config.run.layers_every
+        self.pieces = list(_pieces(trainer)) if self.every else []
+        self.names: Sequence[str] = ()
+        self.before_update: list[Tensor] = []
+
+    def _wanted(self, step: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or step == min(2, self.trainer.ctx.config.train.steps))
+
+    def pauses(self, step: int) -> bool:
+        return self._wanted(step) or self._wanted(step + 1)
+
+    def before(self, step: int) -> None:
+        if self._wanted(step):
+            self.before_update = [piece.sample() for piece in self.pieces]
+
+    @torch.no_grad()
+    def after(self, result: StepResult, last: bool) -> None:
+        if not self._wanted(result.step):
+            return
+        ctx = self.trainer.ctx
+        with ctx.ledger.phase("metrics"):
+            if not self.names:
+                own = json.dumps(sorted({piece.layer for piece in self.pieces})).encode()
+                told = [json.loads(text) for text in gather_bytes(ctx.mesh.world, own, ctx)]
+                self.names = sorted({name for names in told for name in names}, key=natural)
+            sums = self._sums() / ctx.layout.replicas  # of which each counts all parameters
+            ctx.mesh.world.all_reduce(sums)
+        self.before_update = []
+        if self.folder and not result.skipped:
+            self.folder.layers(line_of(result, self.names, sums.tolist()))
+
+    def _sums(self) -> Tensor:
+        """By layer, the sums of squares of this rank's gradients, weights and updates."""
+        at = {name: number for number, name in enumerate(self.names)}
+        sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.trainer.ctx.device.torch)
+        for piece, before in zip(self.pieces, self.before_update, strict=True):
+            now, row = piece.sample(), sums[at[piece.layer]]
+            row[0] += torch.linalg.vector_norm(piece.grads, dtype=torch.float64).square()
+            row[1] += piece.stride * now.square().sum().to(sums.device)
+            row[2] += piece.stride * (now - before).square().sum().to(sums.device)
+        return sums
+
+
+def _pieces(trainer: Trainer) -> Iterator[Piece]:
+    parallel = trainer.data_parallel
+    for state in trainer.optimizer.tensors():
+        if state.name != "param" or not state.buffer.key.trained:
+            continue
+        for slot in state.buffer.slots:
+            low, high = state.holds(slot)
+            if low < high and parallel.counts(state.buffer, slot):
+                yield Piece(layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high)
+
+
+def line_of(result: StepResult, names: Sequence[str], sums: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The line of layers.jsonl. Gradients are stored with a factor, which the step's own norm takes out."""
+    total = math.fsum(row[0] for row in sums)
+    scale = result.grad_norm / math.sqrt(total) if total > 0 else 0.0
+    return {
+        "step": result.step, "time": result.time, "layers": list(names),
+        "grad_norm": [scale * math.sqrt(row[0]) for row in sums],
+        "weight_norm": [math.sqrt(row[1]) for row in sums],
+        "update_ratio": [math.sqrt(row[2] / row[1]) if row[1] > 0 else 0.0 for row in sums],
+    }  # fmt: skip

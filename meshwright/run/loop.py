@@ -1,0 +1,322 @@
+"""The main loop: step after step, and what happens beside them. Each of these things is a hook."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.checkpoint.save import Saver
+from meshwright.config.sections import CheckpointConfig
+from meshwright.engine.context import Context
+from meshwright.engine.monitor import gather_bytes
+from meshwright.engine.step import Launched, StepResult, Trainer
+from meshwright.errors import UserError, notice
+from meshwright.launch.signals import StopRequests
+from meshwright.record.fault_notes import FaultNotes
+from meshwright.record.rank_figures import RankFile
+from meshwright.record.run_folder import RunFolder, is_validated
+from meshwright.record.run_notes import time_between_failures, write_event
+from meshwright.record.speed import Speed
+from meshwright.spec.schedule.trace import Recorder, Span, trace_json
+
+SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
+MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
+TRACED = 3  # the third step of a process: the first ones make what later ones reuse
+
+
+class Hook:
+    """What happens beside training. Every rank has the same hooks, called in one order: a hook may communicate."""
+
+    def pauses(self, step: int) -> bool:
+        """Whether the hook needs the trainer as this step leaves it: then the next one is not begun before."""
+        return False
+
+    def before(self, step: int) -> None:
+        """Called before a step is begun, or, if the loop runs ahead, before its result is waited for."""
+
+    def wants_save(self) -> bool:
+        """Whether to save after the step that is begun next; only the rank that writes the run is listened to."""
+        return False
+
+    def after(self, result: StepResult, last: bool) -> None:
+        """Called with each step's result; `last` says that no further step will follow."""
+
+
+class Watcher(Protocol):
+    """Somebody who looks at a run on the rank that writes it: a progress display, a test."""
+
+    def started(self, ctx: Context) -> None: ...
+    def stepped(self, result: StepResult) -> None: ...
+    def validated(self, line: Mapping[str, Any]) -> None: ...
+    def finished(self) -> None: ...
+
+
+Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
+
+
+class WentBack(Exception):  # noqa: N818 (no error: the run goes on from there)
+    """The trainer stands at an earlier step."""
+
+
+class Ahead:
+    """Launches step N + 1 before the host waits for step N's numbers. `pauses(step)` says after which steps somebody
+    needs the trainer as that step left it (to validate, to save): there nothing runs ahead. `settle` is shown every
+    result and may have a step computed again; no update is made from a step that is held back to the result that it
+    returns."""
+
+    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
+        self.trainer, self.pauses, self.settle = trainer, pauses, settle
+        self._waiting: Launched | None = None
+        self._stop = self._save = False
+
+    def next(self, stop_requested: bool, save_requested: bool = False) -> StepResult:
+        """The next step's result. A request to stop or to save that is seen in a result whose successor already runs is
+        passed on to that one, so that the trainer stands where the last result says."""
+        current = self._waiting or self.trainer.launch(stop_requested, save_requested)
+        self._waiting = None
+        if self.trainer.runs_ahead and not (self._stop or self._save or self.pauses(current.result.step)):
+            self._waiting = self.trainer.launch(stop_requested, save_requested)
+        result = self.trainer.read(current)
+        if self.settle is not None:
+            if result.held:
+                self._drop()
+            result = self.settle(result, partial(self._again, stop_requested, save_requested))
+        stop, save, stands = self._stop or result.stop, self._save or result.save, self._waiting is None
+        result.stop, result.save = stop and stands, save and stands
+        self._stop, self._save = stop, save and not stands
+        return result
+
+    def _again(self, stop_requested: bool, save_requested: bool) -> StepResult:
+        return self.trainer.read(self.trainer.launch(stop_requested, save_requested))
+
+    def _drop(self) -> None:
+        """Forgets a step that was begun after one that was held back, and so changed nothing. What it asked for is not
+        forgotten."""
+        if self._waiting is not None:
+            dropped, self._waiting = self.trainer.read(self._waiting), None
+            self.trainer.take_back(dropped)
+            self._stop, self._save = self._stop or dropped.stop, self._save or dropped.save
+
+
+def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
+    """Trains from where the trainer stands to the last step, or until somebody asks to stop."""
+    step, steps = trainer.step_number, trainer.ctx.config.train.steps
+    ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
+    stopped = False
+    while step < steps and not stopped:
+        for hook in hooks:
+            hook.before(step + 1)
+        try:
+            result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
+        except WentBack:
+            step = trainer.step_number
+            continue
+        step, stopped = result.step, result.stop
+        for hook in hooks:
+            hook.after(result, step == steps or stopped)
+
+
+class Recording(Hook):
+    """Writes each step's line, on the rank that writes, and tells the watcher."""
+
+    def __init__(self, folder: RunFolder | None, watcher: Watcher | None, speed: Speed | None, world: int) -> None:
+        self.folder, self.watcher, self.speed, self.world = folder, watcher, speed, world
+        self.ranks = RankFile(folder.path) if folder else None
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.speed:
+            result.tflops, result.mfu = self.speed.of(result.global_batch, result.step_time_s, self.world)
+        if self.folder:
+            self.folder.step(result.line())
+        if self.ranks and result.ranks:
+            self.ranks.add(result.step, result.ranks, last)
+        if self.watcher:
+            self.watcher.stepped(result)
+
+
+class GivingUp(Hook):
+    """Ends a run that only skips steps."""
+
+    def __init__(self, max_skips: int) -> None:
+        self.skipped, self.max_skips = 0, max_skips
+
+    def after(self, result: StepResult, last: bool) -> None:
+        self.skipped = self.skipped + 1 if result.skipped else 0
+        if self.skipped == self.max_skips:
+            fix = "lower optimizer.lr, lengthen lr.warmup or use another train.precision"
+            if not result.counted:
+                fix = "check data.mask_eod, data.eod and the data's loss masks"
+            raise UserError(f"{result.why_skipped} in {self.skipped} steps in a row, up to step {result.step}: {fix}")
+
+
+class Saving(Hook):
+    """Checkpoints, every so many steps or so often, and at the end. The clock is that of the rank that writes the run,
+    whose wish reaches the others with the step's counts. `auto` saves so seldom that it takes a hundredth of the
+    time; in a run that has failed before, as often as is best for the stall of a save and the time between failures (by
+    Young and Daly, sqrt(2 x stall x time between failures)), if that is more often than every quarter of an hour."""
+
+    def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
+        self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
+        self.share = SAVING_SHARE if config.every == "auto" else math.inf
+        writes = config.every == "auto" and saver.trainer.writes
+        self.between_failures = time_between_failures(saver.trainer.ctx.config.run.dir) if writes else math.inf
+        self.saved_at = time.monotonic()
+        self.told: int | None = None  # the last save of which the run's events tell
+
+    def pauses(self, step: int) -> bool:
+        return self.steps > 0 and step % self.steps == 0
+
+    def wants_save(self) -> bool:
+        gone = time.monotonic() - self.saved_at
+        if self.between_failures < math.inf and self.saver.blocked_s:
+            best = math.sqrt(2 * self.saver.blocked_s * self.between_failures)
+            return gone >= min(self.seconds, best) and not self.saver.is_writing
+        return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
+
+    def after(self, result: StepResult, last: bool) -> None:
+        self._tell()
+        if last or result.save or self.pauses(result.step):
+            self.saved_at = time.monotonic()
+            self.saver.save(last)
+        if last:
+            self.saver.committed()  # before anything else can fail
+            self._tell()
+
+    def _tell(self) -> None:
+        """Notes a save that has become complete since the last step."""
+        saver = self.saver
+        if saver.trainer.writes and saver.complete_step not in (None, self.told):
+            self.told = saver.complete_step
+            words = f"saved in {saver.took_s:.2g} s, for {saver.blocked_s:.2g} s of which training waited"
+            folder = saver.trainer.ctx.config.run.dir
+            write_event(folder, "checkpoint", words, self.told, took_s=saver.took_s, blocked_s=saver.blocked_s)
+
+
+class TooManyFaults(Hook):
+    """Ends a run with the name of a rank that had too many faults, after all that was trained is saved."""
+
+    def __init__(self, notes: FaultNotes, saver: Saver) -> None:
+        self.notes, self.saver = notes, saver
+
+    def pauses(self, step: int) -> bool:
+        """No step may be begun after this one, or its update would be saved without its line in the metrics."""
+        return self.notes.over is not None
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.notes.over is not None:
+            if self.saver.saved_step != result.step:
+                self.saver.save(last=True)
+            self.saver.committed()
+            raise self.notes.over
+
+
+class TimeLimit(Hook):
+    """Asks to stop so early that the last step is saved when the limit is reached, if all goes on as it did so far."""
+
+    def __init__(self, requests: StopRequests, saver: Saver, limit: float, began: float) -> None:
+        self.requests, self.saver, self.end = requests, saver, began + limit if limit else math.inf
+        self.longest = 0.0  # of the steps so far, without the first, which makes what later ones reuse
+        self.seen = 0
+
+    def before(self, step: int) -> None:
+        due = time.monotonic() + 2 * self.longest + self.saver.took_s >= self.end  # the next step may run already
+        if due and self.saver.trainer.writes and not self.requests.seen:
+            notice("the end of run.time_limit is near: saves after this step")
+            self.requests.request()
+
+    def after(self, result: StepResult, last: bool) -> None:
+        self.seen += 1
+        if self.seen > 1:
+            self.longest = max(self.longest, result.step_time_s)
+
+
+class Validating(Hook):
+    """The validation loss, every so many steps and after the run's last one."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder | None, watcher: Watcher | None) -> None:
+        self.trainer, self.folder, self.watcher = trainer, folder, watcher
+        config = trainer.ctx.config
+        self.steps, self.every = config.train.steps, config.run.eval_every
+
+    def pauses(self, step: int) -> bool:
+        return step == self.steps or (self.every > 0 and step % self.every == 0)
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.pauses(result.step):
+            self.validate()
+
+    def catch_up(self) -> None:
+        """After a resume: validates if the run was ended between saving and validating."""
+        ctx, step = self.trainer.ctx, self.trainer.step_number
+        if step and self.pauses(step):
+            missing = self.folder is not None and not is_validated(self.folder.path, step)
+            if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
+                self.validate()
+
+    def validate(self) -> None:
+        line = self.trainer.validate()
+        if line and self.folder:
+            self.folder.validation(line)
+        if line and self.watcher:
+            self.watcher.validated(line)
+
+
+class TracedStep(Hook):
+    """`run.trace`: traces one step, whose number is `number` (0: none), in the form of `meshwright simulate --trace`.
+
+    Of each pipeline rank one rank records; the one that writes the run's folder gets all their spans. Times are those
+    of the machines' clocks, which several machines must have set alike.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        ctx = trainer.ctx
+        self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
+        on, steps = ctx.config.run.trace, ctx.config.train.steps
+        self.number = min(trainer.step_number + TRACED, steps) if on else 0
+        self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
+
+    def pauses(self, step: int) -> bool:
+        """Nothing else may run while the step is traced."""
+        return self.number in (step, step + 1)
+
+    def before(self, step: int) -> None:
+        if step == self.number and self.records:
+            self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
+
+    def after(self, result: StepResult, last: bool) -> None:
+        """Writes the file. One that can't be written is no reason to stop a run."""
+        ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
+        if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
+            self._write_flight()
+        if result.step != self.number or recorder is None:
+            return
+        self.trainer.executor.recorder = None
+        own = json.dumps([asdict(span) for span in recorder.spans()]).encode()
+        with ctx.ledger.phase("metrics"):
+            everyone = gather_bytes(ctx.mesh.pp, own, ctx)
+        if not self.trainer.writes:
+            return
+        spans = [Span(**fields) for text in everyone for fields in json.loads(text)]
+        first = min(span.start for span in spans)
+        moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
+        try:
+            name = f"{self.path.parent.name}, step {self.number}"
+            self.path.write_text(trace_json(moved, name, step=self.number), encoding="utf-8")
+        except OSError as error:
+            warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
+
+    def _write_flight(self) -> None:
+        """Writes this rank's last calls, as after a hang."""
+        ctx, folder = self.trainer.ctx, self.path.parent / "flight"
+        record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")

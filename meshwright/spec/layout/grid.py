@@ -1,0 +1,125 @@
+"""Grids of tensor-parallel ranks: which axes of a grid cut the rows of an activation, which its features and which a
+weight. Who plays which role in a product is data here, so there is one product and not three. No torch.
+
+A grid's axes are parts of tp, `tp.col` the fastest. Between the products, the rows of an activation [tokens, features]
+are cut over depth and row and its features over col, in every kind of grid. A product y = x W^T, W [out, in], gathers
+what it needs of both factors and sums where the contraction is cut:
+
+    2d, 2.5d   x is joined along its features (over col), W along its rows (over row); y is cut as x was.
+               Ranks along depth hold copies of W and other rows of x.
+    3d         x is gathered along its rows (over row), W along its rows (over depth), and y is a sum over col, whose
+               rows are scattered over it. So y has its rows over depth and col, its features over row; the next product
+               changes the two back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from meshwright.spec.layout.layout import Parts
+
+COL, ROW, DEPTH = "tp.col", "tp.row", "tp.depth"
+GRID_AXES = (COL, ROW, DEPTH)  # fastest first
+
+
+class Cut(NamedTuple):
+    """The axes that cut an activation's rows, the slowest first, and the axis that cuts its features."""
+
+    rows: tuple[str, ...]
+    features: str
+
+
+class Roles(NamedTuple):
+    """What each axis of a grid does in one product."""
+
+    x: Cut
+    y: Cut
+    gathered: str  # the axis over which x is gathered
+    joins: bool  # whether that joins features, and not rows
+    weight: str  # the axis over which the weight's rows are gathered
+    summed: str  # the axis over which y is a sum, and its rows are scattered; empty: none
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The axes that cut the rows of the gathered x, and of y before its rows are scattered."""
+        return self.x.rows if self.joins else tuple(axis for axis in self.x.rows if axis != self.gathered)
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The axes along which the weight's content is the same, and which hold other rows of x."""
+        return tuple(axis for axis in GRID_AXES if axis not in (self.y.features, self.weight, self.summed))
+
+
+STREAM = Cut((DEPTH, ROW), COL)
+_INNER = Cut((DEPTH, COL), ROW)
+_JOINED = Roles(STREAM, STREAM, COL, True, ROW, "")
+# The product that leaves the residual stream and the one that comes back to it.
+ROLES: dict[str, tuple[Roles, Roles]] = {
+    "2d": (_JOINED, _JOINED),
+    "2.5d": (_JOINED, _JOINED),
+    "3d": (Roles(STREAM, _INNER, ROW, False, DEPTH, COL), Roles(_INNER, STREAM, COL, False, DEPTH, ROW)),
+}
+LENGTHS = {"2d": 2, "2.5d": 3, "3d": 3}  # the numbers of a grid of each kind
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid of tensor-parallel ranks. `keeps`: gathered factors are kept for backward, not gathered again."""
+
+    kind: str
+    row: int
+    col: int
+    depth: int = 1
+    keeps: bool = False
+
+    @staticmethod
+    def of(kind: str, sizes: tuple[int, ...], keeps: bool = False) -> Grid:
+        row, col, depth = (*sizes, 1)[:3]
+        return Grid(kind, row, col, depth, keeps)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the config's layout that ask for it."""
+        sizes = (self.row, self.col, self.depth)[: LENGTHS[self.kind]]
+        return {"tp_grid": sizes, "tp_kind": self.kind, "tp_keep_gathered": self.keeps}
+
+    @property
+    def parts(self) -> Parts:
+        """The axes of the grid, as the layout knows them."""
+        return (("tp", ((COL, self.col), (ROW, self.row), (DEPTH, self.depth))),)
+
+    def size(self, axis: str) -> int:
+        return {COL: self.col, ROW: self.row, DEPTH: self.depth}.get(axis, 1)
+
+    def rows(self, cut: Cut) -> int:
+        """Returns the number of parts into which rows are cut."""
+        return prod(self.size(axis) for axis in cut.rows)
+
+    @property
+    def first(self) -> Roles:
+        """The roles in a product that leaves the residual stream: queries, keys and values, up, the output layer."""
+        return ROLES[self.kind][0]
+
+    @property
+    def second(self) -> Roles:
+        """The roles in a product that comes back to it: attention's output, down."""
+        return ROLES[self.kind][1]
+
+    @property
+    def inner(self) -> Cut:
+        """How activations are cut inside attention and the MLP."""
+        return self.first.y
+
+    @property
+    def sharing(self) -> str:
+        """The axis whose ranks share sequences, where a micro-batch has too few of them to deal out whole ones."""
+        return self.inner.rows[-1]
+
+    def shares(self, sequences: int) -> int:
+        """Returns the number of ranks that share each sequence of a micro-batch of so many."""
+        return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'x'.join(map(str, self.keys['tp_grid']))}"

@@ -1,0 +1,120 @@
+"""What an encoder such as BERT has beside the parts of a GPT: token types, and heads on a few rows of each sample. No
+torch.
+
+A head of its own kind works on chosen rows: those whose tokens were masked, and the first one of each sample. They are
+few, so every tp rank holds all of them, also where ranks divide the tokens, and `OnRows` states a part's figures there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.spec.layout.params import Init, whole
+from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LossTerm,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
+
+
+@dataclass(frozen=True)
+class TokenTypePart(Part):
+    """A table of token types (which of two segments a token belongs to), held whole by every tp rank."""
+
+    types: int
+    hidden: int
+    init: Init
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated(at))}
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        yield Kept("token types", batch.rows(at) * 8)
+
+
+@dataclass(frozen=True)
+class ChosenRowsPart(Part):
+    """Takes `count` rows of each sample. Where tp ranks divide the tokens, each gives the rows that it holds.
+
+    Split tokens: forward 1 all_reduce of the chosen rows; else nothing.
+    """
+
+    count: int
+    hidden: int
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return Work(moved=2.0 * batch.sequences * self.count * self.hidden * batch.element, kernels=4)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        if at.splits_tokens:
+            payload = batch.sequences * self.count * self.hidden * batch.element
+            yield Collective("forward", "tp", "all_reduce", payload)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields the numbers of the rows, and which of them are here."""
+        yield Kept("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
+
+
+@dataclass(frozen=True)
+class OnRows(Part):
+    """A part that is applied to `count` chosen rows of each sample, all of which every tp rank holds."""
+
+    part: Part
+    count: int
+
+    def _rows(self, at: Coordinate, batch: MicroBatch) -> tuple[Coordinate, MicroBatch]:
+        return replace(at, sequence_parallel=False), replace(batch, seq=self.count)
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        return self.part.records(replace(at, sequence_parallel=False), name)
+
+    def losses(self) -> Iterable[LossTerm]:
+        return self.part.losses()
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return self.part.work(*self._rows(at, batch), kernels)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
+        return self.part.collectives(*self._rows(at, batch))
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+        return self.part.kept(*self._rows(at, batch), kernels)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return self.part.working(*self._rows(at, batch), kernels)
+
+
+@dataclass(frozen=True)
+class DensePart(Part):
+    """A product [width, hidden] with a bias and perhaps an activation, which every tp rank computes alike."""
+
+    hidden: int
+    width: int
+    activation: str  # of nn/mlp.py, or tanh, or "" for none
+    init: Init
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        axes = replicated(at)
+        return {
+            "weight": whole(f"{name}.weight", (self.width, self.hidden), self.init, **axes),
+            "bias": whole(f"{name}.bias", (self.width,), ZEROS, decay=False, **axes),
+        }
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        rows = batch.tokens(at)
+        product = Product("dense", rows, self.width, self.hidden, precise=True)
+        return Work((product,), moved=2.0 * rows * self.width * batch.element, kernels=2)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields the product's input, and what the activation needs: its input or its result."""
+        widths = self.hidden + (self.width if self.activation else 0)
+        yield Kept("dense", batch.tokens(at) * widths * batch.element)

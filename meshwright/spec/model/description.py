@@ -1,0 +1,382 @@
+"""Models as sequences of units, assembled from parts by config. `nn` modules are built from them and the planner reads
+them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from meshwright.config.comm import NODE_COPY
+from meshwright.config.data import PACKED
+from meshwright.config.sections import Config, ModelConfig
+from meshwright.config.tune import ALL, TuneConfig
+from meshwright.errors import UserError, nearest
+from meshwright.spec.layout import Layout, Parts, exchange_parts, node_parts
+from meshwright.spec.layout.params import Init
+from meshwright.spec.model.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
+from meshwright.spec.model.experts import ExpertsPart, Routing
+from meshwright.spec.model.gpt import (
+    KV_COPIES,
+    KV_GROUPS,
+    AttentionPart,
+    NormPart,
+    OutputLayerPart,
+    PositionEmbeddingPart,
+    TokenEmbeddingPart,
+)
+from meshwright.spec.model.grid import on_grid
+from meshwright.spec.model.latent import LatentAttentionPart
+from meshwright.spec.model.mlp import MLPPart
+from meshwright.spec.model.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
+from meshwright.spec.model.t5 import (
+    DECODER,
+    ENCODER,
+    CrossAttentionPart,
+    DecoderBlock,
+    DecoderUnit,
+    EncoderDecoder,
+    RelativeBiasPart,
+    t5_inits,
+)
+from meshwright.spec.model.tuning import Tuning, tuned
+from meshwright.spec.model.wrapped.parts import PlannedModel
+from meshwright.spec.schedule.kinds import ends_of, placement_of
+
+
+def gpt(model: ModelConfig) -> Model:
+    """Describes a decoder-only transformer of the config's sizes."""
+    h, tied = model.hidden, model.tied_embeddings
+    output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
+    last = [NamedPart("output", "embedding" if tied else "head", output)]
+    if model.norm_first:
+        last.insert(0, NamedPart("norm", "final_norm", ended_norm(model)))
+    return Model(embedding_unit(model), block_units(model), Unit(tuple(last)), h, tied)
+
+
+def bert(model: ModelConfig) -> Model:
+    """Describes an encoder: tokens see all others of their sample. Its heads predict masked tokens and, with a pooler,
+    whether two segments were swapped."""
+    h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
+    masked, pooled = model.predictions, int(model.pooler)
+    activation = "gelu" if model.mlp.endswith("glu") else model.mlp
+    name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
+    parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
+    if model.norm_first:
+        parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
+    parts += [
+        ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
+        ("dense_norm", "predict.norm", OnRows(ended_norm(model), masked)),
+        ("output", name, OnRows(output, masked)),
+    ]
+    if pooled:
+        parts.append(("pooler", "pooler", OnRows(DensePart(h, h, "tanh", normal), 1)))
+        parts.append(("order", "order", OnRows(DensePart(h, 2, "", normal), 1)))
+    head = Unit(tuple(NamedPart(*part) for part in parts))
+    terms = ("loss", "order")[: 1 + pooled]
+    return Model(embedding_unit(model), block_units(model), head, h, tied, False, masked, terms)
+
+
+def t5(model: ModelConfig) -> EncoderDecoder:
+    """Describes an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
+    output. Scores have no scale but a learned bias of the distance."""
+    h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
+    first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
+    rows, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
+    attention = AttentionPart(
+        h, heads, heads, model.head_dim, rows, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
+        scale=1.0, biased=True,
+    )  # fmt: skip
+    cross = CrossAttentionPart(
+        h, heads, model.head_dim, model.seq, first["q"], first["in"], first["out"], model.attention_dropout or 0.0
+    )
+    mlp = MLPPart(model.mlp, h, model.ffn, first["in"], first["down"])
+
+    def named(*bodies: tuple[str, Part]) -> tuple[NamedPart, ...]:
+        norms = [replace(norm, of_mlp=key == "mlp") for key, _ in bodies]
+        pairs = [(f"norm{at}", each) for at, each in enumerate(norms, start=1)]
+        return tuple(NamedPart(key, key, part) for pair in zip(pairs, bodies, strict=True) for key, part in pair)
+
+    def bias(stack: str) -> tuple[NamedPart, ...]:
+        part = RelativeBiasPart(own.buckets, own.distance, heads, stack == ENCODER, stack, first["in"])
+        return (NamedPart("bias", f"{stack}.bias", part),)
+
+    tokens = TokenEmbeddingPart(model.vocab, h, first["table"], True, model.embedding_dropout or 0.0)
+    table = (NamedPart("tokens", "embedding", tokens),)
+    output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scale_output == "true" else 1.0)
+    head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
+            NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
+    encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), h, False, model.dropout)
+    bodies = (("attention", replace(attention, causal=True)), ("cross", cross), ("mlp", mlp))
+    decoder = DecoderBlock(named(*bodies), h, False, model.dropout, seq=own.decoder_seq)
+    return EncoderDecoder(
+        Unit(table), (encoder,) * own.encoder_layers + (decoder,) * (model.layers - own.encoder_layers),
+        DecoderUnit(head, own.decoder_seq), h, tied, False, encoder_layers=own.encoder_layers,
+        decoder_seq=own.decoder_seq, encoder_bias=Unit(bias(ENCODER)),
+        encoder_end=Unit((NamedPart("norm", "encoder.final_norm", ended_norm(model)),)),
+        decoder_embedding=DecoderUnit(table, own.decoder_seq), decoder_bias=DecoderUnit(bias(DECODER), own.decoder_seq),
+    )  # fmt: skip
+
+
+def glm(model: ModelConfig) -> Model:
+    """Describes a decoder that sees the first segment of a sample, its source, as a whole."""
+    return replace(gpt(model), prefix=True)
+
+
+def norm_part(model: ModelConfig) -> NormPart:
+    """Describes the norm of a branch: the product after it keeps its output."""
+    bias = model.norm == "layernorm" and model.bias
+    return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
+
+
+def ended_norm(model: ModelConfig) -> NormPart:
+    """Describes a norm whose output nobody keeps for its own gradient."""
+    return replace(norm_part(model), keeps_output=False)
+
+
+def embedding_unit(model: ModelConfig) -> Unit:
+    """Describes what turns ids into activations: tokens and, by config, positions, token types and a norm."""
+    h, normal = model.hidden, Init("normal", model.init_std)
+    tokens = TokenEmbeddingPart(model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0)
+    parts = [NamedPart("tokens", "embedding", tokens)]
+    if model.position == "learned":
+        positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
+        parts.append(NamedPart("positions", "position", positions))
+    if model.token_types:
+        parts.append(NamedPart("types", "token_type", TokenTypePart(model.token_types, h, normal)))
+    if model.embedding_norm:
+        parts.append(NamedPart("norm", "embedding_norm", ended_norm(model)))
+    return Unit(tuple(parts))
+
+
+def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
+    """Describes the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
+    each sum; with DeepNorm also values and the MLP's first product do."""
+    normal, place = Init("normal", model.init_std), model.norm_place
+    small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    rows = inner = normal
+    if place == "deep":  # the rows of queries and keys come before those of values
+        inner = small
+        rows = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
+    norm, whole = norm_part(model), attention_part(model, rows, small)
+    mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
+    residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
+
+    @lru_cache
+    def block(mixed: bool, window: int) -> BlockUnit:
+        last = ("experts", experts(model, mlp)) if mixed else ("mlp", mlp)
+        attention = replace(whole, window=window) if isinstance(whole, AttentionPart) else whole
+        # Experts and latent attention state themselves what they keep of their norm.
+        first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
+        second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
+        parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
+        if place == "sandwich":
+            parts.insert(2, ("norm1_after", ended_norm(model)))
+            parts.append(("norm2_after", ended_norm(model)))
+        named = tuple(NamedPart(key, key, part) for key, part in parts)
+        post, both = not model.norm_first, place == "sandwich"
+        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post, residual, both)
+
+    layers = range(model.layers)
+    return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
+
+
+def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
+    """Describes the attention of a block."""
+    short = model.latent
+    if short.kv_rank:
+        return LatentAttentionPart(
+            model.hidden, model.heads, short.q_rank, short.kv_rank, short.nope_dim, short.rope_dim, short.v_dim, normal,
+            output, model.norm_eps, model.attention_dropout or 0.0,
+            model.rope_scaling.attention_factors(latent=True)[1],
+        )  # fmt: skip
+    return AttentionPart(
+        model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
+        model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
+        model.attention_dropout or 0.0, model.position == "alibi", model.kind != "bert",
+    )  # fmt: skip
+
+
+def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
+    """Describes the mixture of experts that stands in an MLP's place. Its products have no biases."""
+    e = model.experts
+    routing = Routing(
+        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
+        e.aux_loss, e.aux_level, e.z_loss, e.capacity,
+    )  # fmt: skip
+    shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None
+    return ExpertsPart(routing, replace(mlp, ffn=e.ffn, bias=False), shared)
+
+
+def hf(model: ModelConfig) -> Model:
+    """Describes a model that transformers builds, as its plan cuts it."""
+    from meshwright.models.wrapped.blueprint import blueprint
+
+    return blueprint(model.hf).model
+
+
+# Kinds of models, by the config's `model.kind`. A program may add its own.
+MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm, "hf": hf}
+
+
+def describe(model: ModelConfig) -> Model:
+    """Returns the description of the model that a config asks for."""
+    if model.kind not in MODELS:
+        known = ", ".join(MODELS)
+        raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
+    return _described(MODELS[model.kind], model)
+
+
+def model_of(config: Config) -> Model:
+    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
+    a grid of tensor-parallel ranks."""
+    model, grid = describe(config.model), config.layout.grid
+    if grid is not None:
+        return _on_grid(model, grid)
+    return _tuned(model, config.tune) if config.tune.adapts else model
+
+
+_on_grid = lru_cache(maxsize=256)(on_grid)
+
+
+@lru_cache(maxsize=256)
+def _tuned(model: Model, tune: TuneConfig) -> Model:
+    tuning = Tuning(
+        tune.rank, tune.scale, norms=tune.kind == "dora", dropout=tune.dropout,
+        targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
+        whole=tune.modules_to_save, packs=tune.quantise == "nf4",
+    )  # fmt: skip
+    return tuned(model, tuning)
+
+
+@lru_cache(maxsize=256)
+def _described(assemble: Callable[[ModelConfig], Model], model: ModelConfig) -> Model:
+    return assemble(model)
+
+
+def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
+    """Splits the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
+    sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
+    assert len(sizes) == count and sum(sizes) == layers
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return [
+        Stage(i, count, range(start, start + size)) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """Returns the virtual stages that a config asks for."""
+    layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    if own := config.pipeline.encoder_stages:
+        blocks = config.model.t5.encoder_layers
+        both = (split_layers(blocks, own), split_layers(layers - blocks, count - own))
+        split = tuple(len(stage.layers) for stages in both for stage in stages)
+    return split_layers(layers, count, split)
+
+
+def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the pipeline ranks that hold the same parameters of an encoder-decoder, by the name of their group."""
+    model, found = describe(config.model), dict[str, set[int]]()
+    if not isinstance(model, EncoderDecoder):
+        return ()
+    places = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
+    for stage, (rank, _) in zip(stages_of(config), places, strict=True):
+        for name in model.holds(stage):
+            found.setdefault(name, set()).add(rank)
+    return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(found.items()))
+
+
+# Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
+CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
+# Fields that decide who sees whom. Where a rank has read them itself, a batch has them on the host too, under
+# `on_host(name)`, so that no one waits for the device to read them back.
+WHO_SEES_WHOM = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+
+
+def on_host(name: str) -> str:
+    return f"host.{name}"
+
+
+def check_family(model: Model, tp: int, pp: int) -> None:
+    """Refuses to cut a model whose plan was not found right."""
+    from meshwright.spec.model.wrapped.families import check_plan
+
+    assert isinstance(model, PlannedModel)
+    check_plan(model, tp, pp)
+
+
+CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
+
+
+def kv_parts(model: ModelConfig, tp: int) -> Parts:
+    """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
+    if tp <= model.kv_heads:
+        return ()
+    return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
+
+
+def context_parts(config: Config) -> Parts:
+    """Returns cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
+    cp, inner = config.layout.cp, config.context.inner
+    return (("cp", ((CP_INNER, inner), (CP_OUTER, cp // inner))),) if cp > 1 and inner and cp % inner == 0 else ()
+
+
+def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
+    """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
+    say."""
+    c = config.layout
+    if config.model.kind == "hf" and c.tp * c.pp > 1:
+        check_family(describe(config.model), c.tp, c.pp)
+    layout = Layout(
+        world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
+        parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),
+        ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
+        replicas=c.replicas,
+    )  # fmt: skip
+    if config.comm.algorithm.ep == "hierarchical" and c.ep > 1:
+        layout = replace(layout, parts=(*layout.parts, *exchange_parts(layout)))
+    if config.zero.stage and config.zero.shard_group == "node":
+        return replace(layout, parts=(*layout.parts, *node_parts(layout)))
+    if config.zero.stage == 3 and config.comm.gather.node_copy:
+        return replace(layout, parts=(*layout.parts, *node_parts(layout, NODE_COPY)))
+    return layout
+
+
+# What the frozen weights alone make of `hidden`, where a loss compares with them. No gradient goes back through it.
+REFERENCE = "reference"
+
+
+def passed(config: Config, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that a stage of a run receives from the one before."""
+    shapes = model_of(config).passes(at, batch, stage)
+    return shapes | {REFERENCE: shapes["hidden"]} if config.compares and shapes else shapes
+
+
+def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
+    """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
+    tokens that count in it."""
+    documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+    return model.fields(stage) | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
+
+
+def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
+    """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
+    for each sample."""
+    return batch.sequences * model.lengths[name] if name in model.lengths else batch.tokens(at)
+
+
+def data_fields(config: Config) -> list[str]:
+    """Returns the names of the fields of a sample that the data of a config have."""
+    if config.objective == "masked":
+        names = ["tokens", "token_types", "segments", "places", "labels", "loss_mask"]
+        return names + (["swapped"] if config.model.pooler else [])
+    if config.objective == "blanks":
+        names = ["tokens", "labels", "loss_mask", "positions", "segments"]
+        return names + (["token_types"] if config.model.token_types else [])
+    if config.objective == "spans":
+        return ["tokens", "decoder_tokens", "labels", "loss_mask"]
+    names, packed = ["tokens", "labels", "loss_mask"], config.objective in PACKED
+    placed = config.model.position in ("rope", "learned")
+    names += ["positions"] if config.data.reset_positions or (packed and placed) else []
+    return names + (["segments"] if config.data.reset_attention or packed else [])

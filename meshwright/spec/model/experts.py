@@ -1,0 +1,286 @@
+"""The mixture of experts: a router that sends every token to a few of many MLPs, and those MLPs. No torch.
+
+Every rank routes rows of its own: under tp, its part of the tokens. The rows are gathered over etp, since each of its
+ranks holds a part of every expert, and sent over ep to the ranks that hold the experts; the results go the same way
+back and are summed. So a row travels the same way whatever tp, cp and dp are, and no gradient depends on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, Box, Init, ParamRecord, whole
+from meshwright.spec.model.linear import ZEROS
+from meshwright.spec.model.mlp import MLPPart
+from meshwright.spec.model.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    LossTerm,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
+
+EXPERT_DATA_AXES = "edp"  # an expert's gradient is a partial sum over these
+INDEX_BYTES = 8  # of a row's or an expert's number
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts: the keys of `model.experts` that decide it."""
+
+    count: int
+    top_k: int
+    scores: str  # softmax or sigmoid
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
+    bias: bool = False
+    bias_step: float = 0.0
+    aux_loss: float = 0.0
+    aux_level: str = "sequence"
+    z_loss: float = 0.0
+    capacity: float | None = None
+
+    @property
+    def has_losses(self) -> bool:
+        return self.aux_loss > 0 or self.z_loss > 0
+
+    def room(self, seq: int) -> int:
+        """Returns the most tokens that each expert takes of one sequence, where the capacity is limited."""
+        assert self.capacity is not None
+        return min(seq, math.ceil(seq * self.top_k / self.count * self.capacity))
+
+    def places(self, rows: int, part: int, seq: int) -> int:
+        """Returns the places that each expert needs for consecutive rows of a rank, which holds `part` rows of each
+        sequence of `seq` tokens: all of them may be among those that the expert takes."""
+        whole, rest = divmod(rows, part)
+        if not rest:
+            return whole * min(part, self.room(seq))
+        return min(rows, (1 if part % rows == 0 else whole + 2) * self.room(seq))
+
+
+def exchange_axes(at: Coordinate) -> tuple[str, ...]:
+    """Returns the axes over which rows travel to their experts, in this order: ep, or the parts of it."""
+    return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
+
+
+class Exchange(NamedTuple):
+    """One all_to_all over ep: the bytes of each row, and whether rows go to their experts or back from there."""
+
+    phase: str
+    row_bytes: int
+    back: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsPart(Part):
+    """The router, this rank's part of the experts, and the experts that all tokens share."""
+
+    routing: Routing
+    mlp: MLPPart  # one expert; its `ffn` is cut over etp
+    shared: MLPPart | None = None
+
+    has_experts = True
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        """The products of each expert. (The router and the shared experts are not adapted.)"""
+        return tuple(
+            LinearPieces(each.name, each.cut, tuple((f"expert_{piece}", rows) for piece, rows in each.pieces), True)
+            for each in self.mlp.linears()
+        )
+
+    def experts(self, at: Coordinate) -> int:
+        """The experts of one rank."""
+        return self.routing.count // at.size("ep")
+
+    def width(self, at: Coordinate) -> int:
+        """The inner features of an expert on one rank."""
+        return self.mlp.ffn // at.size("etp")
+
+    def own_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows that a rank routes."""
+        return batch.tokens(at) // at.size("tp")
+
+    def gathered_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows of all ranks that hold parts of the same experts."""
+        return self.own_rows(at, batch) * at.size("etp")
+
+    def sent_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows that a rank sends to experts; as many arrive where the experts are balanced. With a capacity, some
+        of them may be empty."""
+        if self.routing.capacity is None:
+            return self.gathered_rows(at, batch) * self.routing.top_k
+        part, whole = batch.seq // at.size("cp"), at.size("etp") == at.size("tp")
+        rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
+        return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
+
+    def computed_rows(self, at: Coordinate, batch: MicroBatch) -> int:
+        """The rows that the experts of a rank compute: as many as it sends, or more on the busiest rank."""
+        return round(self.sent_rows(at, batch) * (batch.imbalance if self.uneven(at) else 1.0))
+
+    def uneven(self, at: Coordinate) -> bool:
+        """Whether ranks may get different numbers of rows."""
+        return at.size("ep") > 1 and self.routing.capacity is None
+
+    @property
+    def idle(self) -> int:
+        weights = (3 if self.mlp.gated else 2) * self.mlp.ffn * self.mlp.hidden
+        return (self.routing.count - self.routing.top_k) * weights
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        count, hidden = self.routing.count, self.mlp.hidden
+        axes = ("tp",) if at.size("tp") > 1 else ()  # every rank routes its own rows, under tp too
+        router = f"{name}.router"
+        records = {
+            "router.weight": whole(f"{router}.weight", (count, hidden), self.mlp.init, copies=axes, partial=axes)
+        }
+        if self.routing.bias:
+            records["router.bias"] = whole(
+                f"{router}.bias", (count,), ZEROS, decay=False, copies=axes, trained=False, wide=True
+            )
+        width, local = self.width(at), self.experts(at)
+        first, inside = at.index("ep") * local, at.index("etp") * width
+        halves = 2 if self.mlp.gated else 1
+        up = [
+            Box((first, half * self.mlp.ffn + inside, 0), (local, width, hidden), (0, half * width, 0))
+            for half in range(halves)
+        ]
+        down = [Box((first, 0, inside), (local, hidden, width), (0, 0, 0))]
+        key = self.mlp.first
+        shape, local_shape = (count, halves * self.mlp.ffn, hidden), (local, halves * width, hidden)
+        records[f"{key}.weight"] = _expert_record(f"{name}.{key}.weight", shape, local_shape, up, self.mlp.init)
+        shape, local_shape = (count, hidden, self.mlp.ffn), (local, hidden, width)
+        records["down.weight"] = _expert_record(f"{name}.down.weight", shape, local_shape, down, self.mlp.out_init)
+        if self.shared is not None:
+            shared = self.shared.records(at, f"{name}.shared")
+            records |= {f"shared.{own}": record for own, record in shared.items()}
+        return records
+
+    def losses(self) -> Iterator[LossTerm]:
+        if self.routing.aux_loss:
+            yield LossTerm("balance", self.routing.aux_loss)
+        if self.routing.z_loss:
+            yield LossTerm("router z", self.routing.z_loss)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
+        up = 2 * width if self.mlp.gated else width
+        products = (
+            Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
+            Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
+            Product("expert down", rows, hidden, width, precise=kernels.own, groups=local),
+        )
+        # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
+        moved = float(rows * (up + width + 3 * hidden) * batch.element)
+        found = Work(products, moved=moved, kernels=24)
+        return found + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else found
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the calls of experts that get equal numbers of rows.
+
+        Rows to all ranks that hold a part of each expert, as a column product gathers its input and a row product sums
+        its output; with them the numbers and the weights of the chosen experts. Over ep: how many rows each expert
+        gets; then the rows there and back, and their weights, and the same for their gradients. Where rows go inside a
+        node first (`comm.algorithm.ep`), each of these is two calls of the same payload.
+        """
+        yield from self._entering(at, batch)
+        yield from self._counting(at, batch)
+        rows, axes = self.sent_rows(at, batch), exchange_axes(at)
+        for axis in axes if self.count_bytes else ():
+            yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
+        for each, axis in product(self.exchanges(batch), axes):
+            yield Collective(each.phase, axis, "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
+        if self.routing.has_losses:
+            sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
+            sums = sequences * (2 * self.routing.count + 2) * batch.wide
+            yield Collective("forward", "tp-cp", "all_reduce", sums)
+        if self.shared is not None:
+            yield from self.shared.collectives(at, batch)
+
+    @property
+    def count_bytes(self) -> int:
+        """The bytes that tell a rank's rows for every expert; none where the capacity fixes them."""
+        return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
+
+    def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
+        """Returns the exchanges of rows over ep: rows and their weights go to the experts, results come back, and the
+        gradients of all three go the other way."""
+        row = self.mlp.hidden * batch.element
+        return (
+            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
+            Exchange("backward", row), Exchange("backward", batch.wide, True), Exchange("backward", row, True),
+        )  # fmt: skip
+
+    def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the calls that bring rows to all ranks of an expert, and back."""
+        row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
+        whole = batch.tokens(at) * row
+        rows = self.gathered_rows(at, batch)
+        if same and not at.splits_tokens:
+            yield Collective("forward", "tp", "all_reduce", whole)
+            yield Collective("backward", "tp", "all_reduce", whole)
+        else:
+            yield Collective("forward", "etp", "all_gather", rows * row)
+            yield Collective("forward", "etp", "reduce_scatter", rows * row)
+            yield Collective("backward", "etp", "all_gather", rows * row)
+            yield Collective("backward", "etp", "reduce_scatter", rows * row)
+            if not at.splits_tokens:
+                yield Collective("forward", "tp", "all_gather", whole)
+                yield Collective("backward", "tp", "all_gather", whole)
+        yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * INDEX_BYTES, replayed=True)
+        yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * batch.wide)
+        yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
+
+    def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the calls that tell ranks that share a sequence which experts its other tokens chose, where a capacity
+        counts them: over tp, unless the rows are gathered there anyway or a rank has whole sequences, and over cp."""
+        if self.routing.capacity is None:
+            return
+        choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
+        shared = cp > 1 or self.own_rows(at, batch) % batch.seq > 0
+        if shared and at.size("etp") != at.size("tp"):
+            yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
+        yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields what the router, the experts and the way to them keep."""
+        e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
+        own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
+        up = (2 if self.mlp.gated else 1) * self.width(at)
+        row = self.mlp.hidden * e
+        whole = at.cuts_experts_alike and not at.splits_tokens  # every rank has all tokens, and routes a part of them
+        held = batch.tokens(at) if whole else own
+        yield Kept("router input", held * row)
+        yield Kept("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
+        if at.size("ep") > 1:
+            yield Kept("expert inputs", rows * row)
+        elif gathered > held:
+            yield Kept("expert inputs", gathered * row)
+        yield Kept("expert features", rows * (up * e + wide))
+        yield Kept("expert rows", 3 * rows * INDEX_BYTES)
+        if self.shared is not None:
+            yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
+        the last product's input. Where the activation is not gated, its own gradient comes on top."""
+        copies = 2 if at.size("ep") > 1 else 1
+        features = self.width(at) * (1 if self.mlp.gated else 4)
+        return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
+
+
+def _expert_record(
+    name: str, shape: tuple[int, ...], local: tuple[int, ...], boxes: list[Box], init: Init
+) -> ParamRecord:
+    return ParamRecord(name, shape, local, tuple(boxes), init, data_axes=EXPERT_DATA_AXES)

@@ -1,0 +1,291 @@
+"""What an adapter to a Hugging Face family is: the tables of families.yaml, read in both directions. No torch.
+
+A family says which of our model keys stand under which of its config's, which values of the others it can express, and
+under which names its files hold our tensors. Rows of our tensors are rows of theirs, in runs; `Mapped` (rows.py) lists
+the runs, so that import and export copy any part of any tensor without holding a whole one. Keys of a section within
+the model section are written with a dot: `experts.count`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from meshwright.config.load import config_from, flat, nested
+from meshwright.config.sections import TRAINING_KEYS, ModelConfig
+from meshwright.errors import UserError
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.description import describe
+from meshwright.spec.model.hf.rotary import PART, read_length, read_rotary, write_rotary
+from meshwright.spec.model.hf.rows import Mapped, SourceRows, by_head, heads_in_pairs, in_order, in_pairs
+from meshwright.spec.model.hf.window import TYPES, read_window, write_window
+from meshwright.spec.model.part import ALONE
+
+HFConfig = dict[str, Any]
+
+INDEX = r"(?<=\.)\d+\b"  # of a layer, in a tensor's name
+
+# Keys of config.json whose null means "none"; a null under any other key is treated as missing.
+NONE_IF_NULL = ("num_key_value_heads", "sliding_window", "q_lora_rank")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One entry of families.yaml, which says what each field means."""
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, Sequence[str]]
+    allows: Mapping[str, Sequence[Any]]
+    names: Mapping[str, Sequence[str]]
+    prefix: str
+    architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    differing: Mapping[str, str] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    demands: Mapping[str, Any] = field(default_factory=dict)
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    window: str = ""
+    window_switch: str = ""
+    window_layers: bool = False
+    dense_layers: str = ""
+    extra_layers: str = ""
+    decoder_layers: str = ""
+    needs: Sequence[str] = ()
+    dropouts: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    by_head: Sequence[str] = ()
+    in_pairs: Sequence[str] = ()
+    transposed: Sequence[str] = ()
+    buffers: str = r"(?!)"  # matches nothing
+
+    @property
+    def head(self) -> str:
+        """The output layer's weight, which files of tied models leave out."""
+        return f"{self.names['head'][0]}.weight"
+
+    def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
+        """Returns the model section of a config.json; `seq` replaces its context length."""
+        config = self._completed(config)
+        self._check(config)
+        found = {key: values[0] for key, values in self.allows.items() if len(values) == 1}
+        found |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
+        found |= self.architectures.get(self._architecture(config), {})
+        if self.activations:
+            found["mlp"] = self.activations[str(config.get(self.activation_key))]
+        if self.dense_layers:
+            found["experts.first_dense"] = first_dense(config, self.dense_layers, found)
+        if self.decoder_layers:
+            encoder = read_length(config, self.keys["layers"][0]) or 0
+            found["t5.encoder_layers"] = encoder
+            found["layers"] = encoder + (read_length(config, self.decoder_layers) or encoder)
+        if "rope_theta" in self.keys:
+            fraction = self.keys.get("rotary_fraction", (None,))[0]
+            found |= read_rotary(config, self.keys["rope_theta"][0], fraction)
+        if self.window:
+            found |= read_window(config, self.window, self.window_switch, self.window_layers, found["layers"])
+        if seq:
+            if found["position"] == "learned" and seq != found["seq"]:
+                raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
+            found["seq"] = seq
+        model = model_section(nested(found))
+        if misfits := self.misfits(model):
+            words = " and ".join(f"model.{each}" for each in misfits)
+            raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
+        return model
+
+    def _completed(self, config: HFConfig) -> HFConfig:
+        """Returns a config.json with one name for each key, the defaults of the keys that it lacks, and no nulls."""
+        given = {
+            self.aliases.get(key, key): value
+            for key, value in config.items()
+            if value is not None or key in NONE_IF_NULL
+        }
+        return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
+
+    def _architecture(self, config: HFConfig) -> str:
+        """Returns the class that a config.json names, where the family has several."""
+        named = config.get("architectures") or [self.architecture]
+        if not isinstance(named, list) or not isinstance(named[0], str):
+            raise UserError(f"architectures={named!r} in config.json must be a list of names: correct it")
+        if self.architectures and named[0] not in self.architectures:
+            raise UserError(
+                f"architectures={named} in config.json can't be imported: of {self.model_type} only "
+                f"{' and '.join(self.architectures)} can"
+            )
+        return str(named[0])
+
+    def _check(self, config: HFConfig) -> None:
+        """Raises for what a completed config.json lacks, or has and we have not."""
+        for key, value in self.demands.items():
+            if config.get(key, value) != value:
+                raise UserError(
+                    f"{key}={config[key]} in config.json can't be imported: of {self.model_type} only models with "
+                    f"{key}={value} can"
+                )
+        for key in ("layers", "hidden", "heads", "vocab"):
+            if self.keys[key][0] not in config:
+                raise UserError(f"config.json lacks {self.keys[key][0]}, which every {self.model_type} has: add it")
+        theirs = config.get(self.activation_key)
+        if self.activations and str(theirs) not in self.activations:
+            known = ", ".join(self.activations)
+            raise UserError(
+                f"{self.activation_key}={theirs} in config.json can't be imported: use a model with {known}"
+            )
+        for ours, (first, *others) in self.keys.items():
+            for other in others:
+                if config.get(other, config.get(first)) != config.get(first):
+                    raise UserError(
+                        f"{other}={config[other]} differs from {first}={config.get(first)} in config.json: "
+                        f"{self.differing[ours]} can't be imported"
+                    )
+
+    def misfits(self, model: ModelConfig) -> list[str]:
+        """Returns what this family can't express of a model, as `key=value` words."""
+        found = []
+        for key, values in self.allows.items():
+            value = value_of(model, key)
+            plain = list(value) if isinstance(value, tuple) else value
+            if values and plain not in values and not (key == "qkv_bias" and model.bias):
+                found.append(f"{key}={plain}")
+        if self.activations and model.mlp not in self.activations.values():
+            found.append(f"mlp={model.mlp}")
+        found += [f"{key}={value_of(model, key)}" for key in self.needs if not value_of(model, key)]
+        usual = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads, "ffn": 4 * model.hidden}
+        if model.latent.kv_rank:
+            del usual["head_dim"]
+        unusual = {key: getattr(model, key) for key, value in usual.items() if getattr(model, key) != value}
+        return found + [f"{key}={value}" for key, value in unusual.items() if key not in self.keys]
+
+    def config_of(self, model: ModelConfig, base: HFConfig | None = None) -> HFConfig:
+        """Returns a config.json for a model that fits. What `base`, the one that the model may come from, says is kept
+        where it still holds."""
+        if base is not None:
+            with suppress(UserError):
+                if same_function(self.model_of(base), model):
+                    return dict(base)
+        values = {ours: value_of(model, ours) for ours in self.keys}
+        switches = {"true": True, "false": False}  # as we write keys that have a third value, auto
+        written = {name: switches.get(str(values[ours]), values[ours]) for ours in values for name in self.keys[ours]}
+        if self.decoder_layers:
+            written[self.keys["layers"][0]] = model.t5.encoder_layers
+            written[self.decoder_layers] = model.layers - model.t5.encoder_layers
+        written |= {name: None for name in NONE_IF_NULL if written.get(name) == 0}
+        if self.window:
+            written |= write_window(model, self.window, self.window_switch, self.window_layers)
+        if self.dense_layers:
+            written[self.dense_layers] = list(range(model.experts.first_dense))
+        written |= dict(self.demands) | dict(self.writes)
+        if "rope_theta" in self.keys:
+            written |= write_rotary(model)
+        if "rotary_fraction" in self.keys:
+            written[PART] = model.rotary_fraction
+        if self.activations:
+            written[self.activation_key] = next(word for word, ours in self.activations.items() if ours == model.mlp)
+        if base is not None:
+            replaced = {"rope_parameters", TYPES, *self.aliases}
+            return {key: value for key, value in base.items() if key not in replaced} | written
+        written |= {name: value_of(model, ours) for name, ours in self.dropouts.items()}
+        known = self.architectures.items()
+        fitting = [name for name, keys in known if all(value_of(model, key) == value for key, value in keys.items())]
+        name = (*fitting, self.architecture)[0]
+        return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
+
+    def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
+        """Returns every global tensor of a model, by our name."""
+        return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
+
+    def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
+        """Returns where the rows of one of our tensors are in theirs."""
+        numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
+        ours, _, kind = full.rpartition(".")
+        theirs = self.names[full] if full in self.names else [f"{each}.{kind}" for each in self.names[ours]]
+        stacked = theirs[0].count("#") > len(numbers)
+        runs: list[SourceRows] = []
+        for expert in range(shape[0] if stacked else 1):
+            sources = [each.replace("#", "{}").format(*numbers, expert) for each in theirs]
+            runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
+        transposed = ours in self.transposed and len(shape) == 2
+        return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
+
+    def stacked_parameter(self, ours: str) -> str:
+        """Returns the parameter of transformers' model that holds a tensor of ours of all experts, or nothing."""
+        numbers = re.findall(INDEX, ours)
+        return self.stacked.get(re.sub(INDEX, "#", ours), "").replace("#", "{}").format(*numbers)
+
+    def _runs(self, model: ModelConfig, ours: str, sources: Sequence[str], rows: int, expert: int) -> list[SourceRows]:
+        """Returns the runs of one matrix, of which the tensor may hold one for each expert."""
+        if ours in self.by_head:
+            return by_head(model, sources[0])
+        if ours in self.in_pairs and ours.endswith(".qkv"):
+            return heads_in_pairs(model, sources)
+        if ours in self.in_pairs:
+            head = rows if ours.endswith(".kv_a") else model.head_dim
+            return in_pairs(rows, head, model.latent.rope_dim, sources[0])
+        counts = [rows // len(sources)] * len(sources)
+        if ours.endswith(".qkv") and len(sources) == 3:
+            counts = [heads * model.head_dim for heads in (model.heads, model.kv_heads, model.kv_heads)]
+        return in_order(counts, sources, expert * rows)
+
+    def is_extra(self, name: str, config: HFConfig) -> bool:
+        """Whether a tensor in their files belongs to one of the layers after the last, which predict further tokens."""
+        if not self.extra_layers:
+            return False
+        config, found = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
+        return found is not None and isinstance(count, int) and 0 <= int(found.group(1)) - first < count
+
+
+def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
+    """Builds a family from its entry in families.yaml, where a name may stand for a list of one."""
+    tables = {
+        table: {ours: [theirs] if isinstance(theirs, str) else theirs for ours, theirs in entry[table].items()}
+        for table in ("keys", "names")
+    }
+    return Family(model_type, **{**entry, **tables})
+
+
+def value_of(model: ModelConfig, key: str) -> Any:
+    """Returns the value of a key of the model section, which may have dots."""
+    found: Any = model
+    for word in key.split("."):
+        found = getattr(found, word)
+    return found
+
+
+def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
+    """Returns how many blocks come before the first that may have experts, from the list of those that have none."""
+    listed = config.get(key) or []
+    layers, every = found["layers"], found["experts.every"]
+    if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
+        return 0  # building the section reports the mistake
+    if not isinstance(listed, list) or not all(isinstance(n, int) for n in listed):
+        raise UserError(f"{key}={listed!r} in config.json must be a list of layers' numbers: correct it")
+    mixed = [layer for layer in range(layers) if (layer + 1) % every == 0]
+    dense = [layer for layer in mixed if layer in listed]
+    if dense != mixed[: len(dense)]:
+        raise UserError(
+            f"{key}={listed} in config.json can't be imported: only the first blocks can be without experts, and "
+            f"block {dense[-1]} comes after one that has them"
+        )
+    return dense[-1] + 1 if dense else 0
+
+
+def model_section(values: Mapping[str, Any]) -> ModelConfig:
+    """Builds a model section from plain values and checks every key."""
+    return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
+
+
+def same_function(a: ModelConfig, b: ModelConfig) -> bool:
+    """Whether two model sections compute the same."""
+    return computed(a) == computed(b)
+
+
+def computed(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of a model section that decide what it computes."""
+    return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}

@@ -1,0 +1,123 @@
+"""Multi-head latent attention: queries, keys and values are made of short vectors of each token. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.spec.layout.params import Init, rows_of, whole
+from meshwright.spec.model.context import context_calls, context_kept, context_working
+from meshwright.spec.model.linear import ONES, column_calls, replicated, row_calls, row_records
+from meshwright.spec.model.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
+
+
+@dataclass(frozen=True)
+class LatentAttentionPart(Part):
+    """Causal attention whose heads are cut over tp; the short vectors are computed by every tp rank for the tokens it
+    holds. A key's head has `nope` elements of its own and `rope` elements, with the position, that all heads share."""
+
+    hidden: int
+    heads: int
+    q_rank: int  # 0: queries are made of the token itself
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    init: Init
+    out_init: Init
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    scores_factor: float = 1.0  # of all scores, beside the square root of the width of keys
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope + self.rope
+
+    def own_heads(self, at: Coordinate) -> int:
+        return self.heads // at.size("tp")
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        rows = {"kv_a": self.kv_rank + self.rope, "q_a": self.q_rank}
+        rows |= {"q_b" if self.q_rank else "q": self.heads * self.head_dim}
+        rows |= {"kv_b": self.heads * (self.nope + self.value), "out": self.hidden}
+        cuts = {"q_a": "whole", "kv_a": "whole", "out": "row"}
+        return tuple(
+            LinearPieces(key, cuts.get(key, "column"), ((key, count),)) for key, count in rows.items() if count
+        )
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        def cut(key: str, each: int, columns: int) -> Records:
+            rows = self.own_heads(at) * each
+            part = ((at.index("tp") * rows, rows, 0),)
+            return {f"{key}.weight": rows_of(f"{name}.{key}.weight", part, self.heads * each, (columns,), self.init)}
+
+        def short(key: str, rows: int) -> Records:
+            shape = (rows, self.hidden)
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", shape, self.init, **replicated(at))}
+
+        def norm(key: str, width: int) -> Records:
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", (width,), ONES, decay=False, **replicated(at))}
+
+        records = short("q_a", self.q_rank) | norm("q_a_norm", self.q_rank) if self.q_rank else {}
+        records |= cut("q_b" if self.q_rank else "q", self.head_dim, self.q_rank or self.hidden)
+        records |= short("kv_a", self.kv_rank + self.rope) | norm("kv_a_norm", self.kv_rank)
+        records |= cut("kv_b", self.nope + self.value, self.kv_rank)
+        return records | row_records(at, name, "out", (self.hidden, self.heads * self.value), self.out_init, False)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        heads, tokens, rows = self.own_heads(at), batch.tokens(at), batch.rows(at)
+        products = [Product("kv_a", rows, self.kv_rank + self.rope, self.hidden)]
+        products += [Product("q_a", rows, self.q_rank, self.hidden)] if self.q_rank else []
+        products += [
+            Product("q_b", tokens, heads * self.head_dim, self.q_rank or self.hidden),
+            Product("kv_b", tokens, heads * (self.nope + self.value), self.kv_rank),
+            Product("out", tokens, self.hidden, heads * self.value, scattered=True),
+        ]
+        cp = at.size("cp")
+        # Scores and mix of the lower triangle; values are padded to the width of keys.
+        causal = 2.0 * batch.sequences * heads * self.head_dim * batch.seq * (batch.seq / cp)
+        moved = 8.0 * tokens * heads * self.head_dim * batch.element
+        return Work(tuple(products), causal, moved, kernels=24)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        heads = self.own_heads(at)
+        yield from column_calls(at, batch, self.q_rank or self.hidden, heads * self.head_dim)
+        yield from column_calls(at, batch, self.kv_rank, heads * (self.nope + self.value))
+        # The keys' shared part is gathered once and kept.
+        for call in column_calls(at.at_once, batch, self.rope, 0):
+            if not call.repeated:
+                yield call
+        yield from row_calls(at, batch, self.hidden, heads * self.value)
+        yield from context_calls(at, batch, heads, heads, self.head_dim)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields the normed token, the short vectors before and after their norms, and what the core keeps: queries,
+        keys, values, their result and each row's log-sum."""
+        heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
+        yield Kept("normed token", rows * self.hidden * e)
+        yield Kept("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
+        yield Kept("short norms", rows * (2 if self.q_rank else 1) * wide)
+        yield Kept("qkv", 3 * tokens * heads * self.head_dim * e)
+        yield Kept("padded output", tokens * heads * self.head_dim * e, core=True)
+        yield Kept("attention output", tokens * heads * self.value * e)
+        if at.size("cp") > 1:
+            yield from context_kept(at, batch, heads, heads, self.head_dim)
+            return
+        yield Kept("log-sums", tokens * heads * wide, core=True)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the gradients of queries, keys and values."""
+        heads = self.own_heads(at)
+        merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
+        return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

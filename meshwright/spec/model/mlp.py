@@ -1,0 +1,107 @@
+"""The MLP of a block: what it holds, computes, communicates and keeps, whole or in pieces over tokens. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.spec.layout.params import Init, rows_of
+from meshwright.spec.model.linear import ZEROS, column_calls, row_calls, row_records
+from meshwright.spec.model.part import (
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    MicroBatch,
+    Part,
+    Product,
+    Records,
+    Work,
+)
+
+
+@dataclass(frozen=True)
+class MLPPart(Part):
+    """The feed-forward part, cut over tp by its inner features."""
+
+    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, tanh_geglu, reglu
+    hidden: int
+    ffn: int
+    init: Init
+    out_init: Init
+    bias: bool = False
+    fuses: bool = True  # the activation with the second product, where kernels do that
+    keeps_result: bool = True  # of the activation, for the gradient of the second product's weight
+
+    @property
+    def gated(self) -> bool:
+        return self.kind.endswith("glu")
+
+    @property
+    def first(self) -> str:
+        """The name of the first projection, which holds the gate and the rest of a gated MLP."""
+        return "gate_up" if self.gated else "up"
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.gated else (("up", self.ffn),)
+        return LinearPieces(self.first, "column", pieces), LinearPieces("down", "row", (("down", self.hidden),))
+
+    def width(self, at: Coordinate) -> int:
+        """The inner features of one tp rank."""
+        return self.ffn // at.size("tp")
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        width, key = self.width(at), self.first
+        first = at.index("tp") * width
+        parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
+        total = self.ffn
+        if self.gated:
+            parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
+        records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
+        if self.bias:
+            records[f"{key}.bias"] = rows_of(f"{name}.{key}.bias", parts, total, (), ZEROS, decay=False)
+        return records | row_records(at, name, "down", (self.hidden, self.ffn), self.out_init, self.bias)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        f, tokens = self.width(at), batch.tokens(at)
+        up = 2 * f if self.gated else f
+        products = (
+            Product("up", tokens, up, self.hidden, again=kernels.pieces > 1),
+            Product("down", tokens, self.hidden, f, scattered=True, again=kernels.pieces > 1),
+        )
+        return Work(products, moved=float(tokens * (up + f) * batch.element), kernels=6)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        width = self.width(at)
+        yield from column_calls(at, batch, self.hidden, 2 * width if self.gated else width)
+        yield from row_calls(at, batch, self.hidden, width)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
+        the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
+        needs one; uncompiled, the quick GELU also keeps its sigmoid. In pieces, only that of one piece at a time, while
+        its backward runs."""
+        copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
+        if self.gated:
+            copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
+        elif not self.keeps_result:
+            copies = max(1.0, copies - 1.0)
+        rows = rows_of_piece(batch.tokens(at), kernels.pieces)
+        yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
+
+    def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
+        """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
+        return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
+        widths = 2
+        if self.gated:
+            widths = 3 if self._recomputes_swiglu(at, kernels) else 5
+        return float(rows_of_piece(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
+
+
+def rows_of_piece(tokens: int, pieces: int) -> int:
+    """Returns the tokens of each piece but the last, which may have fewer."""
+    return -(-tokens // pieces)

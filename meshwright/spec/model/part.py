@@ -1,0 +1,436 @@
+"""What a part of a model states about itself, once and without torch.
+
+A part (a norm, attention, an MLP, an embedding) says for one rank's coordinate and one micro-batch which parameters it
+holds, which products it computes, what it communicates and what it keeps for backward. `nn` is built from these
+statements, the planner is a fold over them, and the dry run checks that they are true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.coordinate import Coordinate as Coordinate
+from meshwright.spec.model.coordinate import coordinate_of as coordinate_of
+from meshwright.spec.model.coordinate import hash_once as hash_once
+
+Records = dict[str, ParamRecord]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch: the number of sequences, their length, the bytes of one activation, whether attention stays
+    within a document, which needs a mask, how unevenly tokens fall on experts, and how much is a prefix."""
+
+    sequences: int
+    seq: int
+    element: int = 2
+    documents: bool = False
+    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
+    prefix: float = 0.0  # the mean square of the share of a sample that all of it sees
+
+    __hash__ = hash_once
+
+    def tokens(self, at: Coordinate) -> int:
+        """Returns the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
+        return self.sequences * self.seq // at.size("cp")
+
+    def rows(self, at: Coordinate) -> int:
+        """Returns the tokens that a rank holds between the products."""
+        return self.tokens(at) // at.row_parts
+
+    @property
+    def wide(self) -> int:
+        """The bytes of a number in the precision of sums: fp32, or fp64 for fp64."""
+        return max(4, self.element)
+
+
+@dataclass(frozen=True)
+class Product:
+    """`count` equal products [m, k] x [k, n] of one forward pass.
+
+    `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
+    the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
+    weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
+    `frozen`: its weight has no gradient.
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    count: int = 1
+    linear: bool = True
+    scattered: bool = False
+    precise: bool = False
+    groups: int = 0
+    again: bool = False
+    frozen: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Work:
+    """The forward work of a part on one micro-batch. A part's backward takes twice the products."""
+
+    products: tuple[Product, ...] = ()
+    attention_flops: float = 0.0  # of a fused attention core; 0 where its products are listed
+    moved: float = 0.0  # bytes that norms and elementwise kernels read and write
+    softmax: float = 0.0  # bytes that a softmax outside of a fused attention reads and writes
+    kernels: int = 0  # kernels launched
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products, self.attention_flops + other.attention_flops, self.moved + other.moved,
+            self.softmax + other.softmax, self.kernels + other.kernels,
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops for product in self.products) + self.attention_flops
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
+    backward repeats a call of forward, and only a weight gradient waits for it. `replayed`: a recomputation takes what
+    arrived in the first pass instead of calling again. `routed`: the payload is that of balanced experts, and a busy
+    rank exchanges more."""
+
+    phase: str
+    axis: str
+    op: str
+    payload: int
+    times: int = 1
+    repeated: bool = False
+    replayed: bool = False
+    routed: bool = False
+
+
+class LossTerm(NamedTuple):
+    """A term that a part adds to the loss: the weight of its mean over the tokens that count in the loss."""
+
+    name: str
+    weight: float
+
+
+class LinearPieces(NamedTuple):
+    """A linear layer of a part: the name of its weight, how tp cuts it (column, row, whole), and its rows by what they
+    are (queries, keys, values), in order. Each such piece can be adapted alone. `experts`: each expert has its own such
+    layer, and etp cuts it."""
+
+    name: str
+    cut: str
+    pieces: tuple[tuple[str, int], ...]
+    experts: bool = False
+
+
+class Kept(NamedTuple):
+    """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
+    memory. `passing`: it exists only while its part's backward runs."""
+
+    name: str
+    size: float
+    core: bool = False
+    passing: bool = False
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a program's kernels keep for backward, as far as programs differ. The defaults are our own uncompiled ones
+    on an accelerator."""
+
+    fused: bool = False  # ours, compiled: RMS norms, SwiGLU and rotations keep their input alone
+    fused_attention: bool = True  # attention is one kernel that keeps log-sums instead of scores
+    gate_copies: float = 4.0  # widths of the MLP that a gated activation keeps
+    keeps_rotation: bool = True  # queries and keys before and after they are rotated
+    mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
+    logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
+    host: bool = False  # a CPU's kernels keep other things
+    pieces: int = 1  # of our MLPs, over tokens
+    own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
+
+    __hash__ = hash_once
+
+
+class Part:
+    """The base of all parts, whose statements are empty. A concrete part is a frozen dataclass of its sizes, and
+    `nn/build.py` names the module that computes it."""
+
+    has_experts = False  # whether it is cut along the axes of experts
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
+        names."""
+        return {}
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        """Returns its linear layers, in the order of forward."""
+        return ()
+
+    def losses(self) -> Iterable[LossTerm]:
+        """Returns the terms that the part adds to the loss."""
+        return ()
+
+    @property
+    def idle(self) -> int:
+        """The parameters that a token does not use."""
+        return 0
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        """Returns what the forward of one micro-batch computes."""
+        return Work()
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
+        """Returns what forward and backward of one micro-batch communicate; calls over one rank may be listed."""
+        return ()
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+        """Returns the tensors that forward keeps for backward."""
+        return ()
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
+        return 0.0
+
+    def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes that the backward of a body's core needs, besides what the body and the parts before it
+        keep and the gradients outside of it. What the parts after it kept has gone by then."""
+        return 0.0
+
+
+class NamedPart(NamedTuple):
+    """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
+
+    key: str
+    name: str
+    part: Part
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parts whose weights are needed together: the embedding, a block, the head. A unit is what stages are made of,
+    what is recomputed, compiled and gathered, and what the planner counts."""
+
+    parts: tuple[NamedPart, ...]
+
+    __hash__ = hash_once
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return any(part.has_experts for _, _, part in self.parts)
+
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch as this unit sees it: a decoder's sequences have another length than its encoder's."""
+        return batch
+
+    def seen_by(self, at: Coordinate) -> Coordinate:
+        """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
+        return at if self.has_experts else at.dense
+
+    def records(self, at: Coordinate, prefix: str = "") -> Records:
+        return {
+            f"{key}.{own}": record
+            for key, name, part in self.parts
+            for own, record in part.records(at, prefix + name).items()
+        }
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
+        return sum((part.work(at, batch, kernels) for _, _, part in self.parts), Work())
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        batch = self.own(batch)
+        for _, _, part in self.parts:
+            yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        batch = self.own(batch)
+        return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
+        return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
+
+
+@dataclass(frozen=True)
+class BlockUnit(Unit):
+    """A unit of the residual stream: pairs of a norm and a body. Each adds body(norm(x)) to x: one after the other or,
+    if `parallel`, all from the block's input. With `post_norm`, x becomes norm(x + body(x)): as many tensors are kept,
+    since what is now a body's input was a norm's. With `sandwich`, a second norm follows each body, and what is added
+    is its output. Dropout comes before each sum."""
+
+    hidden: int = 0
+    parallel: bool = False
+    dropout: float = 0.0
+    post_norm: bool = False
+    residual: float = 1.0  # what x is multiplied by in the sums
+    sandwich: bool = False
+
+    __hash__ = hash_once
+
+    @property
+    def branches(self) -> list[tuple[NamedPart, NamedPart]]:
+        each = 3 if self.sandwich else 2
+        return list(zip(self.parts[::each], self.parts[1::each], strict=True))
+
+    @property
+    def after(self) -> tuple[NamedPart, ...]:
+        """The norms that follow the bodies."""
+        return self.parts[2::3] if self.sandwich else ()
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        batch = self.own(batch)
+        # A sum reads two rows and writes one; dropout reads and writes a mask with it.
+        width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
+        count = len(self.branches)
+        sums = Work(moved=float(batch.rows(at) * count * width), kernels=2 * count)
+        return super().work(at, batch, kernels) + sums
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        found: list[Kept] = []
+        batch = self.own(batch)
+        for number, (norm, body) in enumerate(self.branches):
+            shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
+            found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
+            found += body.part.kept(at, batch, kernels)
+            if self.dropout:
+                each = kernels.mask_bytes or batch.element
+                found.append(Kept("dropout mask", batch.rows(at) * self.hidden * each))
+        found += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
+        return tuple(found)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
+        stream = self._passed(at, batch)
+        if not kernels.own:
+            return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
+        norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
+        bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
+        return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
+
+    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
+        """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
+        return batch.tokens(at) * self.hidden * batch.element
+
+    def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
+        then; negative where that is more. The gradients of the block's result and of the sum so far are there too."""
+        gone, found = 0.0, -math.inf
+        for norm, body in reversed(self.branches):
+            found = max(found, body.part.core_backward(at, batch, kernels) - gone)
+            gone += sum(kept.size for one in (norm, body) for kept in one.part.kept(at, batch, kernels))
+        return found + 2 * batch.rows(at) * self.hidden * batch.element
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One chunk of the pipeline: its virtual stage number and the global numbers of its layers."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a sequence of units, and the named tensors that pass between them."""
+
+    embedding: Unit
+    blocks: tuple[BlockUnit, ...]  # blocks of one kind are equal values
+    head: Unit
+    hidden: int
+    tied: bool = False  # the output layer's weight is the embedding's
+    causal: bool = True  # whether a token sees only those before it
+    predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
+    terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
+    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
+
+    __hash__ = hash_once
+
+    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
+        """Yields the units of a stage in the order of forward: module key, prefix of global names, unit."""
+        if stage.first:
+            yield "embedding", "", self.embedding
+        for layer in stage.layers:
+            yield f"blocks.{layer}", f"layers.{layer}.", self.blocks[layer]
+        if stage.last:
+            yield "head", "", self.head
+
+    def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
+        """Returns every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
+        appears once."""
+        records: Records = {}
+        ties: set[str] = set()
+        for key, prefix, unit in self.units(stage or self.whole):
+            for name, record in unit.records(at, prefix).items():
+                if record.tied not in ties:
+                    records[f"{key}.{name}"] = record
+                ties |= {record.tied} if record.tied else set()
+        return records
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
+        """The kinds of blocks, with how many there are of each."""
+        return tuple(Counter(self.blocks).items())
+
+    @cached_property
+    def losses(self) -> tuple[tuple[LossTerm, int], ...]:
+        """The terms that parts add to the loss, with the number of parts that add each."""
+        terms = (term for block in self.blocks for _, _, part in block.parts for term in part.losses())
+        return tuple(Counter(terms).items())
+
+    @property
+    def whole(self) -> Stage:
+        """The one stage of a model without a pipeline."""
+        return Stage(0, 1, range(len(self.blocks)))
+
+    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
+        return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
+
+    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
+        """Returns the elements that all blocks of a stage keep together, beside what each of them states."""
+        return 0
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The elements that a sample's fields have, of those that have not one for each token."""
+        chosen = self.predictions
+        return {"places": chosen, "labels": chosen, "loss_mask": chosen, "swapped": 1} if chosen else {}
+
+    def fields(self, stage: Stage) -> set[str]:
+        """Returns the fields of a batch that the ends of the model in this stage read, where the data have them."""
+        first = {"tokens", "token_types"} if stage.first else set()
+        return first | ({"labels", "loss_mask", "places", "swapped"} if stage.last else set())
+
+
+ALONE = Coordinate()
+
+
+@lru_cache(maxsize=64)
+def parameter_count(model: Model) -> int:
+    """Returns the number of parameters of a whole model."""
+    return sum(record.values.numel for record in model.records(ALONE).values())
+
+
+def active_parameters(model: Model) -> int:
+    """Returns the number of parameters that one token uses: of a mixture, the experts that it goes to."""
+    idle = (count * part.idle for block, count in model.kinds for _, _, part in block.parts)
+    return parameter_count(model) - sum(idle)

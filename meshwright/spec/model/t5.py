@@ -1,0 +1,288 @@
+"""What an encoder-decoder such as T5 has beside the parts of a GPT: relative positions, attention to the encoder's
+output, and two stacks of blocks whose sequences have different lengths. No torch.
+
+The encoder's output (`memory`) is used by every block of the decoder, so it travels with the decoder's activations from
+stage to stage, and its gradient comes back the same way, summed over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.spec.layout.params import Init, columns_of, rows_of
+from meshwright.spec.model.linear import column_calls, row_calls, row_records
+from meshwright.spec.model.part import (
+    BlockUnit,
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    MicroBatch,
+    Model,
+    Part,
+    Product,
+    Records,
+    Stage,
+    Unit,
+    Work,
+    hash_once,
+)
+
+ENCODER, DECODER, EMBEDDING = "encoder", "decoder", "embedding"  # groups of ranks that hold the same parameters
+NO_UNIT = Unit(())
+ALIGNED_KEYS = 16  # elements
+
+
+def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int) -> int:
+    """Returns the bucket of a key that stands `distance` places after its query. Half of the buckets of a direction are
+    of one distance each, the others grow with the logarithm up to `farthest`. All is computed in whole numbers, so that
+    no machine's logarithm decides at the edges."""
+    first = 0
+    if both_ways:
+        buckets //= 2
+        first = buckets if distance > 0 else 0
+        distance = abs(distance)
+    else:
+        distance = max(0, -distance)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    more, step = buckets - exact, 0
+    # The largest step with (distance / exact) ^ more >= (farthest / exact) ^ step.
+    while step + 1 < more and distance**more * exact ** (step + 1) >= farthest ** (step + 1) * exact**more:
+        step += 1
+    return first + exact + step
+
+
+def aligned(keys: int) -> int:
+    """Returns the length of a row of the bias in memory: kernels that add it to scores would copy rows of other lengths
+    for every block."""
+    return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
+
+
+@dataclass(frozen=True)
+class RelativeBiasPart(Part):
+    """A table of what is added to the scores by the bucket of the distance between query and key, cut over tp by heads.
+    One table serves all blocks of its stack: every stage that has some of them holds a copy, and gradients are summed
+    over the ranks of `group`. The bias of a micro-batch is one tensor for all blocks of a stage."""
+
+    buckets: int
+    farthest: int
+    heads: int
+    both_ways: bool
+    group: str
+    init: Init
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        axes = (self.group,) if at.size(self.group) > 1 else ()
+        full = f"{name}.weight"
+        weight = columns_of(
+            full, self.buckets, self.heads, at.size("tp"), at.index("tp"), self.init, decay=False, partial=axes,
+            copies=axes, tied=full,
+        )  # fmt: skip
+        return {"weight": weight}
+
+    def _scores(self, at: Coordinate, batch: MicroBatch) -> int:
+        return self.heads // at.size("tp") * batch.seq**2
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields the bias, which all blocks of the stage keep, and the buckets of all distances; of a decoder also
+        where it looks back."""
+        row = aligned(batch.seq)
+        yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
+        yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return 2.0 * self._scores(at, batch) * batch.element
+
+
+@dataclass(frozen=True)
+class CrossAttentionPart(Part):
+    """Attention of a decoder's tokens to all tokens of the encoder's output, which has `seq` tokens a sample; cut over
+    tp by heads.
+
+    With H the bytes of the decoder's activations and E those of the encoder's output: plain: backward 1 all_reduce of H
+    and 1 of E, forward 1 all_reduce of H. Split tokens: forward an all_gather of H and of E and a reduce_scatter of H;
+    backward an all_gather of H and of E again, a reduce_scatter of each, and an all_gather of H.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    seq: int
+    q_init: Init
+    init: Init
+    out_init: Init
+    dropout: float = 0.0
+
+    def memory(self, batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch as the encoder has seen it."""
+        return replace(batch, seq=self.seq)
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        total = self.heads * self.head_dim
+        rows = total // at.size("tp")
+        first = at.index("tp") * rows
+        both = ((first, rows, 0), (total + first, rows, rows))
+        return {
+            "q.weight": rows_of(f"{name}.q.weight", ((first, rows, 0),), total, (self.hidden,), self.q_init),
+            "kv.weight": rows_of(f"{name}.kv.weight", both, 2 * total, (self.hidden,), self.init),
+        } | row_records(at, name, "out", (self.hidden, total), self.out_init, False)
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        heads, d, tokens = self.heads // at.size("tp"), self.head_dim, batch.tokens(at)
+        products = [
+            Product("cross q", tokens, heads * d, self.hidden),
+            Product("cross kv", self.memory(batch).tokens(at), 2 * heads * d, self.hidden),
+            Product("cross out", tokens, self.hidden, heads * d, scattered=True),
+        ]
+        if kernels.fused_attention:
+            core = 4.0 * batch.sequences * heads * d * batch.seq * self.seq
+            return Work(tuple(products), core, kernels=10)
+        count = batch.sequences * heads
+        products += [
+            Product("scores", batch.seq, self.seq, d, count, linear=False),
+            Product("mix", batch.seq, d, self.seq, count, linear=False),
+        ]
+        passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
+        return Work(tuple(products), softmax=float(count * batch.seq * self.seq * passes), kernels=16)
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        local = self.heads // at.size("tp") * self.head_dim
+        yield from column_calls(at, batch, self.hidden, local)
+        yield from column_calls(at, self.memory(batch), self.hidden, 2 * local)
+        yield from row_calls(at, batch, self.hidden, local)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields queries, keys and values, the result, and what the core keeps. The encoder's output is kept once for
+        all blocks."""
+        heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
+        keys = self.memory(batch).tokens(at)
+        yield Kept("attention output", tokens * heads * d * e)
+        yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
+        if kernels.fused_attention:
+            if not (kernels.host and self.dropout):  # for want of a kernel, rows go through some at a time
+                yield Kept("log-sums", tokens * heads * batch.wide, core=True)
+        else:
+            yield Kept("scores", tokens * heads * self.seq * (e + (e + 1 if self.dropout else 0)), core=True)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
+        keys = self.memory(batch).tokens(at)
+        return float(keys * (2 * self.heads // at.size("tp") * self.head_dim + 2 * self.hidden) * batch.element)
+
+
+@dataclass(frozen=True)
+class DecoderUnit(Unit):
+    """A unit that works on the decoder's tokens, `seq` of each sample."""
+
+    seq: int = 0
+
+    __hash__ = hash_once
+
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        return replace(batch, seq=self.seq)
+
+
+@dataclass(frozen=True)
+class DecoderBlock(BlockUnit):
+    """A block of the decoder: `seq` tokens of each sample."""
+
+    seq: int = 0
+
+    __hash__ = hash_once
+
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        return replace(batch, seq=self.seq)
+
+
+@dataclass(frozen=True)
+class EncoderDecoder(Model):
+    """Two stacks of blocks. The first `encoder_layers` blocks are the encoder's; `encoder_end` makes its output, and
+    the decoder begins with an embedding of its own tokens, whose table is the encoder's."""
+
+    encoder_layers: int = 0
+    decoder_seq: int = 0
+    encoder_bias: Unit = NO_UNIT
+    encoder_end: Unit = NO_UNIT
+    decoder_embedding: Unit = NO_UNIT
+    decoder_bias: Unit = NO_UNIT
+
+    __hash__ = hash_once
+
+    def stacks(self, stage: Stage) -> tuple[range, range]:
+        """Returns the encoder's and the decoder's blocks of a stage, by their numbers in the model."""
+        low, high, cut = stage.layers.start, stage.layers.stop, self.encoder_layers
+        return range(low, min(high, cut)), range(max(low, cut), high)
+
+    def ends_encoder(self, stage: Stage) -> bool:
+        return self.encoder_layers - 1 in stage.layers
+
+    def begins_decoder(self, stage: Stage) -> bool:
+        return self.encoder_layers in stage.layers
+
+    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
+        encoder, decoder = self.stacks(stage)
+        if stage.first:
+            yield "embedding", "", self.embedding
+        if encoder:
+            yield "encoder_bias", "", self.encoder_bias
+        for layer in encoder:
+            yield f"blocks.{layer}", f"encoder.layers.{layer}.", self.blocks[layer]
+        if self.ends_encoder(stage):
+            yield "encoder_end", "", self.encoder_end
+        if self.begins_decoder(stage):
+            yield "decoder_embedding", "", self.decoder_embedding
+        if decoder:
+            yield "decoder_bias", "", self.decoder_bias
+        for layer in decoder:
+            yield f"blocks.{layer}", f"decoder.layers.{layer - self.encoder_layers}.", self.blocks[layer]
+        if stage.last:
+            yield "head", "", self.head
+
+    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Returns what a stage receives: inside the encoder its activations, where the decoder begins the encoder's
+        output, and inside the decoder both its activations and that output."""
+        if stage.first:
+            return {}
+        memory: tuple[int, ...] = (batch.rows(at), self.hidden)
+        hidden: tuple[int, ...] = (replace(batch, seq=self.decoder_seq).rows(at), self.hidden)
+        if stage.layers.start < self.encoder_layers:
+            return {"hidden": memory}
+        if stage.layers.start == self.encoder_layers:
+            return {"memory": memory}
+        return {"hidden": hidden} | ({"memory": memory} if stage.layers else {})
+
+    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
+        """The encoder's output, where there are blocks that use it."""
+        return batch.rows(at) * self.hidden if self.stacks(stage)[1] else 0
+
+    def holds(self, stage: Stage) -> set[str]:
+        """Returns the groups that share parameters which this stage holds: the table of tokens, which the ends of the
+        encoder and the decoder use, and each stack's table of relative positions."""
+        table = stage.first or self.begins_decoder(stage) or (stage.last and self.tied)
+        encoder, decoder = self.stacks(stage)
+        held = {EMBEDDING: table, ENCODER: bool(encoder), DECODER: bool(decoder)}
+        return {name for name, here in held.items() if here}
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return dict.fromkeys(("decoder_tokens", "labels", "loss_mask"), self.decoder_seq)
+
+    def fields(self, stage: Stage) -> set[str]:
+        found = {"tokens"} if stage.first else set()
+        found |= {"decoder_tokens"} if self.begins_decoder(stage) else set()
+        return found | ({"labels", "loss_mask"} if stage.last else set())
+
+
+def t5_inits(factor: float, hidden: int, heads: int, head_dim: int, ffn: int) -> dict[str, Init]:
+    """Returns how T5's weights begin, so that activations keep their size without a scale in attention: by
+    1 / sqrt(inputs) of each product, and less for queries."""
+    inner = heads * head_dim
+    stds = {"q": hidden * head_dim, "in": hidden, "out": inner, "down": ffn, "table": 1}
+    return {name: Init("normal", factor / math.sqrt(size)) for name, size in stds.items()}

@@ -1,0 +1,311 @@
+"""A model whose own weights are frozen, with low-rank adapters on some of its products (LoRA, DoRA). No torch.
+
+The product of a weight W [rows, in] becomes x W^T + scale (x A^T) B^T with A [rank, in] and B [rows, rank]. Each rank
+adds its own part before the sums that the product takes anyway, so an adapter needs no collective of its own. Of a
+product whose rows are cut over tp, B is cut like the weight, and A is held by all, each with a part of its gradient; of
+one whose inputs are cut it is the other way round. DoRA scales each row of W + scale B A to a norm that is trained:
+what the weight's own row has, plus a number that begins at 0. Where inputs are cut, a row's norm is a sum over tp.
+
+Experts have an A and a B each, which lie with them: ep divides the experts, and etp stands for tp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from meshwright.errors import UserError, nearest
+from meshwright.spec.layout.packed import BLOCK, packed_record, row_bytes
+from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, columns_of, rows_of, whole
+from meshwright.spec.model.experts import ExpertsPart
+from meshwright.spec.model.gpt import NormPart, TokenEmbeddingPart
+from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.mlp import MLPPart
+from meshwright.spec.model.part import (
+    BlockUnit,
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    LinearPieces,
+    LossTerm,
+    MicroBatch,
+    Model,
+    NamedPart,
+    Part,
+    Product,
+    Records,
+    Unit,
+    Work,
+)
+
+AnyUnit = TypeVar("AnyUnit", bound=Unit)
+ADAPTER = ("lora_a", "lora_b", "norms")  # the last words of the names of an adapter's parameters
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in ADAPTER
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is trained of a model: adapters of `rank` on the pieces of products that `targets` names, and the parts that
+    `whole` names."""
+
+    rank: int
+    scale: float
+    norms: bool = False  # DoRA
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    every: bool = False  # all products but those of experts are targets too
+    whole: tuple[str, ...] = ()
+    packs: bool = False  # the frozen weights of linear layers are stored in 4 bits
+
+    def adapts(self, piece: str) -> bool:
+        return piece in self.targets
+
+
+@dataclass(frozen=True)
+class TunedPart(Part):
+    """A part whose weights are frozen, with adapters on those of its products that are targets."""
+
+    part: Part
+    tuning: Tuning
+
+    @property
+    def has_experts(self) -> bool:  # type: ignore[override]
+        return self.part.has_experts
+
+    @property
+    def idle(self) -> int:
+        return self.part.idle
+
+    def losses(self) -> Iterable[LossTerm]:
+        return self.part.losses()
+
+    def linears(self) -> tuple[LinearPieces, ...]:
+        return self.part.linears()
+
+    def _adapted(self, linear: LinearPieces) -> bool:
+        return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        """Returns the part's records, frozen, and those of the adapters, which the weights' records hold too."""
+        linears = {f"{name}.{each.name}.weight": each for each in self.part.linears()}
+        found: Records = {}
+        adapted: Records = {}
+        for key, record in self.part.records(at, name).items():
+            record = replace(record, trained=False)
+            if record.name in linears:
+                linear = linears[record.name]
+                adapters = tuple(adapter_records(record, at, name, linear, self.tuning))
+                record = replace(record, adapters=adapters)
+                record = packed_record(record) if self.tuning.packs and not linear.experts else record
+                for adapter in adapters:
+                    prefix = f"{key.removesuffix('.weight')}.{adapter.name}"
+                    adapted |= {f"{prefix}.{own}": each for own, each in adapter.records.items()}
+            found[key] = record
+        return found | adapted
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        work = self.part.work(at, batch, kernels)
+        frozen = tuple(replace(product, frozen=product.linear) for product in work.products)
+        added, moved = [], 0.0
+        for adapter, linear in self._adapters(at):
+            rows, inputs = adapter.stop - adapter.start, adapter.down.local_shape[-1]
+            tokens, rank, groups = self._tokens(linear, at, batch), self.tuning.rank, 0
+            if isinstance(self.part, ExpertsPart) and linear.experts:  # whose short vectors are not kept
+                groups = self.part.experts(at)
+            added += [
+                Product("down", tokens, rank, inputs, precise=groups > 0, groups=groups, again=groups > 0),
+                Product("up", tokens, rows, rank, precise=groups > 0, groups=groups),
+            ]
+            moved += 2.0 * tokens * rows * batch.element
+        unpacked = self._unpacked(at)  # their bytes are read, their values written
+        moved += sum(unpacked) * (row_bytes(BLOCK) / BLOCK + batch.element)
+        kernels_run = work.kernels + len(added) + len(unpacked)
+        return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=kernels_run)
+
+    def _adapters(self, at: Coordinate) -> Iterator[tuple[AdapterRecord, LinearPieces]]:
+        linears = {each.name: each for each in self.part.linears()}
+        for record in self.records(at, "").values():
+            for adapter in record.adapters:
+                yield adapter, linears[_linear_name(record)]
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        """Yields the part's own calls, and of DoRA the sum of the squared norms of the rows of each product whose
+        inputs are cut, before and after the change. The input of a product is gathered again for an adapter's gradient
+        only (never that of shared experts), and an embedding that is frozen has no backward."""
+        columns = iter([each for each in self.part.linears() if each.cut == "column" and not each.experts])
+        frozen_table, has_experts = isinstance(self.part, TokenEmbeddingPart), isinstance(self.part, ExpertsPart)
+        for call in self.part.collectives(at, batch):
+            linear = next(columns, None) if call.repeated else None
+            used = self._adapted(linear) if linear is not None else not (call.repeated and has_experts)
+            if used and not (frozen_table and call.phase == "backward"):
+                yield call
+        for linear in self.part.linears():
+            if self.tuning.norms and linear.cut == "row" and self._adapted(linear):
+                rows = sum(count for _, count in linear.pieces)
+                yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields what the part keeps but for gradients of frozen weights, and of each adapter its short vectors; with
+        dropout also the mask of its input, and of DoRA the product before it is scaled. Experts compute all again."""
+        dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
+        yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
+        linears = {each.name: each for each in self.part.linears()}
+        for record in (each for each in self.records(at, "").values() if each.adapters):
+            linear, tuning = linears[_linear_name(record)], self.tuning
+            if linear.experts:
+                continue
+            (rows, inputs), tokens = record.values.local_shape, self._tokens(linear, at, batch)
+            yield Kept("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
+            yield Kept("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
+            norms = tokens * rows * batch.element + 2 * rows * batch.wide
+            yield Kept("unscaled product", norms if tuning.norms else 0)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns what the part needs; of weights that are stored in few bits also the values of the largest."""
+        return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
+
+    def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
+        """Returns the rows that a linear layer's products take."""
+        if isinstance(self.part, ExpertsPart) and linear.experts:
+            return self.part.computed_rows(at, batch)
+        return batch.rows(at) if linear.cut == "whole" else batch.tokens(at)
+
+    def _unpacked(self, at: Coordinate) -> list[int]:
+        """Returns the number of values of each weight that is stored in few bits."""
+        return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
+
+
+def _linear_name(weight: ParamRecord) -> str:
+    return weight.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def adapter_records(
+    weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
+) -> Iterator[AdapterRecord]:
+    """Yields the adapters of a weight: of those pieces of it that a rank holds rows of."""
+    if linear.experts:
+        yield from _expert_adapters(weight, at, name, linear, tuning)
+        return
+    first, (local_rows, inputs) = 0, weight.local_shape
+    for piece, rows in linear.pieces:
+        boxes = [box for box in weight.boxes if first <= box.start[0] < first + rows]
+        if tuning.adapts(piece) and boxes:
+            local = min(box.local_start[0] for box in boxes)
+            count = max(box.local_start[0] + box.shape[0] for box in boxes) - local
+            parts = tuple((box.start[0] - first, box.shape[0], box.local_start[0] - local) for box in boxes)
+            yield _adapter(weight, at, f"{name}.{piece}", linear.cut, (local, count), rows, parts, tuning)
+        first += rows
+    assert first == weight.shape[0] and inputs and local_rows
+
+
+def _adapter(
+    weight: ParamRecord, at: Coordinate, name: str, cut: str, local: tuple[int, int], rows: int,
+    parts: tuple[tuple[int, int, int], ...], tuning: Tuning,
+) -> AdapterRecord:  # fmt: skip
+    rank, width = tuning.rank, weight.shape[1]
+    init = _first_values(width)
+    norms: ParamRecord | None = None
+    if cut == "row":
+        axes = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 else {}
+        down = columns_of(f"{name}.lora_a", rank, width, at.size("tp"), at.index("tp"), init)
+        up = whole(f"{name}.lora_b", (rows, rank), ZEROS, **axes)
+        norms = whole(f"{name}.norms", (rows,), ZEROS, decay=False, **axes)
+    else:
+        shared = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 and cut == "column" else replicated(at)
+        held = {"copies": weight.copies, "partial": weight.partial}
+        down = whole(f"{name}.lora_a", (rank, width), init, **shared)
+        up = rows_of(f"{name}.lora_b", parts, rows, (rank,), ZEROS, local[1], **held)
+        norms = rows_of(f"{name}.norms", parts, rows, (), ZEROS, local[1], decay=False, **held)
+    start, count = local
+    return AdapterRecord(
+        name.rpartition(".")[2], start, start + count, down, up, norms if tuning.norms else None, tuning.scale,
+        tuning.dropout,
+    )  # fmt: skip
+
+
+def _first_values(width: int) -> Init:
+    """Returns how an A begins: with the deviation of Kaiming's uniform distribution, from which LoRA draws."""
+    return Init("normal", 1.0 / math.sqrt(3.0 * width))
+
+
+def _expert_adapters(
+    weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
+) -> Iterator[AdapterRecord]:
+    """Yields the adapters of a weight of all experts [experts, rows, in], of which a rank holds one box for a piece.
+    What is not cut over etp is held by all of its ranks, each with a part of its gradient."""
+    first, (experts, _, inputs), rank = 0, weight.shape, tuning.rank
+    axes = ("etp",) if at.size("etp") > 1 else ()
+    for piece, rows in linear.pieces:
+        (box,) = [box for box in weight.boxes if first <= box.start[1] < first + rows]
+        (expert, row, column), (held, count, width), start = box.start, box.shape, box.local_start[1]
+        downs = Box((expert, 0, column), (held, rank, width), (0, 0, 0))
+        ups = Box((expert, row - first, 0), (held, count, rank), (0, 0, 0))
+        shared, named = axes if linear.cut == "column" else (), f"{name}.{piece}"
+        down = ParamRecord(
+            f"{named}.lora_a", (experts, rank, inputs), downs.shape, (downs,), _first_values(inputs),
+            data_axes=weight.data_axes, partial=shared, copies=shared,
+        )  # fmt: skip
+        shared = axes if linear.cut == "row" else ()
+        up = ParamRecord(
+            f"{named}.lora_b", (experts, rows, rank), ups.shape, (ups,), ZEROS,
+            data_axes=weight.data_axes, partial=shared, copies=shared,
+        )  # fmt: skip
+        if tuning.adapts(piece):
+            yield AdapterRecord(piece, start, start + count, down, up, None, tuning.scale, 0.0)
+        first += rows
+
+
+def _check_experts(tuning: Tuning, experts: set[str]) -> None:
+    """Raises for what PEFT's adapters of experts can't have either."""
+    named = sorted(experts.intersection(tuning.targets))
+    refused = {"tune.kind=dora": tuning.norms, f"tune.dropout={tuning.dropout:g}": tuning.dropout > 0}
+    for key, given in refused.items():
+        if named and given:
+            instead = "use tune.kind=lora" if tuning.norms else "set tune.dropout=0"
+            raise UserError(f"{key} can't be had on experts: {instead}, or leave {named[0]} out of tune.targets")
+
+
+def tuned(model: Model, tuning: Tuning) -> Model:
+    """Returns the model with frozen weights and adapters."""
+    linears = [each for block in model.blocks for _, _, part in block.parts for each in part.linears()]
+    experts, usual = ({piece for each in linears if each.experts == those for piece, _ in each.pieces}
+                      for those in (True, False))  # fmt: skip
+    pieces = experts | usual
+    _check_experts(tuning, experts)
+    if tuning.every:
+        tuning = replace(tuning, targets=tuple(sorted(usual.union(tuning.targets))))
+    parts = {name for unit in (model.embedding, *model.blocks, model.head) for _, name, _ in unit.parts}
+    for key, wanted, known in (("targets", tuning.targets, pieces), ("modules_to_save", tuning.whole, parts)):
+        for name in wanted:
+            if name not in known:
+                has = ", ".join(sorted(known)) or "none"
+                raise UserError(f"tune.{key}={name} is not in this model{nearest(name, known)}: it has {has}")
+    kinds = {block: _tuned_unit(block, tuning) for block in set(model.blocks)}
+    embedding = _tuned_unit(model.embedding, tuning)
+    head = _tuned_unit(model.head, replace(tuning, targets=(), packs=False))  # as in QLoRA
+    return replace(model, embedding=embedding, blocks=tuple(kinds[block] for block in model.blocks), head=head)
+
+
+def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
+    """Freezes a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
+    parts: list[NamedPart] = []
+    before = {norm.key: body.part for norm, body in unit.branches} if isinstance(unit, BlockUnit) else {}
+    for each in unit.parts:
+        part = each.part
+        if isinstance(part, NormPart) and each.key in before:
+            first = next((linear for linear in before[each.key].linears()), None)
+            needs = first is None or first.experts or any(tuning.adapts(piece) for piece, _ in first.pieces)
+            part = replace(part, keeps_output=part.keeps_output and needs)
+        if isinstance(part, MLPPart):
+            part = replace(part, keeps_result=tuning.adapts("down"))
+        if isinstance(part, ExpertsPart) and part.shared is not None:
+            part = replace(part, shared=replace(part.shared, keeps_result=False))
+        parts.append(each if each.name in tuning.whole else each._replace(part=TunedPart(part, tuning)))
+    return replace(unit, parts=tuple(parts))

@@ -1,0 +1,225 @@
+"""Parts whose parameters a plan places: the modules of a program that is not ours, cut by the styles of its plan.
+
+A plan names a style for a module or a parameter: `colwise`, `rowwise` and so on, in the words of transformers. `STYLES`
+says what each means: which dimension of a parameter tp cuts, and what the module's input and output communicate.
+`models/planned` builds such modules and puts the same calls around them. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from meshwright.errors import UserError, divisors, either
+from meshwright.spec.layout.params import Box, Init, ParamRecord
+from meshwright.spec.model.part import (
+    BlockUnit,
+    Collective,
+    Coordinate,
+    Kept,
+    Kernels,
+    MicroBatch,
+    Model,
+    Part,
+    Product,
+    Records,
+    Stage,
+    Unit,
+    Work,
+    hash_once,
+)
+
+Cut = Literal["", "out", "in", "rows", "columns"]
+Before = Literal["", "copy", "slice", "ids", "experts", "share"]
+After = Literal["", "sum", "gather", "rotary"]
+
+
+class Style(NamedTuple):
+    """What a word of a plan means. `cut`: the dimension that tp cuts: a product's outputs (a matrix's rows), its inputs
+    (the columns; a bias is then whole), or rows or columns of a table. `pieces`: that dimension holds so many tensors,
+    one after the other, each of which is cut. `partial`: it is whole, and each rank's gradient a part of a sum.
+
+    `before` is what happens to the input: copy (all ranks use it, and its gradient is a sum over them), slice (each
+    takes its part), ids (each looks up those of its rows), experts (copy, for all tensors that have gradients), share
+    (it is divided by the number of ranks). `after` is what happens to the output: sum, gather, or rotary: the last
+    elements are copied, as `before` would.
+    """
+
+    cut: Cut = ""
+    before: Before = ""
+    after: After = ""
+    pieces: int = 1
+    partial: bool = False
+
+
+STYLES = {
+    "colwise": Style("out", "copy"),
+    "colwise_gather_output": Style("out", "copy", "gather"),
+    "colwise_rep": Style("out", "copy", "gather"),
+    "packed_colwise": Style("out", "copy", pieces=2),
+    "rowwise": Style("in", "", "sum"),
+    "rowwise_split_input": Style("in", "slice", "sum"),
+    "rowwise_rep": Style("in", "slice", "sum"),
+    "packed_rowwise": Style("in", pieces=2),
+    "embedding_rowwise": Style("rows", "ids", "sum"),
+    "embedding_colwise": Style("columns", "", "gather"),
+    "replicated_with_grad_allreduce": Style(partial=True),
+    "mla_kv_a_proj": Style(after="rotary"),
+    "all_reduce": Style(after="sum"),
+    "moe_tp_experts": Style(before="experts", after="sum"),
+    "moe_identity_expert": Style(before="share"),
+    "replicate": Style(),
+    "local_params": Style(),  # parameters are local tensors here anyway
+    "": Style(),
+}
+
+
+class PlannedParameter(NamedTuple):
+    """A parameter of a unit: its name there, its shape, the style that places it, and the global name of the parameter
+    that it is one with, if any."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str = ""
+    tied: str = ""
+    wide: bool = False
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that tp cuts, if any."""
+        cut, last = STYLES[self.style].cut, len(self.shape) - 1
+        if cut in ("rows", "columns"):
+            return 0 if cut == "rows" else 1
+        if cut == "in":
+            return None if self.name.rpartition(".")[2] == "bias" or (self.packed and not last) else last
+        return max(0, last - 1) if cut == "out" else None
+
+    @property
+    def packed(self) -> bool:
+        return STYLES[self.style].pieces > 1
+
+    def record(self, at: Coordinate, name: str) -> ParamRecord:
+        """Returns where the parameter lives; `name` is its global name."""
+        tp, index, dim, style = at.size("tp"), at.index("tp"), self.dim, STYLES[self.style]
+        shape, ends = self.shape, ("embedding",) if self.tied and at.size("embedding") > 1 else ()
+        record = ParamRecord(
+            name, shape, shape, (), PLACED, decay=len(shape) > 1, tied=self.tied, wide=self.wide, partial=ends,
+            copies=ends,
+        )  # fmt: skip
+        zeros = (0,) * len(shape)
+        if dim is None or tp == 1:
+            copies = ("tp",) if tp > 1 else ()
+            axes = copies if style.partial else ()
+            return replace(record, boxes=(Box(zeros, shape, zeros),), partial=(*axes, *ends), copies=(*copies, *ends))
+        count = shape[dim] // style.pieces // tp
+        if count * style.pieces * tp != shape[dim]:
+            each = shape[dim] // style.pieces
+            raise UserError(
+                f"layout.tp={tp} does not divide the {each} that {name} is cut by ({self.style}): try "
+                f"layout.tp={either(divisors(each)[:6])}"
+            )
+
+        def sized(n: int) -> tuple[int, ...]:
+            return (*shape[:dim], n, *shape[dim + 1 :])
+
+        def corner(n: int) -> tuple[int, ...]:
+            return (*zeros[:dim], n, *zeros[dim + 1 :])
+
+        boxes = tuple(
+            Box(corner((piece * tp + index) * count), sized(count), corner(piece * count))
+            for piece in range(style.pieces)
+        )
+        return replace(record, local_shape=sized(count * style.pieces), boxes=boxes)
+
+
+PLACED = Init("placed")
+
+
+class PlannedCall(NamedTuple):
+    """A collective over tp in one micro-batch: `width` elements for each token."""
+
+    phase: str
+    op: str
+    width: int
+
+
+@dataclass(frozen=True)
+class PlannedPart(Part):
+    """Modules of one unit as a plan places them: their parameters, and what they communicate over tp."""
+
+    parameters: tuple[PlannedParameter, ...]
+    calls: tuple[PlannedCall, ...] = ()
+    kept_whole: float = 0.0  # elements that are kept for each token, by every tp rank; measured
+    kept_cut: float = 0.0  # those that tp divides
+    used: int = 1  # experts of a token
+    logits: int = 0  # of a head: the vocabulary, of which every tp rank has all logits
+
+    __hash__ = hash_once
+
+    def records(self, at: Coordinate, name: str) -> Records:
+        return {each.name: each.record(at, each.tied or f"{name}{each.name}") for each in self.parameters}
+
+    def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+        for phase, op, width in self.calls:
+            yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+        """Yields what was measured, and of a head its log-probabilities."""
+        tokens = batch.tokens(at)
+        elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
+        yield Kept("activations", tokens * elements * batch.element)
+        yield Kept("log-probabilities", tokens * self.logits * batch.wide)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the logits and of their gradient, in the precision of sums."""
+        return 2.0 * batch.tokens(at) * self.logits * batch.wide
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        """Returns the products of all matrices but tables; a stack of experts is used by some of the tokens."""
+        tokens, products = batch.tokens(at), []
+        for each in self.parameters:
+            if len(each.shape) >= 2 and STYLES[each.style].before != "ids":
+                *stack, n, k = each.record(at, each.name).local_shape
+                rows = tokens * self.used // stack[0] if stack else tokens
+                products.append(Product(each.name, rows, n, k, stack[0] if stack else 1))
+        return Work(tuple(products), kernels=len(products))
+
+
+@dataclass(frozen=True)
+class PlannedBlock(BlockUnit):
+    """A block that is no pairs of norms and bodies: nothing is known of it but what its one part states."""
+
+    __hash__ = hash_once
+
+    def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+        return Unit.work(self, at, batch, kernels)
+
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+        return Unit.kept(self, at, batch, kernels)
+
+    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.working(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
+
+
+@dataclass(frozen=True)
+class PlannedModel(Model):
+    """A model whose blocks are a list inside a module: `path` is its name there, with which the blocks' parameters'
+    names begin. `beside` are parameters that are neither of the embedding nor in or after the blocks."""
+
+    path: str = ""
+    family: str = ""
+    beside: tuple[str, ...] = ()
+
+    __hash__ = hash_once
+
+    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
+        for key, prefix, unit in super().units(stage):
+            yield key, prefix.replace("layers.", f"{self.path}.", 1) if prefix else "", unit
+
+    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
+        return {} if stage.first else {"hidden": (batch.sequences, batch.seq, self.hidden)}
+
+    def fields(self, stage: Stage) -> set[str]:
+        """Every stage builds its masks and positions itself, from the ids."""
+        return super().fields(stage) | {"tokens", "positions"}

@@ -1,0 +1,128 @@
+"""The timeline of a schedule table: makespan, bubble and peak activations, without running anything.
+
+Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is produced,
+travels `send` long while both ends go on computing, and is waited for only by the compute that takes it in. So only the
+order of the computes matters here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from meshwright.errors import UserError
+from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table, most_held
+
+Duration = float | Callable[[int, int], float]
+Times = dict[tuple[Op, int, int, int], tuple[float, float]]  # start and end by op, micro-batch, rank, chunk
+Result = tuple[int, int, int, int]  # what a compute waits for or passes on: direction, micro-batch, rank, chunk
+
+
+class Timed(NamedTuple):
+    """An action and when it happens; a transfer's times are those of the tensor's journey."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A table with times. `bubble` is the idle share of ranks x makespan; `peak_activations[rank]` counts
+    micro-batches of that rank's whole share (one chunk's activation is 1/chunks)."""
+
+    table: Table
+    makespan: float
+    bubble: float
+    busy: tuple[float, ...]
+    peak_activations: tuple[float, ...]
+    ranks: tuple[tuple[Timed, ...], ...]
+
+
+def simulate(table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0) -> Simulation:
+    """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one micro-batch, so
+    that a chunk takes 1/chunks of it; a function gives that of one (rank, chunk). Parts of a phase take their share."""
+    _check_time("send", send)
+    phases = {name: _durations(table, name, given) for name, given in (("forward", forward), ("backward", backward))}
+    durations = {
+        op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]] for op in table.computes
+    }
+    times, arrived = _run(table, durations, send)
+    makespan = max(end for _, end in times.values())
+    if not math.isfinite(makespan):
+        raise UserError("the times are too large to add up: give them in a larger unit")
+    busy = tuple(
+        math.fsum(durations[a.op][rank][a.chunk] for a in actions if a.op in durations)
+        for rank, actions in enumerate(table.ranks)
+    )
+    bubble = max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0
+    peaks = tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks)
+    ranks = tuple(
+        tuple(_timed(table, rank, action, times, arrived, send) for action in actions if action.op not in SHARDING)
+        for rank, actions in enumerate(table.ranks)
+    )
+    return Simulation(table, makespan, bubble, busy, peaks, ranks)
+
+
+def _check_time(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"{name} time {value:g} is no duration: give a finite number of at least 0")
+
+
+def _durations(table: Table, name: str, given: Duration) -> list[list[float]]:
+    """Durations by [rank][chunk]."""
+    if not callable(given):
+        _check_time(name, given)
+        return [[given / table.chunks] * table.chunks for _ in range(table.pp)]
+    durations = [[given(rank, chunk) for chunk in range(table.chunks)] for rank in range(table.pp)]
+    for value in chain.from_iterable(durations):
+        _check_time(name, value)
+    return durations
+
+
+def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> tuple[Times, dict[Result, float]]:
+    """Start and end of every compute, and when each result that goes on arrived where it is needed. Every rank runs
+    until it lacks an input and is taken up again when that arrives: one visit per action."""
+    computes = [[action for action in actions if action.op in durations] for actions in table.ranks]
+    times: Times = {}
+    arrived: dict[Result, float] = {}
+    waiting: dict[Result, int] = {}
+    position, clock = [0] * table.pp, [0.0] * table.pp
+    runnable = list(range(table.pp))
+    while runnable:
+        rank = runnable.pop()
+        while position[rank] < len(computes[rank]):
+            action = computes[rank][position[rank]]
+            direction = MEANING[action.op].direction
+            key = (direction, action.micro_batch, rank, action.chunk)
+            start = clock[rank]
+            if table.beside(-direction, rank, action.chunk) is not None:
+                if key not in arrived:
+                    waiting[key] = rank
+                    break
+                start = max(start, arrived[key])
+            clock[rank] = end = start + durations[action.op][rank][action.chunk]
+            times[action.op, action.micro_batch, rank, action.chunk] = (start, end)
+            position[rank] += 1
+            taker = table.beside(direction, rank, action.chunk)
+            if taker is not None:
+                taken = (direction, action.micro_batch, *taker)
+                arrived[taken] = end + (send if taker[0] != rank else 0.0)
+                if taken in waiting:
+                    runnable.append(waiting.pop(taken))
+    for rank in waiting.values():
+        raise AssertionError(f"rank {rank} never gets the input of {computes[rank][position[rank]]}")
+    return times, arrived
+
+
+def _timed(table: Table, rank: int, action: Action, times: Times, arrived: dict[Result, float], send: float) -> Timed:
+    direction = SENDS.get(action.op) or RECEIVES.get(action.op)
+    if direction is None:
+        return Timed(action, *times[action.op, action.micro_batch, rank, action.chunk])
+    taker = table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
+    assert taker is not None, f"rank {rank}: {action} leaves the pipeline"
+    there = arrived[direction, action.micro_batch, taker[0], taker[1]]
+    return Timed(action, there - send, there)

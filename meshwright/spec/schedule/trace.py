@@ -1,0 +1,95 @@
+"""Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
+
+One process per pipeline rank, with a track for computes, one for sends and one for what is done beside and after the
+pipeline. A step that was measured has one more, for what a rank waited for, and its sends are as long as it takes to
+post them; else the simulated and the measured trace can be laid over each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec.schedule.simulate import Simulation
+from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, Action
+
+if TYPE_CHECKING:
+    from meshwright.device import Device
+
+TRACKS = {"compute": 0, "send": 1, "step": 2, "wait": 3}
+MICROSECONDS = 1e6
+# What follows the pipeline in a step.
+REDUCED, UPDATED = "gradients and parameters (dp)", "optimizer"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something a rank does from `start` to `end`, in seconds."""
+
+    rank: int
+    track: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """What one pipeline rank does in a step, with the times at which its device did it."""
+
+    def __init__(self, rank: int, device: Device) -> None:
+        from meshwright.device import Clock  # loads torch, which reading a trace must not
+
+        self.rank, self.device, self.clock = rank, device, Clock(device)
+        self._marks: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
+
+    @contextmanager
+    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        begin = self.clock.mark()
+        yield
+        self._marks.append((track, name, begin, self.clock.mark(), args))
+
+    def spans(self) -> list[Span]:
+        """All that was recorded, in seconds of this machine's clock."""
+        self.device.synchronize()
+        read = self.clock.read
+        return [Span(self.rank, track, name, read(a), read(b), args) for track, name, a, b, args in self._marks]
+
+
+def span_name(action: Action) -> str:
+    letter = MEANING[action.op].letter if action.op in MEANING else f"{action.op.value} "
+    return f"{letter}{action.micro_batch}"
+
+
+def spans_of(simulation: Simulation) -> Iterator[Span]:
+    """The computes and sends of a simulated table; a transfer is shown once, at its sender."""
+    for rank, row in enumerate(simulation.ranks):
+        for timed in row:
+            action = timed.action
+            if action.op in RECEIVES:
+                continue
+            args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
+            if action.op in SENDS:
+                args["to"] = action.peer if action.peer is not None else -1
+            track = "send" if action.op in SENDS else "compute"
+            yield Span(rank, track, span_name(action), timed.start, timed.end, args)
+
+
+def trace_json(spans: Iterable[Span], name: str = "", **more: int) -> str:
+    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M"); `more` is noted
+    beside its name."""
+    events: list[dict[str, Any]] = []
+    names: dict[tuple[int, int, str], str] = {}
+    for span in spans:
+        tid = TRACKS[span.track]
+        start, took = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
+        what = {"name": span.name, "cat": span.track, "ts": start, "dur": took, "args": dict(span.args)}
+        events.append({"ph": "X", "pid": span.rank, "tid": tid} | what)
+        names[span.rank, 0, "process_name"] = f"pipeline rank {span.rank}"
+        names[span.rank, tid, "thread_name"] = span.track
+    for (pid, tid, kind), text in sorted(names.items()):
+        events.append({"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": text}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name} | more})

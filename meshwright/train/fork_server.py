@@ -1,6 +1,0 @@
-"""Loaded by the server that forks our launcher's ranks, and by nothing else: it ends with the launcher, and they with
-it."""
-
-from meshwright.train.rank_process import end_with_parent
-
-end_with_parent()
