@@ -3,8 +3,8 @@
     python benchmarks/gpu_pieces.py
 
 One rank's share of a step with and without pieces, in turns (`meshwright bench step --overlap both`): of a 3b model
-with tp 2 and tp 8 under the rule of spec/model/pieces.py, with tp 8 with all products cut, and of an 8b model (8 layers)
-with tp 8 and twice the tokens, whose MLP the rule cuts. One line of JSON for each, and a summary.
+with tp 2 and tp 8 under the rule of spec/model/pieces.py, with tp 8 with all products cut, and of an 8b model (8
+layers) with tp 8 and twice the tokens, whose MLP the rule cuts. One line of JSON for each, and a summary.
 """
 
 from __future__ import annotations

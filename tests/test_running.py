@@ -75,9 +75,9 @@ def test_every_folder_of_the_package_has_tests_that_a_change_of_it_runs() -> Non
 
 @pytest.mark.parametrize(
     "file, areas_", [
-        ("meshwright/errors.py", "parity train comm"), ("tests/support/ranks.py", "parity train comm"),
-        ("tests/conftest.py", "parity train comm"), ("pyproject.toml", "parity train comm"),
-        ("constraints.txt", "parity train comm"), ("meshwright/recipes/t5-11b.yaml", "check config"),
+        ("meshwright/errors.py", "parity run comm"), ("tests/support/ranks.py", "parity run comm"),
+        ("tests/conftest.py", "parity run comm"), ("pyproject.toml", "parity run comm"),
+        ("constraints.txt", "parity run comm"), ("meshwright/recipes/t5-11b.yaml", "check config"),
     ],
 )  # fmt: skip
 def test_files_that_everything_uses_have_areas_too(file: str, areas_: str) -> None:
@@ -85,8 +85,8 @@ def test_files_that_everything_uses_have_areas_too(file: str, areas_: str) -> No
     assert areas.areas_of([file], known) == areas_.split()
     for path in (ROOT / "meshwright").glob("*.py"):
         assert areas.areas_of([f"meshwright/{path.name}"], known), path
-    for room in ("cli", "config", "train"):
-        assert "check" in areas.areas_of([f"meshwright/{room}/x.py"], known)
+    for folder in ("cli", "config", "run"):
+        assert "check" in areas.areas_of([f"meshwright/{folder}/x.py"], known)
 
 
 def test_without_history_the_most_important_areas_come_first() -> None:

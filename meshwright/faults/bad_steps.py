@@ -20,6 +20,7 @@ from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
 from meshwright.engine.batches import sample_ids
+from meshwright.engine.hooks import WentBack
 from meshwright.engine.marks import TOLERANCE, Found, Mark, Marks
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import StepResult, Trainer
@@ -27,7 +28,6 @@ from meshwright.errors import UserError
 from meshwright.faults.first_bad import first_bad
 from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 from meshwright.record.run_folder import RunFolder
-from meshwright.run.loop import WentBack
 
 # A deviation from the median is at least so much of it: losses vary little, and norms by much.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group
+from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.sharding.buffers import FlatBuffer, State
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
 from meshwright.record.fault_notes import FAULT, FaultNotes
-from meshwright.run.loop import Hook
 from meshwright.spec.layout import Layout
 
 MOST_NAMED = 3  # parameters

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies
+from meshwright.engine.hooks import Hook
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.errors import notice
-from meshwright.run.loop import Hook
 
 
 class MemorySaving(Hook):

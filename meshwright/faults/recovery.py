@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import TypedDict
 
+from meshwright.engine.hooks import Hook
 from meshwright.engine.step import StepResult
 from meshwright.errors import notice
 from meshwright.launch.processes import LOST
 from meshwright.outside import of_kind, parse_json
 from meshwright.record.run_notes import write_event
-from meshwright.run.loop import Hook
 
 
 class Loss(TypedDict):

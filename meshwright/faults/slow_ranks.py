@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config.faults import FaultsConfig
+from meshwright.engine.hooks import Hook
 from meshwright.engine.result import StepResult
 from meshwright.record.fault_notes import SLOW, FaultNotes
-from meshwright.run.loop import Hook
 from meshwright.spec.layout import Layout
 
 WARM_UP = 3  # first steps of a process, which make what later ones reuse

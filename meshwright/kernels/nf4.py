@@ -1,4 +1,4 @@
-"""The values of weights in 4 bits, by one pass over their bytes; spec/layout/packed.py says where codes and scales lie."""
+"""Compute the values of 4-bit weights in one pass over their bytes (spec/layout/packed.py has the format)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 With sequence parallelism each rank has a piece of the rows. A column product multiplies its own piece first and the
 others as they arrive; a row product multiplies the pieces of other ranks first and sends each of them while it goes on.
 Pieces go straight to the rank that needs them, so the bytes are the same as those of the collectives. Those of a run of
-ranks (`spec/model/pieces.py`, which also says which products are cut) are one call and one product, since the host is slow
+ranks (`spec/model/pieces.py`, which also says which products are cut) are one call and one product: the host is slow
 to launch and small products are slow. Without sequence parallelism a row product is summed in pieces of its rows. In
 backward the input gradient travels while the weight gradient is multiplied. Each function is one registered operator,
 whose results have arrived when it returns.

@@ -1,5 +1,4 @@
-"""The seconds of our own algorithms of sums (`spec/traffic/algorithms.py`, `spec/traffic/pick.py`) on a cluster, and of the naive sum.
-No torch."""
+"""Predict the seconds of our own all-reduce algorithms (`spec/traffic/algorithms.py`) and of the naive sum."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
 from meshwright.spec.model.part import BlockUnit
-from meshwright.spec.traffic.communicators import Communicator
+from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
 from meshwright.spec.traffic.placement import RING, copy_axis, piece_size
-from meshwright.spec.traffic.rank_communicators import communicators
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from meshwright.config.comm import ReduceConfig
+from meshwright.engine.hooks import Hook
 from meshwright.engine.result import StepResult
 from meshwright.engine.sharding.buffers import Bucket
 from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer, Trial, best
@@ -20,7 +21,6 @@ from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.engine.step import Trainer
 from meshwright.errors import notice
 from meshwright.record.run_notes import write_event
-from meshwright.run.loop import Hook
 from meshwright.spec.schedule.table import MEANING, Op
 from meshwright.spec.schedule.trace import Recorder
 

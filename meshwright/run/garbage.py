@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
+from meshwright.engine.hooks import Hook
 from meshwright.engine.step import StepResult
-from meshwright.run.loop import Hook
 
 
 class GarbageCollection(Hook):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.sharding.buffers import Bucket, Slot, State
 from meshwright.engine.sharding.remainders import plain
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
-from meshwright.run.loop import Hook
 
 SAMPLED = 4096  # elements of a parameter on a rank, evenly spaced, by which weights and updates are estimated
 

@@ -7,15 +7,14 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from meshwright.checkpoint.save import Saver
 from meshwright.config.sections import CheckpointConfig
-from meshwright.engine.context import Context
+from meshwright.engine.hooks import Hook, Watcher, WentBack
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import Launched, StepResult, Trainer
 from meshwright.errors import UserError, notice
@@ -32,38 +31,7 @@ MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last c
 TRACED = 3  # the third step of a process: the first ones make what later ones reuse
 
 
-class Hook:
-    """What happens beside training. Every rank has the same hooks, called in one order: a hook may communicate."""
-
-    def pauses(self, step: int) -> bool:
-        """Whether the hook needs the trainer as this step leaves it: then the next one is not begun before."""
-        return False
-
-    def before(self, step: int) -> None:
-        """Called before a step is begun, or, if the loop runs ahead, before its result is waited for."""
-
-    def wants_save(self) -> bool:
-        """Whether to save after the step that is begun next; only the rank that writes the run is listened to."""
-        return False
-
-    def after(self, result: StepResult, last: bool) -> None:
-        """Called with each step's result; `last` says that no further step will follow."""
-
-
-class Watcher(Protocol):
-    """Somebody who looks at a run on the rank that writes it: a progress display, a test."""
-
-    def started(self, ctx: Context) -> None: ...
-    def stepped(self, result: StepResult) -> None: ...
-    def validated(self, line: Mapping[str, Any]) -> None: ...
-    def finished(self) -> None: ...
-
-
 Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
-
-
-class WentBack(Exception):  # noqa: N818 (no error: the run goes on from there)
-    """The trainer stands at an earlier step."""
 
 
 class Ahead:

@@ -29,6 +29,7 @@ from meshwright.device import Device
 from meshwright.disk import refused
 from meshwright.engine.compiling import blocks_together, compile_blocks
 from meshwright.engine.context import Context, build_context, compiles
+from meshwright.engine.hooks import Hook, Watcher
 from meshwright.engine.own_models import check_own, in_precision, is_own
 from meshwright.engine.sharding.buffers import foreign_record
 from meshwright.engine.sharding.reducers import Reducer
@@ -56,21 +57,19 @@ from meshwright.run.garbage import GarbageCollection
 from meshwright.run.layers import LayerNorms
 from meshwright.run.loop import (
     GivingUp,
-    Hook,
     Recording,
     Saving,
     TimeLimit,
     TooManyFaults,
     TracedStep,
     Validating,
-    Watcher,
     train,
 )
 from meshwright.spec.layout.params import stream_seed
 from meshwright.spec.model.description import stages_of
 from meshwright.spec.model.part import Stage
 from meshwright.spec.schedule.kinds import placement_of
-from meshwright.spec.traffic.rank_communicators import communicators
+from meshwright.spec.traffic.communicators import communicators
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
 DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any]]
@@ -113,9 +112,9 @@ def pretrain(
       first backward.
     - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
-    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`engine/sharding/reducers.py`); without one,
-      `comm.reduce` says how.
-    - `hooks` are called around every step (`train.loop.Hook`); `watcher` on the rank that writes the run alone.
+    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`engine/sharding/reducers.py`); without
+      one, `comm.reduce` says how.
+    - `hooks` are called around every step (`engine.hooks.Hook`); `watcher` on the rank that writes the run alone.
     - `speed(config, device name, its GiB)` gives the model's FLOPs and the device's rate, by which steps report TFLOP/s
       and MFU; `command` is what run.json names as the command of the run (default: this process's own).
     - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.engine.hooks import Hook
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.errors import UserError
-from meshwright.run.loop import Hook
 from meshwright.run.pretrain import pretrain
 from tests.support.oracle import made_for, small_config
 

@@ -23,9 +23,9 @@ from meshwright.check.made_samples import MadeAnswers
 from meshwright.checkpoint.load import Reader
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, dump_yaml, to_mapping
+from meshwright.engine.hooks import Hook
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.errors import UserError
-from meshwright.run.loop import Hook
 from tests.fuzz.layout_cases import SHARING, STEPS, Case, Sections, merged
 from tests.support.advice import advised
 from tests.support.oracle import made_for

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from meshwright.engine.hooks import Hook
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.infer.evaluate import evaluate, with_model
 from meshwright.infer.generate import generate_all
 from meshwright.run import pretrain as pretraining
-from meshwright.run.loop import Hook
 from tests.faults.planted import Fault, Flip, run
 from tests.support.oracle import made_for, small_config
 

@@ -22,8 +22,7 @@ from meshwright.plan.memory import COMMUNICATOR_GIB, SMALL_COMMUNICATOR_GIB, com
 from meshwright.run.pretrain import connect
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
-from meshwright.spec.traffic.communicators import PP_BACK, SEQUENCE, Communicator, is_urgent
-from meshwright.spec.traffic.rank_communicators import communicators
+from meshwright.spec.traffic.communicators import PP_BACK, SEQUENCE, Communicator, communicators, is_urgent
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 

@@ -30,31 +30,33 @@ RECENT_HOURS, RECENT_COMMITS = 12, 50  # of the main branch that are taken for o
 
 # The test folders of each folder of the package, the most relevant first. A folder without an entry has the tests of
 # its own name.
-SHARED = ("parity", "train", "comm")  # for files that everything uses
+SHARED = ("parity", "run", "comm")  # for files that everything uses
 TESTS_OF: dict[str, tuple[str, ...]] = {
     "bench": ("bench", "cli"),
-    "checkpoint": ("checkpoint", "train"),
+    "check": ("check", "cli"),
+    "checkpoint": ("checkpoint", "run"),
     "cli": ("cli", "check", "docs", "fuzz"),
     "comm": ("comm", "parity"),
     "config": ("config", "check", "cli", "fuzz"),
-    "device": ("train", "nn"),
+    "device": ("run", "nn"),
     "disk": ("checkpoint", "data", "cli"),
     "dryrun": ("dryrun", "plan"),
+    "engine": ("engine", "parity", "checkpoint", "check", "tune"),
     "errors": SHARED,
+    "faults": ("faults", "launch"),
+    "infer": ("infer", "tune", "cli"),
     "__init__": SHARED,
+    "interop": ("interop", "models", "tune"),
     "__main__": ("cli",),
     "kernels": ("nn", "parity"),
-    "layout": ("layout", "comm", "plan"),
+    "launch": ("launch", "faults"),
     "models": ("models", "parity"),
     "nn": ("nn", "parity", "models"),
-    "optim": ("optim", "sharding", "parity"),
     "outside": ("data", "models", "cli"),
-    "parts": ("parts", "plan", "parity"),
-    "pipeline": ("pipeline", "parity"),
     "recipes": ("check", "config"),
-    "schedule": ("pipeline", "plan"),
-    "sharding": ("sharding", "parity", "checkpoint"),
-    "train": ("train", "check", "checkpoint", "tune", "cli"),
+    "record": ("record", "run", "checkpoint"),
+    "run": ("run", "check", "checkpoint", "tune", "cli"),
+    "spec": ("spec", "plan", "parity"),
     "watch": ("watch", "show"),
 }
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -64,7 +66,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 SHARED_TESTS = ("support", "conftest")
 # Without history the areas go in this order, those that are not named last.
 IMPORTANCE = (
-    *SHARED, "check", "checkpoint", "sharding", "pipeline", "nn", "models", "optim", "cli", "plan", "tune", "data",
+    *SHARED, "check", "checkpoint", "engine", "launch", "faults", "nn", "models", "spec", "cli", "plan", "tune", "data",
 )  # fmt: skip
 
 

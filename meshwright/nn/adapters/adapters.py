@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA, DoRA): what `spec/model/tuning.py` states, computed inside the layer's product.
+"""Low-rank adapters of linear layers (LoRA, DoRA): `spec/model/tuning.py`, computed inside the layer's product.
 
 Each rank adds its own part of the change before the layer's own sum, and takes its own part of the input's gradient
 with the layer's, so no adapter calls a collective of its own, but for the norms of rows whose inputs are cut (DoRA).

@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts' products: what `nn/adapters/adapters.py` is for linear layers, of rows sorted by expert.
+"""Low-rank adapters of experts' products: `nn/adapters/adapters.py` for rows that are sorted by expert.
 
 Each expert e has an A_e and a B_e for a piece of its weight's rows. What they add is this rank's own part of the
 product, before the sum over etp that the experts take anyway. Nothing of them is kept for backward: the vectors x A^T

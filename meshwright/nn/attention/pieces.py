@@ -1,6 +1,7 @@
 """Attention of one block of queries to one block of keys by fused kernels, which take rectangles and triangles
-(`spec/layout/pieces.py`): cuDNN's or flash attention on CUDA, many pieces in one call where documents make many, torch's
-own kernel on a CPU. Rows that lie in no runs, and dtypes that no kernel takes, are computed in tiles with a mask.
+(`spec/layout/pieces.py`): cuDNN's or flash attention on CUDA, many pieces in one call where documents make many,
+torch's own kernel on a CPU. Rows that lie in no runs, and dtypes that no kernel takes, are computed in tiles with a
+mask.
 
 The results of several blocks are merged in float32 (float64 in float64) by the log-sums of their scores. Scores exist
 only in tiles, never as a whole [tokens, tokens].

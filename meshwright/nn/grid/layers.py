@@ -1,4 +1,4 @@
-"""The layers of a GPT on a grid of tensor-parallel ranks. `spec/layout/grid.py` says who plays which role in a product."""
+"""The layers of a GPT on a grid of tensor-parallel ranks. `spec/layout/grid.py` has the role of each axis."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ them. No torch."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -211,9 +212,9 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 def hf(model: ModelConfig) -> Model:
     """Describes a model that transformers builds, as its plan cuts it."""
-    from meshwright.models.wrapped.blueprint import blueprint
-
-    return blueprint(model.hf).model
+    # Reads the module itself, which needs torch and transformers: nothing else here does.
+    described: Model = importlib.import_module("meshwright.models.wrapped.blueprint").blueprint(model.hf).model
+    return described
 
 
 # Kinds of models, by the config's `model.kind`. A program may add its own.

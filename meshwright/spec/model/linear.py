@@ -26,8 +26,8 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
     use the same input, `width` features, so the input gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
-    which is not kept) and 1 reduce_scatter of H. In pieces (`spec/model/pieces.py`) each of these is t - 1 sends of H / t,
-    made in three calls at most.
+    which is not kept) and 1 reduce_scatter of H. In pieces (`spec/model/pieces.py`) each of these is t - 1 sends of
+    H / t, made in three calls at most.
     """
     payload = batch.tokens(at) * width * batch.element
     if not at.splits_tokens:
