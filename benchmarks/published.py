@@ -347,21 +347,21 @@ def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ..
 def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
     """Returns the bytes of each state, as the source or its program documents."""
     if re.search(r"mixed_precision=PURE", text):
-        return States(param=2, grad=2, master=0, moment=2)
+        return States(param=2, grad=2, master=0, rule=(2, 2))
     offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
     away = "cpu" if re.search(r"offload of \w+/activations", text) else "device"
     if stack.name == "unfused-deepspeed":
         # fp16: gradients in fp16, and the update's own part in fp32. bf16: beside them a whole sum in fp32.
         wide = precision == "bf16"
         return States(
-            param=2, grad=4 if wide else 2, master=4, moment=4, grad_copy=2 if wide else 0, step_copy=0 if wide else 4,
+            param=2, grad=4 if wide else 2, master=4, grad_copy=2 if wide else 0, step_copy=0 if wide else 4,
             buckets=True, optimizer_on=offload, checkpoints_on=away,
         )  # fmt: skip
     if "distributed_fused_adam" in text:  # its gradients are summed in bf16, its masters are the missing 16 bits
-        return States(param=2, grad=2, master=2, moment=4)
+        return States(param=2, grad=2, master=2)
     casts = zero >= 2 and bool(re.search(r"torchtitan|fms|llm-foundry|FSDP", text))  # FSDP keeps fp32 shards alone
     return States(
-        param=2, grad=4 if precision in ("bf16", "fp8") else 2, master=4, moment=4, keeps_param=not casts,
+        param=2, grad=4 if precision in ("bf16", "fp8") else 2, master=4, keeps_param=not casts,
         buckets="DeepSpeed" in text and zero > 0, optimizer_on=offload, checkpoints_on=away,
     )  # fmt: skip
 

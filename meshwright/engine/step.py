@@ -24,7 +24,7 @@ from meshwright.engine.gate import Gate
 from meshwright.engine.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
-from meshwright.engine.optim.adam import FlatOptimizer
+from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.optim.outer import OuterOptimizer
 from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals

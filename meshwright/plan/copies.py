@@ -14,4 +14,4 @@ def copied_bytes(job: Job) -> int:
     ranks' own node. What a compressed reduction keeps comes on top."""
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    return parameter_count(job.model) * (master + s.moment * s.moments)
+    return parameter_count(job.model) * (master + sum(s.rule))

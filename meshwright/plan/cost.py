@@ -232,4 +232,4 @@ def optimizer_bytes(s: States) -> float:
     """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights beside
     masters are written, and read too where they are one half of them; without masters they are read and written."""
     weights = 2 * s.master + (1 + s.paired) * s.param if s.master else 2 * s.param
-    return s.grad + NORM_BYTES + weights + 2 * s.moments * s.moment
+    return s.grad + NORM_BYTES + weights + 2 * sum(s.rule)

@@ -126,9 +126,9 @@ def ring_bytes(job: Job, shares: list[int]) -> int:
     offloaded or stored in another precision than they are updated in; an accelerator's kernel takes any."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
-    if s.moments and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
+    if s.fused and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
         return 0
-    kinds = [s.master] * (s.master > 0 and not s.paired) + [s.moment] * s.moments
+    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.rule]
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
@@ -146,7 +146,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
-    optimizer = (own if zero >= 1 else whole) * s.moment * s.moments + outer_bytes(job, sizes)
+    optimizer = (own if zero >= 1 else whole) * sum(s.rule) + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from meshwright.config.sections import Config
+from meshwright.engine.optim.rule import rule_class
 from meshwright.spec.model.part import Kernels
 
 # Bytes per element of an activation, or of a parameter that a product reads. Of nf4 the elements are bytes.
@@ -23,8 +24,8 @@ class States:
     param: int = 2
     grad: int = 4
     master: int = 4
-    moment: int = 4
-    moments: int = 2
+    rule: tuple[int, ...] = (4, 4)  # of each state that the optimizer's rule keeps
+    fused: bool = True  # on an accelerator a kernel updates the states in the precisions they are stored in
     paired: bool = False  # the master is the parameter with the 16 bits that rounding took from it
     keeps_param: bool = True  # besides the master, parameters are kept in the precision of the products
     grad_copy: int = 0  # bytes per parameter of a second gradient in another precision
@@ -37,7 +38,7 @@ class States:
 
 def states_of(config: Config, own: bool = True) -> States:
     """Returns how Meshwright keeps the states of a config; others (not `own`) keep whole masters beside the weights."""
-    precision, master = config.train.precision, config.optimizer.master_dtype
+    precision, master, rule = config.train.precision, config.optimizer.master_dtype, rule_class(config.optimizer.name)
     param = BYTES[precision]
 
     def wide(name: str) -> int:
@@ -48,7 +49,8 @@ def states_of(config: Config, own: bool = True) -> States:
     paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
     return States(
         param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
-        moment=wide(config.optimizer.state_dtype), moments=2 if config.optimizer.name == "adamw" else 0, paired=paired,
+        rule=tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states),
+        fused=rule.has_kernel, paired=paired,
         optimizer_on=places[offload.optimizer], params_on=places[offload.params],
     )  # fmt: skip
 

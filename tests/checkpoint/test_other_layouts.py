@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Place:
     experts: bool = False
     ep: int = 1
     etp: int = 0
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
@@ -60,6 +61,7 @@ class Place:
         words += [f"zero{self.zero}" if self.zero else "", f"node{self.node}" if self.node else ""]
         words += [f"offload-{self.offload}" if self.offload != "none" else ""]
         words += [f"experts-ep{self.ep}" if self.experts else "", f"etp{self.etp}" if self.etp else ""]
+        words += [self.optimizer if self.optimizer != "adamw" else ""]
         return "-".join(word for word in words if word)
 
     def config(self, tied: bool) -> Config:
@@ -83,7 +85,7 @@ class Place:
             },
             pipeline={"schedule": "interleaved" if self.chunks > 1 else "1f1b"},
             train={"precision": "fp64", "global_batch": BATCH, "micro_batch": self.micro, "steps": 20, "clip": 0.7},
-            optimizer={"lr": 1e-3},
+            optimizer={"name": self.optimizer, "lr": 1e-3},
             lr={"warmup": 5},
             comm={"bucket_mib": self.bucket},
         )  # fmt: skip
@@ -189,10 +191,12 @@ def launch(jobs: list[Job]) -> dict[str, list[list[int]]]:
 
 
 @cache
-def undisturbed(tied: bool, steps: int, experts: bool = False) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+def undisturbed(
+    tied: bool, steps: int, experts: bool = False, optimizer: str = "adamw"
+) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """What one process has after all steps, and the samples it read."""
     data = Noted()
-    trainer = make_trainer((ONE_EXPERTS if experts else ONE).config(tied), data=data)
+    trainer = make_trainer(replace(ONE_EXPERTS if experts else ONE, optimizer=optimizer).config(tied), data=data)
     read = []
     data.asked.clear()
     for _ in range(steps):
@@ -233,7 +237,7 @@ def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]], after: i
     samples = launch(list(first.values())) | launch(second)
     found = []
     for (a, b, tied), job in zip(pairs, second, strict=True):
-        wanted, read = undisturbed(tied, BEFORE + after, a.experts)
+        wanted, read = undisturbed(tied, BEFORE + after, a.experts, a.optimizer)
         label = f"{a.name} -> {b.name}"
         before = samples[first[a, tied].target]
         assert before + samples[job.target] == [sorted(step) for step in read], f"{label}: the samples of each step"
@@ -252,6 +256,12 @@ def test_some_pairs_of_layouts(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_all_pairs_of_layouts(tmp_path: Path) -> None:
     check_pairs(tmp_path, PAIRS, after=3)
+
+
+@pytest.mark.wide
+def test_lions_momentum_goes_to_another_layout(tmp_path: Path) -> None:
+    pairs = [(ZERO3, TP2PP2), (DISK1, ZERO3), (TP2PP2, ONE), (CUBE3, ZERO2)]
+    check_pairs(tmp_path, [(replace(a, optimizer="lion"), replace(b, optimizer="lion"), True) for a, b in pairs], 2)
 
 
 def test_one_process_reads_the_samples_in_order() -> None:

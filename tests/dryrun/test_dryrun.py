@@ -58,6 +58,8 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     }),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "lion": (4, {"optimizer": {"name": "lion"}, "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "lion-offload": (2, {"optimizer": {"name": "lion"}, "zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),
     "all": (8, {

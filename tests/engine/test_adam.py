@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.optimizer import OptimizerConfig
-from meshwright.engine.optim.adam import FlatOptimizer
+from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.sharding.buffers import FlatBuffer, State, build_buffers
 from meshwright.engine.sharding.remainders import plain
 from meshwright.spec.traffic.placement import Split

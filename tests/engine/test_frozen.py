@@ -18,7 +18,7 @@ from meshwright.config.rules import check
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import state_bytes
 from meshwright.engine.context import build_context
-from meshwright.engine.optim.adam import FlatOptimizer
+from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.step import Trainer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
-from meshwright.engine.optim import adam
+from meshwright.engine.optim import flat
 from meshwright.engine.sharding.remainders import PairedTensor, halve, join, plain
 from meshwright.engine.step import Trainer
 from meshwright.record import checkpoint_format as fmt
@@ -81,7 +81,7 @@ def test_updates_are_those_of_masters_in_full(
     sections: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, over steps whose gradients are computed with the same weights: a tie is rounded otherwise."""
-    monkeypatch.setattr(adam, "JOINED", 256)
+    monkeypatch.setattr(flat, "SLICE", 256)
     paired, full = bf16_trainer(**sections), bf16_trainer(zero=IN_FULL, **sections)
     (ours,), (theirs,) = paired.optimizer.states, full.optimizer.states
     assert ours.paired and ours.stores[0].dtype == torch.int16 and not theirs.paired

@@ -19,7 +19,7 @@ from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
 from meshwright.engine.gate import Gate
 from meshwright.engine.losses import Normalisation, StepSums
-from meshwright.engine.optim.adam import FlatOptimizer
+from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.result import StepResult
 from meshwright.faults.bad_steps import BadSteps, Place, Window
 from meshwright.record.fault_notes import KINDS, FaultNotes

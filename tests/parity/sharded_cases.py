@@ -18,6 +18,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sp": (False, True),
 }
 Choice = dict[str, Any]
+LION: dict[str, Any] = {"optimizer__name": "lion", "optimizer__lr": 1e-4, "optimizer__betas": [0.9, 0.99]}
+DISK: dict[str, Any] = {
+    "zero__stage": 3, "zero__offload__optimizer": "disk", "zero__offload__params": "disk",
+    "zero__offload__path": OFFLOAD, "zero__offload__buffer_mib": 0.02,
+}  # fmt: skip
 
 
 def pairs_of(choice: Choice) -> set[tuple[Any, ...]]:
@@ -64,4 +69,10 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("zero3-ramp", cut(2, 1, 1), zero__stage=3, train__ramp=[2, 2, 20], train__global_batch=6),
     special("zero2-masked-rank", cut(2, 1, 1), {"blind": True}, zero__stage=2),
     special("zero3-chunks-on-one-rank", cut(2, 1, 1, **INTERLEAVED), zero__stage=3),
+    # Without biases: those of keys have no gradient but rounding, whose sign Lion would take.
+    special("lion", cut(2, 2, 1, **LLAMA), **LION),
+    special("lion-zero1-cpu", cut(2, 1, 2, **LLAMA), **LION, zero__stage=1, zero__offload__optimizer="cpu"),
+    special("lion-zero2", cut(2, 2, 1, sp=True, **LLAMA), **LION, zero__stage=2),
+    special("lion-zero3-disk", cut(2, 1, 2, **LLAMA), **LION, **DISK),
+    special("lion-zero3", cut(2, 2, 2, **LLAMA), **LION, zero__stage=3),
 ]

@@ -71,7 +71,7 @@ def make_trainer(
 
 
 def moments(trainer: Trainer) -> Pairs:
-    """(record, value) of both moments of every local parameter, the second ones under a name of their own."""
+    """(record, value) of the optimizer's states of every local parameter, each under a name of its own."""
     pairs = []
     for state in trainer.states():
         name = state.name
@@ -95,7 +95,7 @@ class Reference:
     losses: list[float]
 
     def of_kind(self, kind: str) -> Whole:
-        """First or second moments alone: their sizes are not alike."""
+        """States of one name alone: their sizes are not alike."""
         return {name: value for name, value in self.moments.items() if name.startswith(f"{kind}/")}
 
 
@@ -185,8 +185,11 @@ def compare(exact: Trainer, single: Trainer, reference: Reference, steps: int = 
 def compare_states(exact: Trainer, reference: Reference) -> Outcome:
     """`compare_steps`, and the moments and the validation loss after them."""
     o = compare_steps(exact, reference)
-    states = max(worst([p for p in moments(exact) if p[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
-                 for kind in ("exp_avg", "exp_avg_sq")) if reference.moments else (0.0, "")  # fmt: skip
+    found = moments(exact)
+    states = max(
+        (worst([pair for pair in found if pair[0].name.startswith(f"{kind}/")], reference.of_kind(kind))
+         for kind in {name.split("/")[0] for name in reference.moments}), default=(0.0, ""),
+    )  # fmt: skip
     validation = relative([validation_loss(exact)], [reference.validation])
     return replace(o, moments=states, validation=validation)
 

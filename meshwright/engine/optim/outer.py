@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
-from meshwright.engine.optim.adam import FlatState
+from meshwright.engine.optim.flat import FlatState
 from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
 from meshwright.engine.sharding.compression.make import make_compressing
 from meshwright.engine.sharding.compression.residual import Compressing

@@ -1,0 +1,118 @@
+"""The protocol of update rules: the registry, and rules other than AdamW against their formulas."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import Saver
+from meshwright.config.optimizer import RULES, OptimizerConfig
+from meshwright.engine.optim import flat as storage
+from meshwright.engine.optim.flat import UpdatePart
+from meshwright.engine.optim.rule import Rule, StateSpec, UpdateStep, rule_class
+from meshwright.engine.sharding.remainders import plain
+from meshwright.errors import UserError
+from meshwright.plan.job import job_of
+from meshwright.plan.memory import rank_memory
+from meshwright.record.checkpoint_format import list_checkpoints
+from tests.engine.test_adam import RATES, Small, drawn_gradients, fill, flat
+from tests.support.oracle import load_into, make_trainer, small_config
+
+
+def test_a_config_accepts_the_names_of_the_registry() -> None:
+    assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(RULES)
+    with pytest.raises(UserError, match="optimizer.name=lyon is not one of .*did you mean 'lion'"):
+        small_config(optimizer={"name": "lyon"})
+
+
+def test_rules_that_share_a_state_are_the_same_class() -> None:
+    """Else a run that changes its optimizer would go on from values of another meaning."""
+    names = [state.name for name in RULES for state in rule_class(name).states]
+    assert len(set(names)) == len(names) and "param" not in names
+
+
+@pytest.mark.parametrize("cut", [7, 2**22])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_lion_equals_its_formula(cut: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the slices are; bf16 weights follow fp32 masters."""
+    monkeypatch.setattr(storage, "SLICE", cut)
+    config = OptimizerConfig(name="lion", betas=(0.8, 0.95), weight_decay=0.25)
+    module = Small(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = [p.detach().to(wide, copy=True) for p in module.parameters()]
+    momenta = [torch.zeros_like(p) for p in expected]
+    buffers, optimizer = flat(module, config)
+    for step, lr in enumerate(RATES):
+        gradients = drawn_gradients(module, step)
+        fill(buffers, module, gradients, scale=4.0)
+        optimizer.step(lr, divisor=4.0)
+        for p, g, m in zip(expected, gradients, momenta, strict=True):
+            g = g.to(wide)
+            p.mul_(1.0 - lr * (0.25 if p.dim() > 1 else 0.0)).sub_(lr * (0.8 * m + 0.2 * g).sign())
+            m.mul_(0.95).add_(0.05 * g)
+    for a, b in zip(module.parameters(), expected, strict=True):
+        close = {"rtol": 1e-13, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 2e-6}
+        torch.testing.assert_close(a.detach(), b.to(dtype), **({} if dtype == torch.bfloat16 else close))
+
+
+class HeavyBall(Rule):
+    """A rule that is nowhere in the package: m = b1 m + g; p = p (1 - lr wd) - lr m. Its state stays in fp32."""
+
+    states = (StateSpec("heavy_ball", wide=True),)
+
+    def update(self, parts: Sequence[UpdatePart], decay: float, step: UpdateStep) -> None:
+        for part in parts:
+            (momentum,) = part.states
+            momentum.mul_(self.config.betas[0]).add_(part.grad, alpha=1.0 / step.divisor)
+            part.master.mul_(1.0 - step.lr * decay).sub_(momentum, alpha=step.lr)
+
+
+@pytest.fixture
+def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("heavy_ball_of_a_test")
+    module.HeavyBall = HeavyBall  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(RULES, "heavy_ball", f"{module.__name__}:HeavyBall")
+
+
+@pytest.mark.usefixtures("heavy_ball")
+def test_a_new_rule_needs_its_class_and_an_entry(tmp_path: Path) -> None:
+    """It trains the same from states in a file, its state is in checkpoints, and the planner knows the bytes."""
+    places: list[dict[str, object]] = [{}, {"optimizer": "disk", "path": str(tmp_path), "buffer_mib": 0.02}]
+    trained = []
+    for offload in places:
+        optimizer, zero = {"state_dtype": "bf16"}, {"stage": 1, "offload": offload}
+        config = small_config(train={"precision": "bf16"}, optimizer=optimizer, zero=zero)
+        object.__setattr__(config.optimizer, "name", "heavy_ball")  # a file's names were fixed at the import
+        trained.append(make_trainer(config))
+        for _ in range(3):
+            trained[-1].step()
+    kept, offloaded = ({state.name: state for state in trainer.states()} for trainer in trained)
+    assert kept.keys() == offloaded.keys() == {"param", "heavy_ball"}
+    for name, state in kept.items():
+        for a, b in zip(state.tensors, offloaded[name].tensors, strict=True):
+            assert a.dtype == torch.float32 and plain(a).any() and torch.equal(plain(a), plain(b))
+    stores = [store for state in trained[0].optimizer.states for store in state.stores[1:]]
+    planned = rank_memory(job_of(trained[0].ctx.config, 1), 0).optimizer
+    assert planned == sum(share.nbytes for store in stores for share in store.shares)
+
+
+@pytest.mark.parametrize("before, after", [("adamw", "lion"), ("lion", "adamw")])
+def test_another_optimizers_states_begin_anew(before: str, after: str, tmp_path: Path) -> None:
+    source = make_trainer(small_config(optimizer={"name": before}))
+    source.step()
+    saver = Saver(source, tmp_path, asynchronous=False, busy="wait", keep=0)
+    saver.save()
+    path = list_checkpoints(tmp_path)[-1][1]
+    target = make_trainer(small_config(optimizer={"name": after}))
+    target.step()
+    load_into(target, Reader(path))
+    assert target.optimizer.updates == 0
+    assert not any(x.any() for state in target.states() if state.name != "param" for x in state.tensors)
