@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.registered import BODIES
+from meshwright.nn.weight_grad import Deferred
 from meshwright.spec.model.gpt import kernel_workspace
 
 # The types of an operator's arguments, besides tensors, that its output shapes may depend on.
@@ -264,13 +265,29 @@ def _attention(
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the storages that autograd keeps for backward, except those of `lasting` tensors."""
+    """Counts the storages that are kept for backward, by autograd or for a deferred weight gradient, except those of
+    `lasting` tensors."""
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
         self.bytes = ByteCounter()
         self._lasting = {x.untyped_storage()._cdata for x in lasting}
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
+
+    def __enter__(self) -> None:
+        plain = self._plain = Deferred.kept
+
+        def kept(deferred: Deferred, x: Tensor) -> Tensor:
+            found = plain(deferred, x)
+            found.counted = self._pack(found.detach())  # type: ignore[attr-defined] # which lives as long as `found`
+            return found
+
+        Deferred.kept = kept  # type: ignore[method-assign, assignment]
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        Deferred.kept = self._plain  # type: ignore[method-assign]
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()

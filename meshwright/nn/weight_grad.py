@@ -14,6 +14,7 @@ with an ordered effect instead, so that a compiler neither drops, joins, repeats
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -57,6 +58,13 @@ class Sink:
         else:
             self.view.add_(grad)
         self.done()
+
+    def take(self, grad: Tensor, add: Callable[[Sink, Tensor], None]) -> None:
+        """Call add(sink, grad) with a finished gradient: at once, or later if it is a vector's that is deferred."""
+        if self.table.deferred is None or grad.dim() > 1:
+            add(self, grad)
+        else:
+            self.table.deferred.add(self, partial(add, self), grad)
 
     def add_factors(self, add: Callable[..., None], *factors: Tensor) -> None:
         """Call add(sink, *factors) at once, or later if the trainer defers its weight gradients."""
@@ -114,8 +122,8 @@ class SinkTable:
 
     @contextmanager
     def deferring(self, deferred: Deferred | None) -> Iterator[None]:
-        """Defer the contributions that come as factors (the products of linear layers, the rows of embeddings). Those
-        that come as finished gradients, as of norms and biases, are small and don't wait for the schedule."""
+        """Defer the contributions that come as factors (the products of linear layers, the rows of embeddings), and
+        the finished gradients of vectors: these are small, but would allocate whole buckets before their matrices."""
         # An attribute and no thread-local variable: autograd may call the operators on a thread of its own.
         before, self.deferred = self.deferred, deferred
         try:
@@ -191,12 +199,10 @@ class Deferred:
 
     def __init__(self, copies: bool = False) -> None:
         self.copies = copies
-        self._calls: list[Callable[[], None]] = []
+        self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
-        # Detached, or a saved activation would hold the whole graph behind it.
-        held = [x.detach().clone() if self.copies else x.detach() for x in tensors]
-        last = sink.complete
+        held, last = [self.kept(x) for x in tensors], sink.complete
 
         def later() -> None:
             with sink.piece(last):
@@ -204,12 +210,16 @@ class Deferred:
 
         self._calls.append(later)
 
+    def kept(self, x: Tensor) -> Tensor:
+        """Return what is kept of a tensor: detached, or a saved activation would hold the whole graph behind it."""
+        return x.detach().clone() if self.copies else x.detach()
+
     @torch.no_grad()
     def run(self) -> None:
-        """Compute them in the order in which they came, which is that of a backward in one piece."""
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+        """Compute them in the order in which they came, which is that of a backward in one piece. Each call's tensors
+        are released before the next one, which may allocate a bucket of gradients."""
+        while self._calls:
+            self._calls.popleft()()
 
 
 def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:

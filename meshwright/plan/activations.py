@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from meshwright.plan.job import Job, kept_together
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.spec.schedule.kinds import KINDS, computes
-from meshwright.spec.schedule.table import MEANING, held
+from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,22 @@ class KeptBytes:
     lasting: float  # kept for backward
     again: float  # added by recomputation in backward, less what is already kept as a recomputed block's input
     working: float  # temporary workspace of its kernels
+    factors: float = 0.0  # kept by a backward that defers weight gradients
+    split_working: float = 0.0  # temporary workspace of such a backward
 
 
 @lru_cache(maxsize=50_000)
 def unit_kept(
-    unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool]
-) -> KeptBytes:
+    unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
+    splits: bool = False,
+) -> KeptBytes:  # fmt: skip
     """Returns the bytes of a unit under a recompute mode. `selective` says what the mode of this name recomputes: the
-    share of a block's linear products, and whether it recomputes the attention core."""
+    share of a block's linear products, and whether it recomputes the attention core. `splits`: weight gradients are
+    deferred somewhere."""
+    if splits:
+        factors, working = unit.factors(at, batch, kernels), unit.split_working(at, batch, kernels)
+        plain = unit_kept(unit, at, batch, kernels, mode, selective)
+        return replace(plain, factors=factors, split_working=working)
     stated, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
     kept = [each for each in stated if not each.passing]
     everything, passing = sum(each.size for each in kept), sum(each.size for each in stated if each.passing)
@@ -55,10 +64,10 @@ def unit_kept(
 
 
 class BackwardUnit(NamedTuple):
-    """One unit of a chunk at the time of its backward."""
+    """One unit of a chunk at the time of its backward, or of what it does of one."""
 
     unit: int  # its number
-    kept: float  # bytes beyond what the chunk keeps after its forward (negative once later units are done)
+    kept: float  # bytes beyond what the chunk keeps before (negative once later units are done)
     working: float  # temporary workspace of its kernels
 
 
@@ -68,7 +77,8 @@ class ChunkBytes:
 
     kept: float  # after its forward
     loss: float  # temporary workspace of the loss
-    backward: tuple[BackwardUnit, ...]  # at whose backward the peak can occur: the first and the last few
+    backward: dict[Op, tuple[BackwardUnit, ...]]  # where the peak can occur, by compute: at the first and last few
+    factors: float = 0.0  # after a backward that defers weight gradients
     offloaded: float = 0.0  # in host memory after its forward
 
 
@@ -77,7 +87,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
     held, first = [unit for _, _, unit in job.model.units(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
-    units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective) for unit in held]
+    splits = job.splits_backwards
+    units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held]
     streams = [unit.own(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
     parts = kept_together(held, together)
     kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
@@ -90,23 +101,30 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
             kept.append(inside[0].lasting)
             again.append(inside[0].again)
     done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # bytes kept by the parts after each
-    # The last have most of what is kept, the first most gradients; one after the first also brings an input back.
-    shown = {*range(4), *range(len(parts) - 4, len(parts))} & set(range(len(parts)))
+    factors = [sum(each.factors for each in units[begin:end]) for begin, end in parts]
+    came = [0.0, *accumulate(reversed(factors))][::-1]  # bytes of the factors of each part and those after it
+    # The last have most of what is kept, the first most gradients; one after the first also brings an input back. The
+    # head's gradients are computed in forward.
+    shown = sorted({*range(4), *range(len(parts) - 4, len(parts))} & set(range(len(parts) - int(stage.last))))[::-1]
 
-    def working(at: int) -> float:
-        """Of its kernels, and the input of the run before where that is brought back from host memory."""
-        own = max(each.working for each in units[slice(*parts[at])])
-        return own + streams[parts[at][0]] * (at - first - 1 in away)
+    def moments(op: Op) -> Iterator[BackwardUnit]:
+        for at in shown:
+            inside, unit = units[slice(*parts[at])], parts[at][1] - 1
+            brought = streams[parts[at][0]] * (at - first - 1 in away)  # the input of the run before, from host memory
+            if op is Op.WEIGHT_GRAD:
+                yield BackwardUnit(unit, -came[at + 1], 0.0)
+            elif op is Op.INPUT_GRAD:
+                working = max(each.split_working for each in inside) + brought
+                yield BackwardUnit(unit, again[at] - done[at] + came[at + 1], working)
+            else:
+                yield BackwardUnit(unit, again[at] - done[at], max(each.working for each in inside) + brought)
 
-    moments = tuple(
-        BackwardUnit(parts[at][1] - 1, again[at] - done[at], working(at))
-        for at in sorted(shown, reverse=True)
-        if at < len(parts) - int(stage.last)  # the head's gradients are computed in forward
-    )
+    ops = (Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if splits else (Op.BACKWARD,)
     batch = 8 * fields if stage.first else 0
     loss = units[-1].working if stage.last else 0.0
     beside = job.model.kept_beside(job.at, job.batch, stage) * job.batch.element
-    return ChunkBytes(sum(kept) + batch + beside, loss, moments, streams[0] * len(away))
+    backward = {op: tuple(moments(op)) for op in ops}
+    return ChunkBytes(sum(kept) + batch + beside, loss, backward, came[0], streams[0] * len(away))
 
 
 def _offloaded(job: Job, stage: Stage, runs: int) -> range:
@@ -124,12 +142,12 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
 
 
 class RankActivations(NamedTuple):
-    """What a rank keeps: the bytes of its chunks, and the most of all micro-batches in flight, by chunk: right after a
-    forward of that chunk, and when a backward of it begins."""
+    """The bytes that a rank keeps: of its chunks, and the most of all micro-batches in flight, by chunk: right after a
+    forward of that chunk, and before each other compute of it."""
 
     chunks: list[ChunkBytes]
     after_forward: list[float]
-    before_backward: list[float]
+    before: list[dict[Op, float]]
     offloaded: float  # the most of them in host memory
 
 
@@ -142,25 +160,31 @@ def rank_activations(job: Job, pp_rank: int) -> RankActivations:
     return found
 
 
-Flying = frozenset[tuple[tuple[int, ...], int]]  # (micro-batches of each chunk in flight at once, a chunk)
+# By chunk, the micro-batches in flight that hold activations, and those that hold factors.
+Flying = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=20_000)
-def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> tuple[Flying, Flying]:
-    """Returns the most that is in flight on a rank, following its schedule: with the chunk of each forward as that
-    ends, and with the chunk of each backward as that begins."""
-    flying = [0] * chunks
-    seen: tuple[set[tuple[tuple[int, ...], int]], ...] = (set(), set())
+def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[Flying]]:
+    """Returns the most that is in flight on a rank, following its schedule, by a compute and its chunk: as a forward
+    ends, and as another compute begins."""
+    activations, factors = [0] * chunks, [0] * chunks
+    seen: dict[tuple[Op, int], set[Flying]] = {}
     for action in computes(kind, pp, micro_batches, chunks, rank):
-        direction = MEANING[action.op].direction
-        if direction < 0:
-            seen[1].add((tuple(flying), action.chunk))
-        flying[action.chunk] += held(action.op)
-        if direction > 0:
-            seen[0].add((tuple(flying), action.chunk))
-    # With equal numbers of the other chunks, only the most of the chunk itself counts: it comes last and stays.
-    most = [{(at, each[:at], each[at + 1 :]): (each, at) for each, at in sorted(found)} for found in seen]
-    return frozenset(most[0].values()), frozenset(most[1].values())
+        here = seen.setdefault((action.op, action.chunk), set())
+        if action.op is not Op.FORWARD:
+            here.add((tuple(activations), tuple(factors)))
+        activations[action.chunk] += held(action.op, ACTIVATIONS)
+        factors[action.chunk] += held(action.op, FACTORS)
+        if action.op is Op.FORWARD:
+            here.add((tuple(activations), tuple(factors)))
+    return {place: _most(found, place[1]) for place, found in seen.items()}
+
+
+def _most(found: set[Flying], at: int) -> set[Flying]:
+    """With equal numbers of everything else, only the most activations of the chunk itself count."""
+    kept = {((each[:at], each[at + 1 :]), factors): (each, factors) for each, factors in sorted(found)}
+    return set(kept.values())
 
 
 def micro_batches_to_steady_state(job: Job) -> int:
@@ -172,17 +196,25 @@ def micro_batches_to_steady_state(job: Job) -> int:
     return few if drains else m
 
 
-def bytes_in_flight(job: Job, pp_rank: int, chunks: list[ChunkBytes]) -> tuple[list[float], list[float], float]:
-    """Returns the most bytes of all micro-batches in flight on a rank, each as its forward left it: by chunk, right
-    after a forward of that chunk, and when a backward of it begins; and the most in host memory."""
+def bytes_in_flight(
+    job: Job, pp_rank: int, chunks: list[ChunkBytes]
+) -> tuple[list[float], list[dict[Op, float]], float]:
+    """Returns the most bytes of all micro-batches in flight on a rank: by chunk, right after a forward of that chunk,
+    and when other computes of it begin; and the most in host memory."""
     c = job.config
-    enough = micro_batches_to_steady_state(job)
-    forwards, backwards = in_flight(c.pipeline.schedule, c.layout.pp, enough, len(chunks), pp_rank)
+    flying = in_flight(c.pipeline.schedule, c.layout.pp, micro_batches_to_steady_state(job), len(chunks), pp_rank)
 
-    def most(found: Flying, chunk: int) -> float:
-        numbers = (flying for flying, at in found if at == chunk)
-        return max(sum(n * each.kept for n, each in zip(flying, chunks, strict=True)) for flying in numbers)
+    def held_by(activations: tuple[int, ...], factors: tuple[int, ...]) -> float:
+        return sum(n * one.kept + k * one.factors for n, k, one in zip(activations, factors, chunks, strict=True))
 
+    def away(activations: tuple[int, ...]) -> float:
+        return sum(n * one.offloaded for n, one in zip(activations, chunks, strict=True))
+
+    most = {place: max(held_by(*each) for each in found) for place, found in flying.items()}
     numbers = range(len(chunks))
-    away = max(sum(n * each.offloaded for n, each in zip(flying, chunks, strict=True)) for flying, _ in forwards)
-    return [most(forwards, chunk) for chunk in numbers], [most(backwards, chunk) for chunk in numbers], away
+    before: list[dict[Op, float]] = [{} for _ in chunks]
+    for (op, chunk), size in most.items():
+        if op is not Op.FORWARD:
+            before[chunk][op] = size
+    forwards = [numbers for (op, _), found in flying.items() if op is Op.FORWARD for numbers, _ in found]
+    return [most[Op.FORWARD, chunk] for chunk in numbers], before, max(map(away, forwards))

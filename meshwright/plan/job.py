@@ -22,7 +22,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
-from meshwright.spec.schedule.kinds import placement_of
+from meshwright.spec.schedule.kinds import computes, placement_of
+from meshwright.spec.schedule.table import Op
 from meshwright.spec.traffic.message_sizes import planned_compression, planned_reducer
 from meshwright.spec.traffic.placement import shard_axes
 
@@ -54,7 +55,7 @@ class Job:
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
         job = replace(self, config=replace(self.config, **changed))
         if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
-            same = ["chunks", "representative_ranks", "known", "model", "batch", "placement"]
+            same = ["chunks", "representative_ranks", "known", "model", "batch", "placement", "splits_backwards"]
             parted = self.config.zero.shard_group == "node" or self.config.comm.gather.node_copy
             same += [] if parted else ["layout", "at"]
             vars(job).update({name: getattr(self, name) for name in same})
@@ -127,7 +128,7 @@ class Job:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return self.stack.kernels(self.host, self.config.recompute.pieces)
+        return self.stack.kernels(self.host, self.config.recompute.pieces, self.config.train.precision == "fp8")
 
     @cached_property
     def states(self) -> States:
@@ -172,6 +173,13 @@ class Job:
     def placement(self) -> tuple[tuple[int, int], ...]:
         """The (pipeline rank, chunk) of every virtual stage."""
         return placement_of(self.config.pipeline.schedule, self.layout.pp, self.config.layout.chunks)
+
+    @cached_property
+    def splits_backwards(self) -> bool:
+        """Whether the schedule computes weight gradients apart from input gradients."""
+        c = self.config
+        order = computes(c.pipeline.schedule, c.layout.pp, 1, c.layout.chunks, 0)
+        return any(action.op is Op.INPUT_GRAD for action in order)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Stage, ...], ...]:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.gathered import whole_bytes
+from meshwright.plan.gathered import Whole, whole_bytes
 from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
 from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
 from meshwright.spec.traffic.placement import RING, copy_axis, piece_size
@@ -180,14 +181,14 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     """Returns the memory of one rank of a pipeline stage."""
     sizes, states = buffer_sizes(job, pp_rank), rank_states(job, pp_rank)
     held = job.chunks[pp_rank]
-    chunks, forwards, backwards, away = rank_activations(job, pp_rank)
+    chunks, forwards, before, away = rank_activations(job, pp_rank)
     kept = max(forwards)
     # Gradients that come while activations go are counted where they are there; an update needs all of them.
     later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
     later *= job.releases_gradients
     most = max(Moment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
     buffers = 0.0
-    for number, (total, chunk, whole) in enumerate(zip(backwards, chunks, whole_bytes(job, pp_rank), strict=True)):
+    for number, (chunk, whole) in enumerate(zip(chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # those of the next unit are gathered ahead
         flying = [each.gradients + each.weights + ahead for each, ahead in zip(whole, following, strict=True)]
         buffers = max(buffers, *flying)
@@ -197,11 +198,16 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         with_loss = flying[-1] - following[-1] - head.tied
         most = max(most, Moment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
         most = max(most, Moment.of(forwards[number], flying[-1], head.lasting, head.shares))
-        for moment in chunk.backward:
-            kept = max(kept, total + moment.kept)
-            rows = _rows_gradient(job) if held[number].first and moment.unit == 0 else 0.0
-            one, working = whole[moment.unit], moment.working + rows
-            most = max(most, Moment.of(total + moment.kept, flying[moment.unit], one.lasting, working + one.shares))
+        for op, total in before[number].items():
+            uses, adds = MEANING[op].uses_weights, WEIGHT in MEANING[op].produces
+            for moment in chunk.backward[op]:
+                kept = max(kept, total + moment.kept)
+                rows = _rows_gradient(job) if held[number].first and moment.unit == 0 and adds else 0.0
+                weights = whole[moment.unit].weights + following[moment.unit] if uses else 0.0
+                # Before weight gradients are computed, there are only those that the loss has computed.
+                come = whole[moment.unit] if adds else head if held[number].last else Whole()
+                working = moment.working + rows + come.shares
+                most = max(most, Moment.of(total + moment.kept, weights + come.gradients, come.lasting, working))
     more: float  # in all moments
     if job.stack.own:
         more = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)

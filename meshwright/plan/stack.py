@@ -82,10 +82,10 @@ class Stack:
     compiled: bool = False  # its blocks are compiled
     states: States | None = None  # how it keeps states, if not like Meshwright
 
-    def kernels(self, host: bool = False, pieces: int = 1) -> Kernels:
+    def kernels(self, host: bool = False, pieces: int = 1, fp8: bool = False) -> Kernels:
         """Returns what its kernels keep for backward; `host` means on a CPU, `pieces` those of our MLPs."""
         if self.own:
-            return Kernels(fused=self.compiled, host=host, pieces=pieces)
+            return Kernels(fused=self.compiled, host=host, pieces=pieces, fp8=fp8)
         return Kernels(
             fused_attention=self.fused_attention, gate_copies=self.gate_copies, keeps_rotation=self.gate_copies > 3,
             mask_bytes=1.0, logit_bytes=self.logit_bytes, own=False,

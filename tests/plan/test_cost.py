@@ -37,6 +37,7 @@ from meshwright.spec.model.gpt import AttentionPart
 from meshwright.spec.model.part import ALONE, Kernels, parameter_count
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.simulate import simulate
+from meshwright.spec.schedule.table import Op
 from tests.support.waiting import HANG_S
 
 A100, H100 = load_cluster("a100-80g-dgx"), load_cluster("h100-80g-dgx")
@@ -99,14 +100,14 @@ def test_the_pipeline_is_timed_by_its_own_table() -> None:
 
 
 def test_in_flight_agrees_with_the_simulator() -> None:
-    for pp, chunks in ((4, 1), (4, 2), (2, 3)):
-        of = job(pp=pp, chunks=chunks, world=8 * pp, batch=16)
-        kind = of.config.pipeline.schedule
+    for kind, pp, chunks in (("1f1b", 4, 1), ("zb-h1", 4, 1), ("interleaved", 4, 2), ("interleaved", 2, 3)):
+        of = job(pp=pp, chunks=chunks, world=8 * pp, batch=16).replaced(pipeline={"schedule": kind})
         made = simulate(build(kind, pp, of.micro_batches, chunks)).peak_activations
         for micro_batches in (of.micro_batches, micro_batches_to_steady_state(of)):
-            forwards = [in_flight(kind, pp, micro_batches, chunks, rank)[0] for rank in range(pp)]
-            most = [max(sum(flying) for flying, _ in found) / chunks for found in forwards]
-            assert most == pytest.approx(list(made))
+            for rank in range(pp):
+                places = in_flight(kind, pp, micro_batches, chunks, rank)
+                ended = [flying for (op, _), found in places.items() if op is Op.FORWARD for flying in found]
+                assert max(sum(activations) + sum(factors) for activations, factors in ended) == chunks * made[rank]
 
 
 def test_more_of_something_costs_what_it_should() -> None:

@@ -117,6 +117,8 @@ class DataParallel:
                 slot.sink = (self._once if bucket.stage < 2 else self._each).sink(self.sinks, bucket, slot)
                 # A bucket that is scattered in every micro-batch must be complete at its end: its gradients don't wait.
                 add = self._vectors.add if bucket.stage < 2 else Sink.add
+                # Buckets of foreign modules are reduced when their unit's backward ends: nothing of them is deferred.
+                add = add if id(bucket) in late else partial(Sink.take, add=add)
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
         for handles, slot in own_weights:
             handles["weight"] = slot.sink.handle

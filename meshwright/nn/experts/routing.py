@@ -32,7 +32,8 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        if x.is_cuda and x.dtype == torch.bfloat16:  # tensor cores; the gradient of x is rounded to bf16 in any case
+        # Tensor cores, as in a dry run; the gradient of x is rounded to bf16 in any case.
+        if (x.is_cuda or x.is_meta) and x.dtype == torch.bfloat16:
             grad = grad.to(x.dtype)
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.needs_input_grad[1]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, whole
+from meshwright.spec.model.gpt import second_table_factors
 from meshwright.spec.model.linear import ZEROS, replicated
 from meshwright.spec.model.part import (
     Collective,
@@ -39,6 +40,9 @@ class TokenTypePart(Part):
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         yield Kept("token types", batch.rows(at) * 8)
+
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return second_table_factors(at, batch, kernels, self.hidden)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class OnRows(Part):
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return self.part.working(*self._rows(at, batch), kernels)
+
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return self.part.factors(*self._rows(at, batch), kernels)
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,10 @@ class TokenEmbeddingPart(Part):
         if self.dropout:
             yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes of the rows' numbers and gradients."""
+        return float(batch.tokens(at) * (self.hidden * batch.element + 8))
+
 
 @dataclass(frozen=True)
 class PositionEmbeddingPart(Part):
@@ -336,6 +340,16 @@ class PositionEmbeddingPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         yield Kept("positions", batch.rows(at) * 8)
 
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return second_table_factors(at, batch, kernels, self.hidden)
+
+
+def second_table_factors(at: Coordinate, batch: MicroBatch, kernels: Kernels, hidden: int) -> float:
+    """Returns the bytes of the numbers and gradients of the rows of a table whose result is added to the token
+    embedding's: the two share their gradients, unless these were copied or gathered for one of them."""
+    own = hidden * batch.element if kernels.fused or at.splits_tokens else 0
+    return float(batch.rows(at) * (own + 8))
+
 
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
@@ -343,6 +357,7 @@ class OutputLayerPart(Part):
     forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
     its input."""
 
+    defers = False
     vocab: int
     hidden: int
     init: Init

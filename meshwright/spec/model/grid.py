@@ -100,6 +100,7 @@ class GridAttentionPart(Part):
     """Self-attention: heads over the axis of the inner features, whole sequences over those of the inner rows, or parts
     of sequences where a micro-batch has too few."""
 
+    defers = False
     part: AttentionPart
     grid: Grid
 
@@ -161,6 +162,7 @@ class GridAttentionPart(Part):
 class GridMLPPart(Part):
     """The MLP: inner features over the axis of the inner features, rows over those of the inner rows."""
 
+    defers = False
     part: MLPPart
     grid: Grid
 
@@ -268,6 +270,7 @@ class GridOutputPart(Part):
     """The output layer and the cross entropy, whose gradients are computed in forward, one piece of the rows at a
     time."""
 
+    defers = False
     part: OutputLayerPart
     grid: Grid
 

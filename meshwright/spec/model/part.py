@@ -76,6 +76,11 @@ class Product:
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.count
 
+    @property
+    def factors(self) -> int:
+        """The elements of the input and of the output's gradient, whose product is the weight gradient."""
+        return self.count * self.m * (self.k + self.n) if self.linear and not self.frozen else 0
+
 
 @dataclass(frozen=True)
 class Work:
@@ -156,6 +161,7 @@ class Kernels:
     logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
     host: bool = False  # a CPU's kernels keep other things
     pieces: int = 1  # of our MLPs, over tokens
+    fp8: bool = False  # products multiply numbers of 8 bits, except for the precise ones
     own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
 
     __hash__ = hash_once
@@ -166,6 +172,7 @@ class Part:
     `nn/build.py` names the module that computes it."""
 
     has_experts = False  # whether it is cut along the axes of experts
+    defers = True  # whether its weight gradients can be computed after the backward that finds its input's
 
     def records(self, at: Coordinate, name: str) -> Records:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
@@ -200,6 +207,12 @@ class Part:
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
         return 0.0
+
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns the bytes that stay after a backward without weight gradients, until these are computed: the factors
+        of every product with a trained weight."""
+        products = self.work(at, batch, kernels).products if self.defers else ()
+        return float(sum(p.factors * (1 if kernels.fp8 and not p.precise else batch.element) for p in products))
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes that the backward of a body's core needs, besides what the body and the parts before it
@@ -260,6 +273,14 @@ class Unit:
         batch = self.own(batch)
         return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
 
+    def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        batch = self.own(batch)
+        return sum(part.factors(at, batch, kernels) for _, _, part in self.parts)
+
+    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """Returns what `working` does for a backward that defers weight gradients: with the unit's factors so far."""
+        return self.working(at, batch, kernels) + self.factors(at, batch, kernels)
+
 
 @dataclass(frozen=True)
 class BlockUnit(Unit):
@@ -316,6 +337,17 @@ class BlockUnit(Unit):
         norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
         bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
         return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
+
+    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        """See `Unit`. While the backward goes through the bodies, activations go and factors come."""
+        own, stream, change, found = self.own(batch), self._passed(at, self.own(batch)), 0.0, -math.inf
+        for norm, body in reversed(self.branches):
+            working = sum(each.part.working(at, own, kernels) for each in (norm, body)) + 3 * stream
+            core = body.part.core_backward(at, own, kernels) + 2 * own.rows(at) * self.hidden * own.element
+            found = max(found, change + working, change + core)
+            change += body.part.factors(at, own, kernels)
+            change -= sum(kept.size for one in (norm, body) for kept in one.part.kept(at, own, kernels))
+        return max(found, change + 2 * stream)
 
     def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
         """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""

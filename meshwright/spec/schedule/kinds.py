@@ -25,8 +25,8 @@ Order = Callable[[int, int, int, int], list[Action]]  # of one rank's computes: 
 class Kind:
     """One kind of schedule, and all that anybody has to know of it. `placement(pp, chunks)` gives the (rank, chunk) of
     each stage, a rank's chunks numbered in the order of their stages. `in_flight(pp, micro_batches, chunks, rank)` is,
-    where there is a closed formula, the number of chunk activations that a rank holds at most; without one they are
-    counted in the table."""
+    where there is a closed formula, the most micro-batches, of one chunk each, in flight on a rank (`most_held`);
+    without one they are counted in the table."""
 
     order: Order
     placement: Callable[[int, int], Placement] = looped
@@ -50,6 +50,23 @@ def one_forward_one_backward(pp: int, micro_batches: int, chunks: int, rank: int
     forwards = [Action(Op.FORWARD, i, 0) for i in range(micro_batches)]
     backwards = [Action(Op.BACKWARD, i, 0) for i in range(micro_batches)]
     return _alternate(forwards, backwards, warm_up=pp - rank - 1)
+
+
+def zero_bubble_h1(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
+    """ZB-H1 of "Zero Bubble Pipeline Parallelism": 1F1B whose weight gradients fill the gaps. A rank computes the
+    input gradients as early as 1F1B does and each weight gradient `rank` micro-batches later, so that every rank has
+    as many micro-batches in flight as the first one of 1F1B. Bubble: (pp - 1) x (F + I - W)."""
+    forwards, inputs, weights = (
+        [Action(op, i, 0) for i in range(micro_batches)] for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
+    )
+    warm_up = pp - rank - 1
+    due, order = iter(weights), []
+    for action in _alternate(forwards, inputs, warm_up):
+        order.append(action)
+        # In the cool-down a weight gradient follows every input gradient: the next one is still on its way.
+        if action.op is Op.INPUT_GRAD and action.micro_batch >= min(rank, micro_batches - warm_up):
+            order.append(next(due))
+    return [*order, *due]
 
 
 def interleaved(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
@@ -94,8 +111,9 @@ def _few_in_flight(pp: int, micro_batches: int, chunks: int, rank: int) -> int:
 
 
 KINDS: dict[str, Kind] = {
-    "gpipe": Kind(gpipe, chunks=(1,), in_flight=lambda pp, micro_batches, chunks, rank: micro_batches),
+    "gpipe": Kind(gpipe, chunks=(1,), in_flight=lambda pp, micro_batches, *_: micro_batches),
     "1f1b": Kind(one_forward_one_backward, chunks=(1,), in_flight=_few_in_flight),
+    "zb-h1": Kind(zero_bubble_h1, chunks=(1,), in_flight=lambda pp, micro_batches, *_: min(pp, micro_batches)),
     "interleaved": Kind(interleaved, in_flight=_few_in_flight),
     "forward_only": Kind(forward_only, trains=False),
 }

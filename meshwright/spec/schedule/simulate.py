@@ -32,7 +32,7 @@ class Timed(NamedTuple):
 @dataclass(frozen=True)
 class Simulation:
     """A table with times. `bubble` is the idle share of ranks x makespan; `peak_activations[rank]` counts
-    micro-batches of that rank's whole share (one chunk's activation is 1/chunks)."""
+    micro-batches in flight of that rank's whole share (one chunk is 1/chunks)."""
 
     table: Table
     makespan: float

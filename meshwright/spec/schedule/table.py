@@ -34,7 +34,7 @@ class Op(StrEnum):
 
 class Compute(NamedTuple):
     """What a compute means for one micro-batch and chunk. `needs`, `produces` and `releases` name what the chunk holds:
-    its activations and the two halves of its gradient."""
+    its activations, the two halves of its gradient, and the factors of a weight gradient that comes later."""
 
     letter: str
     phase: Literal["forward", "backward"]  # the part of a step that it counts as
@@ -46,16 +46,14 @@ class Compute(NamedTuple):
     uses_weights: bool = True  # the chunk's weights must be there
 
 
-ACTIVATIONS, INPUT, WEIGHT = "activations", "input gradient", "weight gradient"
+ACTIVATIONS, INPUT, WEIGHT, FACTORS = "activations", "input gradient", "weight gradient", "factors"
 
 # A new compute is a line here and a method of the executor.
 MEANING: dict[Op, Compute] = {
     Op.FORWARD: Compute("F", "forward", 1, (), (ACTIVATIONS,), ()),
     Op.BACKWARD: Compute("B", "backward", -1, (ACTIVATIONS,), (INPUT, WEIGHT), (ACTIVATIONS,)),
-    Op.INPUT_GRAD: Compute("I", "backward", -1, (ACTIVATIONS,), (INPUT,), (), 0.5),
-    Op.WEIGHT_GRAD: Compute(
-        "W", "backward", 0, (ACTIVATIONS, INPUT), (WEIGHT,), (ACTIVATIONS,), 0.5, uses_weights=False
-    ),
+    Op.INPUT_GRAD: Compute("I", "backward", -1, (ACTIVATIONS,), (INPUT, FACTORS), (ACTIVATIONS,), 0.5),
+    Op.WEIGHT_GRAD: Compute("W", "backward", 0, (INPUT, FACTORS), (WEIGHT,), (FACTORS,), 0.5, uses_weights=False),
 }
 
 # The transfers of what a compute produces, and the direction in which they go.
@@ -132,19 +130,20 @@ class Table:
         return found
 
 
-def held(op: Op) -> int:
-    """How many chunks' activations are held more (1) or fewer (-1) after this operation."""
+def held(op: Op, *names: str) -> int:
+    """Return how many chunks hold one of these things more (1) or fewer (-1) after this operation."""
     meaning = MEANING.get(op)
-    return 0 if meaning is None else (ACTIVATIONS in meaning.produces) - (ACTIVATIONS in meaning.releases)
+    return sum((name in meaning.produces) - (name in meaning.releases) for name in names) if meaning else 0
 
 
 def most_held(actions: Iterable[Action]) -> int:
-    """The most activations, of one chunk and micro-batch each, that a rank holds at once in a training step."""
-    return max(accumulate((held(action.op) for action in actions), initial=0))
+    """Return the most micro-batches, of one chunk each, that are in flight on a rank at once in a training step: from
+    their forward until their activations are released or, where weight gradients come later, the factors of those."""
+    return max(accumulate((held(action.op, ACTIVATIONS, FACTORS) for action in actions), initial=0))
 
 
 def action_counts(actions: Iterable[Action]) -> dict[str, int]:
-    """How many actions of each kind, and `in_flight`: the most activations that were held at once."""
+    """How many actions of each kind, and `in_flight`: the most micro-batches at once."""
     actions = tuple(actions)
     counts = Counter(action.op.value for action in actions)
     return dict(sorted(counts.items())) | {"in_flight": most_held(actions)}

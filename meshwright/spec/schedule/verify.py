@@ -11,6 +11,7 @@ from itertools import product
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.table import (
     ACTIVATIONS,
+    FACTORS,
     INPUT,
     MEANING,
     RECEIVE_IN,
@@ -146,8 +147,9 @@ def _check_end(table: Table, rank: int, key: tuple[int, int], here: _Progress, w
     where = f"micro-batch {micro_batch} chunk {chunk}"
     for missing in sorted(whole - here.had):
         raise AssertionError(f"rank {rank}: the {missing} of {where} is missing")
-    if table.trains and ACTIVATIONS in here.held:
-        raise AssertionError(f"rank {rank}: the activations of {where} are never released")
+    for name in (ACTIVATIONS, FACTORS) if table.trains else ():
+        if name in here.held:
+            raise AssertionError(f"rank {rank}: the {name} of {where} are never released")
     for direction in (1, -1) if table.trains else (1,):
         taker = table.beside(direction, rank, chunk)
         if taker is not None and taker[0] != rank and direction not in here.sent:

@@ -148,6 +148,7 @@ class PlannedCall(NamedTuple):
 class PlannedPart(Part):
     """Modules of one unit as a plan places them: their parameters, and what they communicate over tp."""
 
+    defers = False
     parameters: tuple[PlannedParameter, ...]
     calls: tuple[PlannedCall, ...] = ()
     kept_whole: float = 0.0  # elements that are kept for each token, by every tp rank; measured
