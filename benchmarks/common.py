@@ -24,10 +24,7 @@ class BenchParser(argparse.ArgumentParser):
     """A parser with the options that every benchmark has."""
 
     def __init__(self, description: str | None) -> None:
-        # A benchmark that is also a command has a --json of its own, which replaces ours.
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
-        )
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
         self.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
 

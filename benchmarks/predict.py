@@ -2,44 +2,25 @@
 
     python benchmarks/predict.py --csv published_runs.csv --out predictions.csv
 
-`meshwright predict` runs this script. Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads; an empty vocab
+Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads; an empty vocab
 is 51200, an empty ffn 4 x hidden, an empty precision fp16. Rows that can't be used say why in the column `reason`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.files import write
+from meshwright.disk import write
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import BenchParser, finish  # noqa: E402
 from published import NEEDED, Prediction, predict_file, predictions_csv  # noqa: E402
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    columns = f"a table of runs, one per line; needed columns: {', '.join(NEEDED)}"
-    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help=columns)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictions here, as CSV")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON document")
-
-
-def run(args: argparse.Namespace) -> int:
-    predictions = predict_file(args.csv)
-    write(args.out, lambda: predictions_csv(predictions))
-    found = summary(predictions)
-    print(json.dumps(found) if args.json is True else report(found))
-    if args.json is None:
-        finish(args, found)
-    return 0
 
 
 def summary(predictions: list[Prediction]) -> dict[str, Any]:
@@ -105,8 +86,18 @@ def _cells(errors: dict[str, float]) -> tuple[str, str, str, str]:
     return str(errors["rows"]), percent(errors["mean_abs_error"]), bias, percent(errors["largest"])
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = BenchParser(__doc__)
-    add_arguments(parser)
-    parser.set_defaults(json=None)  # a table and JSON, where the command `meshwright predict` prints one of them
-    raise SystemExit(run(parser.parse(csv=Path(__file__).parent / "published_mixtures.csv")))
+    columns = f"a table of runs, one per line; needed columns: {', '.join(NEEDED)}"
+    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help=columns)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictions here, as CSV")
+    args = parser.parse(csv=Path(__file__).parent / "published_mixtures.csv")
+    predictions = predict_file(args.csv)
+    write(args.out, lambda: predictions_csv(predictions))
+    found = summary(predictions)
+    print(report(found))
+    finish(args, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,10 +7,33 @@ import contextlib
 import errno
 import os
 import re
+import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from meshwright.errors import UserError
+
+
+def write(path: Path | None, make: Callable[[], str]) -> None:
+    """Writes a file if a path was given, and says so on stderr."""
+    if path is None:
+        return
+    text, is_new = make(), not path.exists()
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        if is_new:  # a beginning of a file is of no use
+            path.unlink(missing_ok=True)
+        raise refused(f"cannot write {path}", error, path, "another file") from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def tell_files(files: Iterable[str], column: int = 12) -> None:
+    """Says which files were written, with their sizes; names begin at a column, as the lines above have it."""
+    for path in files:
+        print(f"{'wrote':{column}}{path} ({os.path.getsize(path):,} bytes)")
+
 
 FULL = "the disk is full: free some space there (`df -h {at}` shows it), or choose {instead}"
 DENIED = "you have no permission for {at}: get it, or choose {instead}"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.cli.generate import check_drawing, end_tokens, model_config, tokenizer_of
-from meshwright.cli.ranks import start
 from meshwright.config.sections import Config
 from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
+from meshwright.launch.launch import start
 
 EXAMPLES = """example:
   meshwright chat runs/tuned

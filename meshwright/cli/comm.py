@@ -12,12 +12,11 @@ from typing import Any
 from meshwright.bench.profile import as_yaml
 from meshwright.bench.request import OPS, Request, host_bytes, parse_axes, parse_ops, parse_sizes
 from meshwright.cli import savings
-from meshwright.cli.files import write
 from meshwright.cli.layout import add_axes
-from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank
 from meshwright.config.numbers import count_argument
+from meshwright.disk import write
 from meshwright.errors import UserError, plural
-from meshwright.launch.launch import launch, warm_up
+from meshwright.launch.launch import launch, local_devices, place_in_launcher, run_as_rank, warm_up
 from meshwright.show.chart import Chart, check_svg, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return savings.run(args)
     if args.words or args.cluster or args.devices:
         raise UserError("comm bench takes no config, cluster or devices: leave them out, or call comm savings")
-    if place := place_in_launcher(args):
+    if place := place_in_launcher(args.nproc):
         return run_as_rank(place, lambda at: prepare(args, at.world, at.local_world), bench, args, stops=False)
     if args.nproc is not None and args.nproc < 2:
         raise UserError(f"--nproc {args.nproc} leaves nobody to talk to: start 2 ranks or more")

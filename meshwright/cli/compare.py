@@ -7,8 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.reading import sections_of
 from meshwright.errors import UserError, notice
+from meshwright.train.reading import sections_of
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

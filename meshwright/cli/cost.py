@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from meshwright.cli.common_args import step_arguments, step_from_args
-from meshwright.cli.files import write
 from meshwright.config.numbers import number_from
+from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
 from meshwright.plan.cluster import Cluster

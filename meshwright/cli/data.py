@@ -9,22 +9,24 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.cli import chat_data, merge_data
-from meshwright.cli.files import tell_files
-from meshwright.cli.mixed import intermixed
 from meshwright.config.data import PACKED, SPECIALS
 from meshwright.config.glm import BLANK_SPECIALS
 from meshwright.config.load import load_config
+from meshwright.config.numbers import length_argument
 from meshwright.config.rules import READING_RULES, check
+from meshwright.data.chat_prepare import packing, prepare_chat
+from meshwright.data.merge import merge
 from meshwright.data.packed import is_chat
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
+from meshwright.disk import tell_files
 from meshwright.errors import UserError, plural
 from meshwright.record.companions import tokenizer_of_data
 from meshwright.show.progress import progress
 from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
 from meshwright.show.terminal import console_for, has_colour, show
+from meshwright.show.units import percent
 
 EXAMPLES = """example:
   meshwright data prepare stdlib --out data/python --tokenizer train:8192
@@ -40,6 +42,19 @@ INPUT is a .txt file (one document), a .jsonl file (one JSON object a line), eit
 .parquet file (one document a row), a folder of these, or the word stdlib: the source text of Python's own standard
 library. Every document ends with the end token."""
 
+MERGE = """Write OUT.bin, OUT.idx and OUT.json with the documents of several token files, in order.
+
+All of them must have been made with the same tokenizer."""
+
+CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation a document, and PREFIX.mask.bin and .idx, which say what is
+learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim; in a file it
+stands in « » (bad answers: ‹ ›).
+
+INPUT is a .jsonl file (or a .json list) of objects with: messages (role, content); conversations (from, value:
+sharegpt); prompt and completion; instruction, input and output (alpaca); prompt, chosen and rejected (preference
+pairs); or prompt, completion and label (judged answers). The chat template and the tokenizer are those of the
+model's folder."""
+
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
 Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
@@ -51,10 +66,7 @@ the spans that fill them, each after [sop] with the place that its first token h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=intermixed(parser))
-    options = actions.add_parser(
-        "prepare", help="tokenise text into PREFIX.bin and PREFIX.idx", description=PREPARE, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    options = add_action(actions, "prepare", "tokenise text into PREFIX.bin and PREFIX.idx", PREPARE)
     inputs = ".txt, .jsonl (also .gz, .zst), .parquet, a folder, or stdlib"
     options.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs)
     options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
@@ -68,15 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     duplicates = "keep one of several equal documents (takes about 100 bytes of memory for each document)"
     options.add_argument("--dedup", action="store_true", help=duplicates)
     options.add_argument("--sentences", action="store_true", help="keep where sentences begin, for masked data")
-    options.add_argument("--force", action="store_true", help="write over existing output")
-    # Every command has --json; a default here would undo one before the word `prepare`.
-    options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
-    merge_data.add_arguments(actions, EXAMPLES)
-    chat_data.add_arguments(actions, EXAMPLES)
-    shown = actions.add_parser(
-        "show", help="print a sample of a run's data", description=SHOW, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    add_output_options(options)
+    add_merge_arguments(actions)
+    add_chat_arguments(actions)
+    shown = add_action(actions, "show", "print a sample of a run's data", SHOW)
     shown.add_argument("config", metavar="CONFIG.yaml")
     shown.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
     shown.add_argument("--sample", type=int, default=0, metavar="N", help="its number in the run (default: 0)")
@@ -84,13 +91,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print all fields as JSON")
 
 
+def add_action(actions: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=description, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    return parser
+
+
+def add_output_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--force", action="store_true", help="write over existing output")
+    # Every command has --json; a default here would undo one before the action's name.
+    options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
+
+
+def intermixed(parser: argparse.ArgumentParser) -> type[argparse.ArgumentParser]:
+    """The kind of parser that a command's actions have: as the command's own, with words and options in any order.
+    (argparse mixes them only for a parser without actions.)"""
+
+    class Mixed(type(parser)):  # type: ignore[misc]
+        inside = False  # parse_known_intermixed_args calls parse_known_args itself
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            if self.inside:
+                return super().parse_known_args(args, namespace)
+            self.inside = True
+            try:
+                return self.parse_known_intermixed_args(args, namespace)
+            finally:
+                self.inside = False
+
+    return Mixed
+
+
 def run(args: argparse.Namespace) -> None:
     if args.action == "show":
         show_sample(args)
     elif args.action == "chat":
-        chat_data.run(args)
+        prepare_conversations(args)
     elif args.action == "merge":
-        merge_data.run(args)
+        merge_files(args)
     else:
         prepare_files(args)
 
@@ -171,3 +211,68 @@ def prepare_files(args: argparse.Namespace) -> None:
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"
     )
     tell_files(summary.files)
+
+
+def add_merge_arguments(actions: Any) -> None:
+    options = add_action(actions, "merge", "join token files", MERGE)
+    options.add_argument("out", metavar="OUT", help="where to write, without a suffix")
+    options.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the token files to join")
+    add_output_options(options)
+
+
+def merge_files(args: argparse.Namespace) -> None:
+    merged = merge(args.out, args.prefixes, force=args.force, progress=progress)
+    if not merged.checked:
+        what = "no file says which tokenizer made it, so only their dtypes were compared"
+        print(f"meshwright: warning: {what}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(merged)))
+        return
+    print(f"documents   {merged.documents:,} from {merged.inputs:,} token files")
+    print(f"tokens      {merged.tokens:,} as {merged.dtype}")
+    tell_files(merged.files)
+
+
+def add_chat_arguments(actions: Any) -> None:
+    options = add_action(actions, "chat", "turn conversations into token files with a loss mask", CHAT)
+    options.add_argument("inputs", nargs="+", metavar="INPUT.jsonl")
+    options.add_argument("--model", required=True, metavar="DIR", help="the model's folder: tokenizer, chat template")
+    options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
+    options.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
+    packed = "also report how samples of N tokens are filled"
+    options.add_argument("--seq", type=length_argument, default=0, metavar="N", help=packed)
+    add_output_options(options)
+
+
+def prepare_conversations(args: argparse.Namespace) -> None:
+    if args.seq < 0:
+        raise UserError(f"--seq {args.seq} must be greater than zero")
+    summary, tokenizer, lengths = prepare_chat(args.inputs, args.out, args.model, args.template, args.force)
+    packed = packing(lengths, args.seq, 2 if summary.kind == "pairs" else 1) if args.seq else None
+    if args.json:
+        names = ("prefix", "kind", "conversations", "tokens", "learned", "longest", "files")
+        found = {name: getattr(summary, name) for name in names} | {"share": summary.share}
+        if packed:
+            found |= {"samples": packed[0], "cut": packed[1], "filled": packed[2]}
+        print(json.dumps(found))
+        return
+    console = console_for(sys.stdout)
+    pairs = summary.kind == "pairs"
+    for number, masked in enumerate(summary.samples, start=1):
+        # The files hold the two answers of a pair alike, one after the other: the second is the bad one.
+        mask = [2 * each for each in masked.mask] if pairs and number % 2 == 0 else masked.mask
+        show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
+    if not has_colour(sys.stdout):
+        print(MARKS_LEGEND)
+    count = plural(summary.conversations // 2, "pair") if pairs else f"{summary.conversations:,} ({summary.kind})"
+    print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
+    print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
+    _tell_packing(args.seq, packed)
+    tell_files(summary.files, column=15)
+
+
+def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:
+    if packed:
+        samples, cut, filled = packed
+        made = plural(samples, "sample")
+        print(f"packed         {made} of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")

@@ -11,12 +11,11 @@ from typing import Any
 
 from meshwright.bench.diagnosis import Check, Facts, Wanted, judge
 from meshwright.bench.request import Request
-from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.launch import warm_up
+from meshwright.launch.launch import local_devices, place_in_launcher, run_as_rank, start, warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not 0 < args.seconds <= LONGEST_S:
         raise UserError(f"--seconds {args.seconds:g} must be above 0 and at most {LONGEST_S:g}")
-    if place := place_in_launcher(args):
+    if place := place_in_launcher(args.nproc):
         return run_as_rank(place, lambda at: prepare(args, at.world, at.local_world), as_rank, args, stops=False)
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.fill import check_source, encode_source, fill_rank
-from meshwright.cli.ranks import start
-from meshwright.cli.reading import resolve, sections_of
 from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
+from meshwright.engine.datasets import blank_specials
 from meshwright.errors import UserError, either, one_line, plural
-from meshwright.launch.launch import warm_up
+from meshwright.launch.launch import start, warm_up
 from meshwright.outside import parse_json, read_json
 from meshwright.record.companions import check_named, read_note, tokenizer_beside
+from meshwright.train.reading import resolve, sections_of
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
@@ -27,6 +27,7 @@ EXAMPLES = """example:
   meshwright generate runs/demo --prompts questions.txt --batch 16 --json > answers.json
   meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
+MARKS = re.compile(r"(\[g?MASK\])")
 MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
 
 
@@ -209,3 +210,53 @@ def show(args: argparse.Namespace, found: list[list[int]], tokenizer: Any, ends:
         print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
     if tokenizer is not None:
         print(f"({plural(sum(map(len, found)), 'token')})", file=sys.stderr)
+
+
+# A model that fills in blanks: the prompt is a text with [MASK]s in it, or one that goes on where [gMASK] stands.
+
+
+def check_source(config: Config, ids: list[int], tokenizer: Any) -> list[int]:
+    """Returns the prompt with its masks: without any, the text goes on, for which [gMASK] stands."""
+    mask, gmask, *_ = blank_specials(config, tokenizer)
+    if mask not in ids and gmask not in ids:
+        ids = [*ids, gmask]
+    if mask in ids and gmask in ids:
+        raise UserError("the prompt has [MASK] and [gMASK], and the model learned texts with one kind: use one of them")
+    if gmask in ids[:-1]:
+        raise UserError("[gMASK] stands for the end of a text: put it last, or use [MASK] within the text")
+    if len(ids) >= config.model.seq:
+        raise UserError(
+            f"the prompt's {len(ids)} tokens leave no room in the model's {config.model.seq}: give a shorter prompt"
+        )
+    return ids
+
+
+def encode_source(config: Config, prompt: str, tokenizer: Any) -> list[int]:
+    """Returns the tokens of a text in which [MASK] and [gMASK] stand for themselves."""
+    mask, gmask, *_ = blank_specials(config, tokenizer)
+    special = {"[MASK]": [mask], "[gMASK]": [gmask]}
+    return [id for part in MARKS.split(prompt) if part for id in special.get(part) or tokenizer.encode(part)]
+
+
+def fill_rank(args: argparse.Namespace, ctx: Any, module: Any, tokenizer: Any) -> None:
+    """Fills in the blanks of `args.ids` and prints the whole text."""
+    from meshwright.infer.fill_blanks import BlankGenerator, fill_blanks
+
+    mask, gmask, sop, eop, _ = blank_specials(ctx.config, tokenizer)
+    places = [at for at, id in enumerate(args.ids) if id in (mask, gmask)]
+    generator = BlankGenerator(module, ctx.config.model, args.ids, places, gmask in args.ids)
+    found = fill_blanks(generator, sop, eop, args.max_tokens, args.temperature, args.top_p, args.seed)
+    if ctx.mesh.rank:
+        return
+    if generator.room == 0:
+        print(f"(stopped: the model's context of {ctx.config.model.seq} tokens is full)", file=sys.stderr)
+    filled, spans = list[int](), iter(found)
+    for id in args.ids:
+        filled += next(spans) if id in (mask, gmask) else [id]
+    text = None if tokenizer is None else tokenizer.decode(filled)
+    if args.json:
+        print(json.dumps({"prompt_tokens": args.ids, "tokens": found, "text": text}), flush=True)
+        return
+    print(",".join(map(str, filled)) if text is None else text, flush=True)
+    if text is not None:
+        print(f"({', '.join(str(len(span)) for span in found)} tokens)", file=sys.stderr)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.auto_layout import MARGIN, best_layout
 from meshwright.config.load import config_from, load_config, to_mapping
 from meshwright.config.numbers import count_argument
 from meshwright.config.presets import PRESETS
@@ -23,6 +22,7 @@ from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.measured import HOST
 from meshwright.plan.memory import largest
 from meshwright.plan.search import Candidate
+from meshwright.plan.this_machine import MARGIN, best_layout
 from meshwright.plan.words import SHARDED, plain_words
 from meshwright.show.units import count, seconds, size
 from meshwright.spec.model.part import parameter_count

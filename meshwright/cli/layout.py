@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from meshwright.cli.files import write
 from meshwright.config.grid import check_grid, grid_numbers
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
+from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.show import grid_drawing
 from meshwright.show.chart import check_svg

@@ -19,7 +19,7 @@ GROUPS = {
     ),
     "data": ("data",),
     "plan and study": (
-        "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun", "predict",
+        "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun",
         "layout", "schedule", "config", "bench", "comm",
     ),
     "checkpoints and Hugging Face": ("inspect", "replay", "import", "export", "merge"),
@@ -54,7 +54,6 @@ COMMANDS = {
     "memory": "count the bytes of a rank by kind, for any world size",
     "scaling": "show how throughput grows with devices, by kind of parallelism",
     "cost": "predict time, communication and memory of a training step on a cluster",
-    "predict": "predict published runs and compare with what was measured",
     "completion": "print a script that completes commands, options and config keys in bash, zsh or fish",
 }
 # Those that take key=value words, which may stand before and after an option.

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, planned_from_args, words_of
-from meshwright.cli.files import write
-from meshwright.cli.plan_page import page, ranking_cells
 from meshwright.config.rules import context_is_shared
 from meshwright.config.sections import Config, RecomputeConfig
+from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words
 from meshwright.plan.cluster import Cluster
@@ -22,6 +21,7 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import device_memory, needed_gib
+from meshwright.plan.page import page, ranking_cells
 from meshwright.plan.rank import rank_json
 from meshwright.plan.search import SPACE_FIELDS, Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import Stack

@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.ranks import place_in_launcher, start
 from meshwright.config.load import set_key, to_mapping
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.datasets import datasets_of
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.launch import warm_up
+from meshwright.launch.launch import place_in_launcher, start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.outside import read_json
 from meshwright.record.checkpoint_format import checkpoint_folder, list_checkpoints
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if place_in_launcher(args):
+    if place_in_launcher(args.nproc):
         raise UserError("replay starts its own ranks: leave out torchrun or srun")
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")

@@ -8,9 +8,9 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from meshwright.cli.files import write
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
+from meshwright.disk import write
 from meshwright.errors import UserError, plural
 from meshwright.launch.launch import launch, warm_up
 from meshwright.plan.cluster import load_cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import cluster_arguments, planned_from_args
-from meshwright.cli.files import write
 from meshwright.config.numbers import count_argument
+from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.outside import LARGEST
 from meshwright.plan.account import layout_of_cost, layout_words

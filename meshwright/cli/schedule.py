@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.files import write
+from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text, title

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import step_arguments, step_from_args
-from meshwright.cli.files import write
+from meshwright.disk import write
 from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg

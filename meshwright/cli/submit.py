@@ -10,11 +10,11 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.cli.files import write
 from meshwright.config.blocks import seconds_of
 from meshwright.config.load import AUTO_LAYOUT, load_config, to_yaml
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.disk import write
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.job_files import JobFile, Pods, kubernetes, slurm
 from meshwright.plan.cluster import load_cluster

@@ -5,29 +5,46 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import elastic
-from meshwright.cli.ranks import local_devices, place_in_launcher, run_as_rank, start
+from meshwright.checkpoint.keeper import KeeperProcess
 from meshwright.cli.tiny import prepare_tiny
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
-from meshwright.config.rules import TRAINING_RULES, check
+from meshwright.config.rules import TRAINING_RULES, check, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.config.twin import tiny_config
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.launch import warm_up
-from meshwright.launch.processes import Place, find_place
+from meshwright.launch.elastic import Elastic, Wishes
+from meshwright.launch.launch import (
+    Outcome,
+    Team,
+    attempt_of,
+    conclude,
+    launching,
+    local_devices,
+    place_in_launcher,
+    run_as_rank,
+    start,
+    warm_up,
+)
+from meshwright.launch.processes import Place, address_of, find_place
+from meshwright.launch.signals import ends_at_once
 from meshwright.plan.effects import say_what_has_no_effect
 from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
 from meshwright.record.companions import check_tokenizer
-from meshwright.record.run_folder import check_folders, refuse_finished, what_is_lost
+from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
 from meshwright.record.run_notes import read_events, write_event
-from meshwright.record.run_owner import refuse_owned
+from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import pace_of_lines
+from meshwright.watch.read import is_number, read_lines
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -50,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
-    elastic.add_arguments(parser)
+    add_elastic_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    place = None if args.nodes else place_in_launcher(args)  # one launcher on each node may be srun's task
+    place = None if args.nodes else place_in_launcher(args.nproc)  # one launcher on each node may be srun's task
     if place:
         if args.tiny:
             raise UserError("--tiny starts its own ranks: leave out torchrun or srun")
@@ -62,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None and args.nproc < 1:
         raise UserError(f"--nproc {args.nproc} must be at least 1")
     config = config_of(args)
-    elastic.check_arguments(args, config)
-    _, nodes = elastic.nodes_of(args)
+    check_elastic_arguments(args, config)
+    _, nodes = nodes_of(args)
     if AUTO_LAYOUT in args.overrides:
-        from meshwright.cli.auto_layout import resolve
+        from meshwright.plan.this_machine import resolve
 
         ranks = nodes * (args.nproc or local_devices(config.run.device, least=1))
         args.overrides = resolve(config, args.overrides, ranks)
@@ -91,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     say_start(config, nodes * known)  # before torch is loaded, which takes seconds
     if unused and new and not begins and not config.model.hf:
         notice(unused)
-    from meshwright.cli.fits import check_memory
     from meshwright.device import check_machine
+    from meshwright.plan.this_machine import check_memory
 
     ranks = known or local_devices(config.run.device, least=1) - args.spares
     if ranks < 1:
@@ -103,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     say_what_has_no_effect(config, nodes * ranks, ranks)
     tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(what_is_lost, config)
     if config.faults.elastic:
-        return elastic.start_elastic(config, args, train, ranks, loses, tell)
+        return start_elastic(config, args, train, ranks, loses, tell)
     return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
 
 
@@ -120,14 +137,14 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
     """What a rank of another launcher checks before torch is loaded."""
     config = config_of(args)
     if AUTO_LAYOUT in args.overrides:  # every rank finds the same one
-        from meshwright.cli.auto_layout import resolve
+        from meshwright.plan.this_machine import resolve
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
     world = place.world
-    elastic.check_rank(args)
+    check_rank(args)
     if config.faults.elastic:
-        world, args.overrides = elastic.fewer_ranks(config, args.overrides, place)
+        world, args.overrides = fewer_ranks(config, args.overrides, place)
         config, args.stands_by = config_of(args), place.rank >= world
         if not args.stands_by:
             os.environ["WORLD_SIZE"] = str(world)
@@ -159,9 +176,9 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
-    from meshwright.cli.fits import out_of_memory
     from meshwright.engine.providers import datasets_provider, forward_step, model_provider
     from meshwright.plan.measured import speed_of
+    from meshwright.plan.this_machine import out_of_memory
     from meshwright.run.pretrain import pretrain
     from meshwright.watch.live import Display
     from meshwright.watch.planned import planned_means
@@ -170,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     config = config_of(args)
     place = find_place()
     if args.stands_by:
-        elastic.stand_by(config, place)
+        stand_by(config, place)
         return
     try:
         with Display(config, place.world) as display:
@@ -200,3 +217,103 @@ def figures_of(folder: str) -> dict[str, Any]:
         "tokens": sum(step["tokens"] for step in steps),
         "tokens_per_s": pace and pace.tokens_per_s,
     }  # fmt: skip
+
+
+NOTES = ".nodes"  # in the run's folder: what the launchers of several nodes say to each other
+IDLE_S = 1.0  # between two looks of a rank that stands by
+
+
+def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
+    nodes = "machines of an elastic run, e.g. 1:4 (least and most); start the same command on each"
+    parser.add_argument("--nodes", metavar="MIN:MAX", help=nodes)
+    spares = "elastic: further devices of this machine that stand by and take the places of lost ones (default: 0)"
+    parser.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
+    address = "with --nodes: this machine's address, on whose network the ranks talk (default: that of its name, or of "
+    address += "its route to others)"
+    parser.add_argument("--address", metavar="IP", help=address)
+    parser.set_defaults(stands_by=False)
+
+
+def nodes_of(args: argparse.Namespace) -> tuple[int, int]:
+    """The least and the most machines."""
+    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", args.nodes or "1")
+    least, most = (int(found.group(1)), int(found.group(2) or found.group(1))) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise UserError(f"--nodes {args.nodes} is no number of machines: give e.g. 2, or 1:4 for one to four")
+    return least, most
+
+
+def check_elastic_arguments(args: argparse.Namespace, config: Config) -> None:
+    if args.spares < 0:
+        raise UserError(f"--spares {args.spares} must not be negative")
+    if not config.faults.elastic and (args.nodes or args.spares):
+        option = "--nodes" if args.nodes else "--spares"
+        raise UserError(f"{option} is for runs that go on after a loss: set faults.elastic=true, or leave it out")
+    if args.address and not args.nodes:
+        raise UserError("--address is the address of one of several machines: give --nodes too, or leave it out")
+    if config.faults.elastic and args.restarts:
+        raise UserError("faults.elastic=true starts ranks again by itself: leave --restarts out")
+
+
+def check_rank(args: argparse.Namespace) -> None:
+    if args.spares or args.address:
+        option = "--spares" if args.spares else "--address"
+        raise UserError(f"{option} is for our own launcher, and this process is a rank of another one: leave it out")
+
+
+def start_elastic(
+    config: Config, args: argparse.Namespace, main: Callable[..., None], nproc: int,
+    loses: Callable[[], str], tell: Callable[[str, str], None],
+) -> int:  # fmt: skip
+    """Runs this machine's launcher."""
+    from meshwright.plan.this_machine import choose  # the planner, which other runs don't need
+
+    least, most = nodes_of(args)
+    folder, address = Path(config.run.dir), address_of(args.address, most)
+    wishes = Wishes(
+        nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most, address,
+        folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
+        rest=config.faults.rest_s, tell=tell,
+    )  # fmt: skip
+    with launching(stops=True) as place, ExitStack() as held:
+        if most > 1 or config.checkpoint.memory_every:
+            keeper = held.enter_context(KeeperProcess(address))
+            wishes = replace(wishes, port=keeper.port, keyed=keeper.tell)
+
+        def started(team: Team, words: list[str]) -> Outcome:
+            given = argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, *words]})
+            return attempt_of(team, place, True, main, (given,))
+
+        ended = Elastic(wishes, place, started).run()
+    return conclude(ended, loses, tell)
+
+
+# Ranks that another launcher starts: torchrun with --nnodes MIN:MAX begins again with as many as are left.
+
+
+def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int, list[str]]:
+    """How many of a launcher's ranks train, and the words of their layout: those given if the run never had more ranks
+    than now and they fit, else the planner's. Every rank finds the same."""
+    if place.world >= _most_ranks(config) and first_broken_rule(config, place.world, TRAINING_RULES) is None:
+        return place.world, list(words)
+    from meshwright.plan.this_machine import choose
+
+    ranks, chosen = choose(config, place.local_world, place.world)
+    if place.rank == 0:
+        notice(f"meshwright: {ranks} of {place.world} ranks train ({' '.join(chosen)})")
+    return ranks, [*words, *chosen]
+
+
+def _most_ranks(config: Config) -> int:
+    worlds: list[Any] = [event.get("world") for event in read_lines(Path(config.run.dir) / "events.jsonl")]
+    return int(max((world for world in worlds if is_number(world)), default=0))
+
+
+def stand_by(config: Config, place: Place) -> None:
+    """The body of a rank that does not train: it ends when the run does, or with its launcher."""
+    folder = Path(config.run.dir)
+    number = owner_number(folder)
+    notice(f"meshwright: rank {place.rank} of {place.world} stands by")
+    with ends_at_once():
+        while not has_ended_since(folder, number):
+            time.sleep(IDLE_S)

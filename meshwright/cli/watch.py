@@ -7,7 +7,7 @@ import json
 import webbrowser
 from pathlib import Path
 
-from meshwright.cli.files import write
+from meshwright.disk import write
 from meshwright.errors import UserError, notice
 from meshwright.watch.report import RunReport
 from meshwright.watch.server import Runs, Server, whole_page

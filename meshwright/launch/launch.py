@@ -28,7 +28,7 @@ from typing import Any
 from meshwright.comm.process import quiet_torch, raise_file_limit
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
-from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, find_place, interface_of, loopback
+from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, Place, find_place, interface_of, loopback
 from meshwright.launch.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.launch.signals import (
     OF_TERMINALS,
@@ -433,3 +433,58 @@ def _ended_by_torch(exit_code: int) -> bool:
     from meshwright.device import accelerator_count
 
     return exit_code == -signal.SIGABRT and accelerator_count() > 0
+
+
+def place_in_launcher(nproc: int | None) -> Place | None:
+    """Returns this process's place if torchrun or srun started it."""
+    place = find_place()
+    if place.launched and nproc is not None:
+        raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
+    return place if place.launched else None
+
+
+def run_as_rank(
+    place: Place, prepare: Callable[[Place], None], main: Callable[..., None], args: object, stops: bool
+) -> int:
+    """Runs as one rank started by torchrun or srun. A mistake that `prepare` finds is the same on every rank, so one
+    rank per machine reports it."""
+    quiet_torch()
+    try:
+        prepare(place)
+    except UserError:
+        if place.local_rank == 0:
+            raise
+        return 2
+    guarded(None, stops, main, args)
+    return 0
+
+
+def start(
+    ranks: int,
+    main: Callable[..., None],
+    args: object,
+    restarts: int = 0,
+    stops: bool = False,
+    loses: Callable[[], str] | None = None,
+    tell: Callable[[str, str], None] = lambda kind, text: None,
+) -> int:
+    """Runs on local ranks; one rank alone, if it need not be started again, is this process. `loses` says what is lost
+    when a second Ctrl-C ends it; `tell` hears of restarts and failures."""
+    if ranks > 1 or restarts:
+        return launch(ranks, restarts, main, args, stops=stops, loses=loses, tell=tell)
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        if loses is None:
+            raise
+        print(f"meshwright: {loses()}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def local_devices(kind: str, least: int) -> int:
+    if kind == "cpu":
+        return least
+    from meshwright.device import accelerator_count
+
+    return max(least, accelerator_count())

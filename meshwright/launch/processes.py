@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.launch.signals import ends_at_once
 
 if TYPE_CHECKING:
@@ -268,3 +268,26 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def address_of(address: str | None, most: int) -> str:
+    """Returns the address on which this machine's ranks are reached. With one machine nobody else can reach them. With
+    several it is the one that --address names, else that of the machine's name. Debian and Ubuntu give that name the
+    address 127.0.1.1, which other machines can't reach: then it is the address of the route to others."""
+    if most == 1 and not address:
+        return LOOPBACK
+    try:
+        found: str | None = socket.gethostbyname(address or socket.gethostname())
+    except OSError as error:
+        if address:
+            raise UserError(f"--address {address} is not known ({error.strerror}): give an IP address") from None
+        found = None
+    if most > 1 and (found is None or is_loopback(found)) and not address:
+        found = outward_address()
+    if found is None:
+        what = "no address is known by which other machines reach this one"
+        raise UserError(f"{what}: give the one on whose network the ranks talk with --address IP")
+    if most > 1 and is_loopback(found):
+        # Several launchers on one machine may be meant, each at a loopback address of its own.
+        notice(f"meshwright: --address {address} is reached from this machine alone")
+    return found

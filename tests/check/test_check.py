@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import meshwright.cli.check as command
-from meshwright.cli.check_page import as_json, page
+from meshwright.cli.check import as_json, page
 from meshwright.cli.main import main
 from meshwright.config.exact_twin import Checked, exact_twin, fitting_layout
 from meshwright.config.load import load_config

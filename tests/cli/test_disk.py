@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli import files
+from meshwright import disk as files
 from meshwright.cli import main as command
 from meshwright.disk import check_writable, mistake_of, refused
 from meshwright.errors import UserError

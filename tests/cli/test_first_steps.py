@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import auto_layout
-from meshwright.cli.auto_layout import best_layout, resolve, words_of
 from meshwright.cli.completion import bash, fish, zsh
 from meshwright.cli.main import COMMANDS, GROUPS, main, usage
 from meshwright.cli.train import write_event_of
 from meshwright.config.load import config_keys, load_config
+from meshwright.plan import this_machine
 from meshwright.plan.cluster import load_cluster
+from meshwright.plan.this_machine import best_layout, resolve, words_of
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.show.units import size
 from tests.support.token_files import write_documents
@@ -118,7 +118,7 @@ def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
     train = "train: {global_batch: 128, precision: bf16}"
     config.write_text(f"model: {{preset: llama3-8b}}\ndata: {{prefixes: [x]}}\n{train}\n")
     cluster = load_cluster("h100-80g-dgx")
-    monkeypatch.setattr(auto_layout, "devices_of", lambda config, ranks: (cluster, 74.0))
+    monkeypatch.setattr(this_machine, "devices_of", lambda config, ranks: (cluster, 74.0))
     free = resolve(load_config(config), ["layout=auto"], 8)
     assert "copies of the model (dp)" in capsys.readouterr().err and "layout=auto" not in free
     held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
 from ipaddress import IPv4Address, IPv6Address
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from meshwright import device
-from meshwright.cli import elastic
 from meshwright.errors import UserError
 from meshwright.launch import processes
 from meshwright.launch.processes import Place, find_place, interface_of, rendezvous
@@ -115,34 +113,30 @@ def test_every_address_of_this_machine_has_its_interface() -> None:
     assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
 
 
-def args(address: str | None = None) -> argparse.Namespace:
-    return argparse.Namespace(address=address)
-
-
 def resolves_to(monkeypatch: Any, address: str | None, outward: str | None) -> None:
     def resolve(name: str) -> str:
         if address is None:
             raise socket.gaierror(-2, "Name or service not known")
         return name if name[0].isdigit() else address
 
-    monkeypatch.setattr(elastic.socket, "gethostbyname", resolve)
-    monkeypatch.setattr(elastic, "outward_address", lambda: outward)
+    monkeypatch.setattr(processes.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(processes, "outward_address", lambda: outward)
 
 
 @pytest.mark.parametrize("name", ["127.0.1.1", None])
 def test_a_machine_whose_name_is_loopback_is_reached_by_its_route(name: str | None, monkeypatch: Any) -> None:
     resolves_to(monkeypatch, name, "10.0.0.7")
-    assert elastic.address_of(args(), 1) == "127.0.0.1"
-    assert elastic.address_of(args(), 2) == "10.0.0.7"
+    assert processes.address_of(None, 1) == "127.0.0.1"
+    assert processes.address_of(None, 2) == "10.0.0.7"
     resolves_to(monkeypatch, name, None)
     with pytest.raises(UserError, match="give the one on whose network the ranks talk with --address IP"):
-        elastic.address_of(args(), 2)
+        processes.address_of(None, 2)
 
 
 def test_a_machine_s_name_or_the_given_address_count_first(monkeypatch: Any, capsys: Any) -> None:
     resolves_to(monkeypatch, "10.0.0.5", "10.0.0.7")
-    assert elastic.address_of(args(), 2) == "10.0.0.5" and elastic.address_of(args("10.9.9.9"), 2) == "10.9.9.9"
-    assert capsys.readouterr().err == "" and elastic.address_of(args("127.0.0.2"), 2) == "127.0.0.2"
+    assert processes.address_of(None, 2) == "10.0.0.5" and processes.address_of("10.9.9.9", 2) == "10.9.9.9"
+    assert capsys.readouterr().err == "" and processes.address_of("127.0.0.2", 2) == "127.0.0.2"
     assert "--address 127.0.0.2 is reached from this machine alone" in capsys.readouterr().err
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from meshwright.config.load import config_from, merged, nested, to_mapping
+from meshwright.config.load import config_from, merged, nested, to_mapping, without_auto
 from meshwright.config.sections import Config
-from meshwright.errors import UserError, either
+from meshwright.errors import UserError, either, notice
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job, checked_job
+from meshwright.plan.measured import cluster_for
 from meshwright.plan.memory import Memory, largest
-from meshwright.show.units import size
+from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
+from meshwright.plan.stack import own_stack
+from meshwright.plan.words import plain_words
+from meshwright.show.units import seconds, size
 
 OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # what torch's and the system's errors say
 WAYS = 3  # that are named, and keys that one may change
@@ -112,3 +118,86 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
         f"rank {rank} ran out of memory ({most}planned were {size(planned)}, and it has {size(room)} of {what}): "
         f"{ways_to_fit(config, ranks, min(room, 0.95 * planned))}"
     )
+
+
+MARGIN = 0.94  # of a device's memory may be planned with
+
+
+def best_layout(config: Config, ranks: int, cluster: Cluster, limit_gib: float, fixed: Sequence[str] = ()) -> Candidate:
+    """The fastest layout that fits; the keys `fixed` stay as they are."""
+    host = cluster.device.units == 1
+    # A layout for other nodes than a config's own; in which order rings visit them changes no sum and no byte.
+    plain = replace(config, layout=replace(config.layout, node_size=0), comm=replace(config.comm, switches=()))
+    job = Job(plain, ranks, own_stack(plain, host), min(cluster.node.devices, ranks), host=host)
+    space: SearchSpace = space_of(plain, fixed_keys(list(fixed)))
+    found = search(job, cluster, limit_gib, space)
+    if not found.candidates:
+        raise why_nothing(job, cluster, found, limit_gib, space, list(fixed))
+    return found.candidates[0]
+
+
+def words_of(base: Config, best: Candidate) -> list[str]:
+    """What the plan changes in a config, as words. How many ranks a node has, the run finds by itself."""
+    before, after = to_mapping(base), to_mapping(best.job.config)
+    sections = {"layout": None, "pipeline": None, "zero": None, "recompute": None, "train": ["micro_batch"],
+                "comm": ["switches"]}  # fmt: skip
+    changed: dict[str, Any] = {}
+    for section, keys in sections.items():
+        for key in keys or after[section]:
+            if after[section][key] != before[section][key] and key != "node_size":
+                changed[f"{section}.{key}"] = after[section][key]
+    return [f"{key}={_written(value)}" for key, value in changed.items()]
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("(", "[").replace(")", "]")
+
+
+def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True) -> list[str]:
+    """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices.
+    `config` is what the other words make."""
+    given = without_auto(words)
+    cluster, limit = devices_of(config, ranks)
+    best = best_layout(config, ranks, cluster, limit, given)
+    chosen = words_of(config, best)
+    if says:
+        time = f"{seconds(best.cost.step_s)} a step predicted for {cluster.device.name}"
+        keys = f"in keys: {' '.join(chosen) or 'as given'}"
+        notice(f"layout=auto: {plain_words(best.job.config, ranks)} ({time}); {keys}")
+    return [*given, *chosen]
+
+
+def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
+    """The cluster that stands for these devices, and how many GiB a rank may plan with."""
+    from meshwright.device import Device
+    from meshwright.plan.this_machine import room_of
+
+    device = Device.find(config.run.device)
+    _, room = room_of(config, ranks)
+    limit = MARGIN * room / 2**30
+    cluster = cluster_for("cpu" if device.module is None else device.name, room / 2**30)
+    if cluster is None:
+        raise UserError(
+            f"layout=auto knows no cluster of {device.name}: give the layout yourself, or plan with a profile of this "
+            "machine (`meshwright comm bench --out here.yaml`, then `meshwright plan CONFIG --cluster here.yaml`)"
+        )
+    return cluster, limit
+
+
+def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:
+    """The most ranks, up to this number, for which there is a layout with the same global batch, and what the best one,
+    by the planner's predicted time of a step, changes in the config."""
+    from meshwright.plan.this_machine import (  # the planner, which other runs don't need
+        best_layout,
+        devices_of,
+        words_of,
+    )
+
+    cluster, limit = devices_of(config, local)
+    why: UserError | None = None
+    for count in range(ranks, 0, -1):
+        try:
+            return count, words_of(config, best_layout(config, count, cluster, limit))
+        except UserError as error:
+            why = why or error
+    raise why or UserError("there is no rank left to go on with")
