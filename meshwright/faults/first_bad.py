@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from meshwright.engine.compiling import blocks_one_by_one
 from meshwright.engine.marks import BACKWARD, FORWARD, Found, unit_places
 from meshwright.engine.step import Trainer
+from meshwright.nn.inputs import Inputs
 
 
 def first_bad(trainer: Trainer) -> Found | None:
@@ -58,6 +59,8 @@ class _Finder:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value.detach() if not value.requires_grad else value
+    elif isinstance(value, Inputs):
+        yield from _tensors([*value.streams.values()])
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _tensors(each)

@@ -25,6 +25,7 @@ from meshwright.nn.attention.rotary import Rotary, Tables
 from meshwright.nn.build import Block, build_module, run_blocks
 from meshwright.nn.embedding import ScaledGrad
 from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.unit import Kept, call_unit, open_units, recompute, show_mark
@@ -253,28 +254,29 @@ class GPTStage(nn.Module):
         with streams.replaying(shared.where):
             if self.several is not None and not shared.past:
                 blocks = [self.blocks[str(layer)] for layer in layers]
-                return (self._run_together(blocks, hidden, shared.sequences, shared.tables, shared.mask),)
+                return (self._run_together(blocks, hidden, Inputs(shared.sequences, shared.tables, shared.mask)),)
             for layer in layers:
                 streams.seed_layer(layer)
                 last = again and layer == layers[-1]
-                given: tuple[Any, ...] = (shared.sequences, shared.tables, shared.mask)
                 routed = shared.routed.get(layer)
-                if shared.past or routed is not None:
-                    given = (*given, shared.past.get(str(layer)), routed and replace(routed, again=again))
+                inputs = Inputs(
+                    shared.sequences, shared.tables, shared.mask, shared.past.get(str(layer)),
+                    routed and replace(routed, again=again),
+                )  # fmt: skip
                 with self.ledger.layer(layer):
-                    found = call_unit(self.blocks[str(layer)], hidden, *given, hold=last)
+                    found = call_unit(self.blocks[str(layer)], hidden, inputs, hold=last)
                 hidden, losses = found if isinstance(found, tuple) else (found, None)
                 total = _plus(total, losses)
                 self._mark_backward(hidden, layer)
         return (hidden,) if total is None else (hidden, total)
 
-    def _run_together(self, blocks: Sequence[nn.Module], hidden: Tensor, *given: Any) -> Tensor:
+    def _run_together(self, blocks: Sequence[nn.Module], hidden: Tensor, inputs: Inputs) -> Tensor:
         assert self.several is not None
         run, count = self.several
         for at in range(0, len(blocks), count):
             group = tuple(blocks[at : at + count])
             open_units(group)
-            hidden = run(group, hidden, given)
+            hidden = run(group, hidden, inputs)
             show_mark(group[-1], hidden, self.training, first=group[0])
         return hidden
 

@@ -16,6 +16,7 @@ from meshwright.models.heads import Head
 from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.attention.relative import RelativeBias
 from meshwright.nn.build import Block, build_module
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.unit import call_unit, recompute
 from meshwright.spec.layout.params import records_under
@@ -125,7 +126,8 @@ class T5Stage(GPTStage):
         queries = hidden.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1) // sequences
         before = next(iter(past.values())).length if past else 0
         bias = call_unit(table, table.buckets(queries, before + queries), queries)
-        run = partial(self._run_stack, sequences, past, self.parallel.streams.where)
+        names = ["encoder_bias" if blocks is self.encoder else "decoder_bias", "memory"]
+        run = partial(self._run_stack, sequences, past, names, self.parallel.streams.where)
         layers = list(blocks)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         for at in range(0, len(layers), together or len(layers)):
@@ -134,20 +136,20 @@ class T5Stage(GPTStage):
         return hidden
 
     def _run_stack(
-        self, sequences: int, past: dict[str, KVCache], where: tuple[int, int, int], layers: list[str], hidden: Tensor,
-        again: bool, bias: Tensor, *memory: Tensor,
+        self, sequences: int, past: dict[str, KVCache], names: list[str], where: tuple[int, int, int],
+        layers: list[str], hidden: Tensor, again: bool, *streamed: Tensor,
     ) -> tuple[Tensor]:  # fmt: skip
         """Returns `hidden` after these blocks. `again`: see `GPTStage._run`."""
-        streams = self.parallel.streams
+        streams, given = self.parallel.streams, dict(zip(names, streamed, strict=False))
         with streams.replaying(where):
             if self.several is not None and not past:
                 blocks = [self.layers[layer] for layer in layers]
-                return (self._run_together(blocks, hidden, sequences, None, bias, None, *memory),)
+                return (self._run_together(blocks, hidden, Inputs(sequences, streams=given)),)
             for layer in layers:
                 streams.seed_layer(int(layer))
-                given = (sequences, None, bias, past.get(layer), *memory)
+                inputs = Inputs(sequences, past=past.get(layer), streams=given)
                 with self.ledger.layer(int(layer)):
-                    hidden = call_unit(self.layers[layer], hidden, *given, hold=again and layer == layers[-1])
+                    hidden = call_unit(self.layers[layer], hidden, inputs, hold=again and layer == layers[-1])
                 self._mark_backward(hidden, int(layer))
         return (hidden,)
 

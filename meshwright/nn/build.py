@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.attention.attention import Attention, KVCache
-from meshwright.nn.attention.context import ContextRows
-from meshwright.nn.attention.documents import Documents
+from meshwright.nn.attention.attention import Attention
 from meshwright.nn.attention.latent import LatentAttention
 from meshwright.nn.attention.relative import CrossAttention, RelativeBias
-from meshwright.nn.attention.rotary import Tables
 from meshwright.nn.embedding import PositionEmbedding, TokenEmbedding
-from meshwright.nn.experts.experts import Experts, RoutedInputs
+from meshwright.nn.experts.experts import Experts
 from meshwright.nn.grid.layers import GridAttention, GridMLP, GridPositions, GridTokens
 from meshwright.nn.grid.norm import GridNorm
 from meshwright.nn.grid.products import GridLinear
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
 from meshwright.nn.mlp import MLP
-from meshwright.nn.norm import NoNorm, Norm
+from meshwright.nn.norm import BoundNorm, NoNorm, Norm, StreamNorm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rows import ChosenRows, Dense
@@ -78,20 +76,18 @@ def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
     return MODULES[type(part)](parallel, part, records)
 
 
-def run_blocks(blocks: tuple[Block, ...], x: Tensor, given: tuple[Any, ...]) -> Tensor:
-    """Returns x after blocks that add nothing to the loss; `given` is what each takes beside it."""
+def run_blocks(blocks: tuple[Block, ...], x: Tensor, inputs: Inputs) -> Tensor:
+    """Returns x after blocks that add nothing to the loss and share their inputs."""
     for block in blocks:
-        x = block.forward(x, *given)  # type: ignore[assignment]
+        x = block.forward(x, inputs)  # type: ignore[assignment]
     return x
 
 
 class Block(nn.Module):
     """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
     With post-norm, a body of the sum so far is added, and the norm is taken of the new sum; with norms on both sides,
-    a norm of the body's result is added. A body takes (x, norm,
-    batch, tables, mask, past, given) and returns x, its result and, if it adds to the loss, the sums of its terms. The
-    residual uses the returned x: a body that fuses the norm with its first product also adds the residual's gradient in
-    that kernel's backward."""
+    a norm of the body's result is added. A body takes (x, norm, inputs) and returns a `Result`, whose x the residual
+    uses. A norm that reads a stream is bound to the inputs before a body gets it, so that no body can forget to."""
 
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()
@@ -104,21 +100,17 @@ class Block(nn.Module):
         self.shares_sequences = parallel.context is not None
         self.stream = parallel.streams.own if parallel.divides_stream else parallel.streams.same
 
-    def forward(
-        self, x: Tensor, batch: int, tables: Tables | None, mask: Tensor | Documents | ContextRows | None,
-        past: KVCache | None = None, given: RoutedInputs | Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the sum and, if a body adds to the loss, the sums of its terms. `given` is what a mixture of experts
-        takes, or an encoder's output."""
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the sum and, if a body adds to the loss, the sums of its terms."""
         total: Tensor | None = None
         losses: Tensor | None = None
         for number, (norm, body) in enumerate(self.branches):
             source = x if total is None or self.parallel_residual else total
-            before = getattr(self, norm) if self.no_norm is None else self.no_norm
-            source, change, *terms = getattr(self, body)(source, before, batch, tables, mask, past, given)
+            before = self._norm(norm, inputs) if self.no_norm is None else self.no_norm
+            source, change, *terms = getattr(self, body)(source, before, inputs)
             losses = terms[0] if terms else losses
             if self.after:
-                change = getattr(self, self.after[number])(change)
+                change = self._norm(self.after[number], inputs)(change)
             if self.p and self.training:
                 change = dropout(change, self.p, self.stream)
             if self.residual != 1.0:
@@ -128,9 +120,13 @@ class Block(nn.Module):
             else:
                 total = (total if self.parallel_residual else source) + change
             if self.no_norm is not None:
-                total = getattr(self, norm)(total)
+                total = self._norm(norm, inputs)(total)
         assert total is not None
         return total if losses is None else (total, losses)
+
+    def _norm(self, key: str, inputs: Inputs) -> Any:
+        norm = getattr(self, key)
+        return BoundNorm(norm, inputs) if isinstance(norm, StreamNorm) else norm
 
     @property
     def has_experts(self) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear, sum_input_grad
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -56,8 +57,8 @@ class MLP(nn.Module):
         up = Linear(parallel, records[f"{first}.weight"], records.get(f"{first}.bias"), "column")
         return up, Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
-    def forward(self, x: Tensor, norm: Norm, *unused: object) -> tuple[Tensor, Tensor]:
-        """Returns x, for the residual, and the MLP of its norm. What attention needs besides is unused."""
+    def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Returns x, for the residual, and the MLP of its norm."""
         if self.pieces > 1:
             trained = [each for each in self.parameters() if each.requires_grad]
             return x, self.down.biased(_InPieces.apply(norm(x), self, *trained))

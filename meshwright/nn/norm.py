@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model import gpt
@@ -25,6 +26,24 @@ class Norm(nn.Module):
         if self.kind == "rmsnorm":
             return F.rms_norm(x, shape, self.weight, self.eps)
         return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
+
+
+class StreamNorm(nn.Module):
+    """The base of norms that read a stream beside x, such as a condition of each sample: `forward(x, inputs)`. Their
+    parts name the stream in `reads`."""
+
+
+class BoundNorm:
+    """A norm with the inputs of one call of its block: a function of x alone, as bodies call it."""
+
+    fuses = False
+
+    def __init__(self, norm: StreamNorm, inputs: Inputs) -> None:
+        self.norm, self.inputs = norm, inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x, self.inputs)
+        return found
 
 
 class NoNorm(Norm):

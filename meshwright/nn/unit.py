@@ -8,13 +8,14 @@ called through `recompute` keep only their input for backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.offload import HostActivations, HostCopy
 
 # Attributes of modules, which may be anybody's: a part of one's own may well be called `gate`. What a unit returns is
@@ -86,12 +87,8 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     gate.open()
     if not gate.closes:
         return unit(x, *rest)
-    if torch.is_grad_enabled():  # all gradients that leave the unit must be there before its weights may go
-        given = [x, *rest]
-        at = [n for n, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
-        for n, value in zip(at, call_in_backward(gate.close, *(given[n] for n in at)) if at else (), strict=True):
-            given[n] = value
-        x, rest = given[0], tuple(given[1:])
+    if torch.is_grad_enabled():
+        x, rest = _closed_in_backward(gate, x, rest)
     y = unit(x, *rest)
     if not hold:
         gate.close()
@@ -99,6 +96,22 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     if any(result.requires_grad for result in results):
         results = call_in_backward(gate.open, *results)
     return results if isinstance(y, tuple) else results[0]
+
+
+def _closed_in_backward(gate: Gate, x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Returns what a unit is given, through a call that closes its gate: all gradients that leave the unit must be
+    there before its weights may go, those of the streams that a block reads too."""
+    named = [(n, "") for n in range(1 + len(rest))]
+    named += [(n, name) for n, value in enumerate(rest, 1) if isinstance(value, Inputs) for name in value.streams]
+    given = [x, *rest]
+    values = [given[n].streams[name] if name else given[n] for n, name in named]
+    graded = [(at, value) for at, value in zip(named, values, strict=True)
+              if isinstance(value, Tensor) and value.requires_grad]  # fmt: skip
+    if not graded:
+        return x, rest
+    for ((n, name), _), value in zip(graded, call_in_backward(gate.close, *(x for _, x in graded)), strict=True):
+        given[n] = replace(given[n], streams={**given[n].streams, name: value}) if name else value
+    return given[0], tuple(given[1:])
 
 
 Run = Callable[..., tuple[Tensor, ...]]  # of x, whether it runs again, and further tensors

@@ -15,6 +15,7 @@ from meshwright.device import Device
 from meshwright.engine.context import build_context
 from meshwright.nn.build import build_module
 from meshwright.nn.experts.experts import Experts, RoutedInputs
+from meshwright.nn.inputs import Inputs
 from meshwright.spec.layout.params import records_under
 from meshwright.spec.model.description import model_of
 from meshwright.spec.model.experts import Routing
@@ -123,7 +124,7 @@ class Mixture(nn.Module):
         return self.experts.routing
 
     def forward(self, x: Tensor, batch: int = 1, given: RoutedInputs | None = None) -> tuple[Tensor, Tensor | None]:
-        same, y, *losses = self.experts(x, self.norm, batch, None, None, None, given or RoutedInputs())
+        same, y, *losses = self.experts(x, self.norm, Inputs(batch, routed=given or RoutedInputs()))
         assert same is x
         return y, losses[0] if losses else None
 

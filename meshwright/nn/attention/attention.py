@@ -13,7 +13,8 @@ from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
 from meshwright.nn.attention.documents import Documents
 from meshwright.nn.attention.qk_norms import HeadNorms, TokenNorms
-from meshwright.nn.attention.rotary import Tables, rotate, rotate_qkv
+from meshwright.nn.attention.rotary import rotate, rotate_qkv
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear, norm_product
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -118,7 +119,7 @@ class Attention(nn.Module):
         self.out = out  # registered in the order of forward
         self.recompute_core = parallel.recompute.mode == "selective"
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
-        self.window = part.window
+        self.window, self.bias = part.window, part.biased
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
         """Returns the projection to queries, keys and values, and that of the result."""
@@ -129,20 +130,11 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        batch: int,
-        tables: Tables | None,
-        mask: Tensor | Documents | ContextRows | None,
-        past: KVCache | None,
-        *unused: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm. `tables` are
-        those of rotary positions, or of ALiBi. `mask` says where documents begin, or is added to the scores; without
-        it, a query sees all tokens or, if attention is causal, those before it. With `past`, x continues after its
-        tokens."""
+    def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Returns x [tokens, hidden], for the residual, and attention of its norm. Where a stream is the bias of the
+        scores, that alone says who sees whom."""
+        batch, tables, past = inputs.sequences, inputs.tables, inputs.past
+        mask = inputs.streams[self.bias] if self.bias else inputs.mask
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.fuses and tables is not None and self.norms is None and not self.alibi:

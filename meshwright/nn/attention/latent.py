@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.comm.ops import copy_to, gather_from
-from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
 from meshwright.nn.attention.documents import Documents
 from meshwright.nn.attention.rotary import rotate
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -44,18 +44,10 @@ class LatentAttention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: Norm,
-        batch: int,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | Documents | ContextRows | None = None,
-        past: KVCache | None = None,
-        *unused: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm, as
-        `Attention.forward` does."""
+    def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Returns x [tokens, hidden], for the residual, and attention of its norm."""
+        batch, rotary, past = inputs.sequences, inputs.tables, inputs.past
+        mask: Tensor | Documents | ContextRows | None = inputs.mask
         assert rotary is not None
         p, normed = self.part, norm(x)
         query = normed if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(normed))

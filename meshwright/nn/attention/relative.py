@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.attention.core import attention_core, run_core
 from meshwright.nn.embedding import TableRows
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -58,6 +59,7 @@ class CrossAttention(nn.Module):
     def __init__(self, parallel: Parallel, part: t5.CrossAttentionPart, records: Records) -> None:
         super().__init__()
         self.heads, self.head_dim, self.dropout = part.heads // parallel.tp.size, part.head_dim, part.dropout
+        self.source = part.source
         self.q = Linear(parallel, records["q.weight"], None, "column")
         self.kv = Linear(parallel, records["kv.weight"], None, "column")
         self.out = Linear(parallel, records["out.weight"], None, "row")
@@ -66,14 +68,13 @@ class CrossAttention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)
 
-    def forward(
-        self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: KVCache | None, memory: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden] of `batch` sequences, for the residual, and attention of its norm to `memory`.
-        With `past`, keys and values of an earlier call are used."""
+    def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Returns x [tokens, hidden], for the residual, and attention of its norm to the encoder's output. With `past`,
+        keys and values of an earlier call are used."""
         x, queries = self.q.after_norm(x, norm)
+        batch = inputs.sequences
         q = queries.view(batch, queries.shape[0] // batch, self.heads, self.head_dim).transpose(1, 2)
-        k, v = self._keys(memory, batch, past)
+        k, v = self._keys(inputs.streams[self.source], batch, inputs.past)
         y = run_core(self.core, self.recompute_core, self.dropout, q, k, v)
         return x, self.out(y.transpose(1, 2).reshape(queries.shape))
 

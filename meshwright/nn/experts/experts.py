@@ -48,6 +48,7 @@ from meshwright.nn.experts.grouped import (
     weighted_activation_backward,
 )
 from meshwright.nn.experts.routing import Router, Tokens, picks_of, router_losses
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
@@ -221,10 +222,10 @@ class Experts(nn.Module):
         tally = torch.zeros(part.routing.count + 2, dtype=torch.float64, device=parallel.device)
         self.register_buffer("tally", tally, persistent=False)
 
-    def forward(
-        self, x: Tensor, norm: Norm, batch: int, rotary: object, mask: object, past: object, given: RoutedInputs
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
+        batch, given = inputs.sequences, inputs.routed
+        assert given is not None
         normed = norm(x)
         rows = normed.shape[0]
         base, own = self._own_rows(normed)

@@ -87,7 +87,7 @@ def t5(model: ModelConfig) -> EncoderDecoder:
     rows, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
     attention = AttentionPart(
         h, heads, heads, model.head_dim, rows, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
-        scale=1.0, biased=True,
+        scale=1.0, biased="encoder_bias",
     )  # fmt: skip
     cross = CrossAttentionPart(
         h, heads, model.head_dim, model.seq, first["q"], first["in"], first["out"], model.attention_dropout or 0.0
@@ -109,7 +109,7 @@ def t5(model: ModelConfig) -> EncoderDecoder:
     head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
             NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
     encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), h, False, model.dropout)
-    bodies = (("attention", replace(attention, causal=True)), ("cross", cross), ("mlp", mlp))
+    bodies = (("attention", replace(attention, causal=True, biased="decoder_bias")), ("cross", cross), ("mlp", mlp))
     decoder = DecoderBlock(named(*bodies), h, False, model.dropout, seq=own.decoder_seq)
     return EncoderDecoder(
         Unit(table), (encoder,) * own.encoder_layers + (decoder,) * (model.layers - own.encoder_layers),

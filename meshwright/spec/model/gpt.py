@@ -103,7 +103,7 @@ class AttentionPart(Part):
     alibi: bool = False  # whether heads are wider for the keys' positions
     causal: bool = True  # whether a token sees only those before it
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
-    biased: bool = False  # whether a learned bias is added to the scores
+    biased: str = ""  # the stream that is added to the scores, a learned bias
     window: int = 0  # tokens that one sees, itself included; 0: all before it
 
     @property

@@ -119,6 +119,7 @@ class CrossAttentionPart(Part):
     init: Init
     out_init: Init
     dropout: float = 0.0
+    source: str = "memory"  # the stream of the encoder's output
 
     def memory(self, batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch as the encoder has seen it."""
