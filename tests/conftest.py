@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.clock import sitecustomize as clock
 from tests.support.cpu import CpuSeconds
-from tests.support.order import seed_of, shuffle
+from tests.support.order import seed_of, shuffle, slowest_first
 from tests.support.sharding import Failures, keep_shard, shard_of
 
 # A machine that only runs the tests of its GPU may lack hypothesis, which those tests do not use.
@@ -79,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_shard(config, items, part)
     if seed := config.getoption("--shuffle"):
         shuffle(items, int(seed))
+    elif hasattr(config, "workerinput"):
+        slowest_first(items)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
