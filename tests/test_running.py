@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import areas, ports
 from tests.support.clock import sitecustomize as clock
-from tests.support.order import shuffle
+from tests.support.order import SLOWEST, shuffle, slowest_first
 from tests.support.ports import reserved_port
 from tests.support.processes import tree_below
 from tests.support.sharding import files_of_shard, shard_of
@@ -36,6 +36,14 @@ def test_a_seed_gives_one_order_of_all_tests() -> None:
     assert ordered(1) == ordered(1) != ordered(2) and sorted(ordered(1)) == names
     files = [name.split("::")[0] for name in ordered(1)]
     assert len(list(dict.fromkeys(files))) == 6 and files == sorted(files, key=files.index), "files stay together"
+
+
+def test_slow_files_go_first_and_stay_whole() -> None:
+    assert all((ROOT / name).is_file() for name in SLOWEST) and len(set(SLOWEST)) == len(SLOWEST)
+    names = [f"{file}::test_{n}" for file in ("tests/a.py", SLOWEST[1], "tests/b.py", SLOWEST[0]) for n in range(3)]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    slowest_first(items)
+    assert [item.nodeid for item in items] == [*names[9:], *names[3:6], *names[:3], *names[6:9]]
 
 
 def test_every_file_is_in_one_shard_and_shards_are_alike() -> None:

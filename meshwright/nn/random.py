@@ -1,8 +1,7 @@
 """Random numbers for dropout, keyed by seed, step, micro-batch, chunk, layer and stream, never by execution order.
 
-So a recomputed block, a repeated step and a resumed run draw the same numbers, and no state has to be saved.
-The stream `same` agrees across the tensor-parallel ranks (what all of them hold), `own` differs (what each holds a
-part of). torch's default generator, which attention's dropout uses, is seeded as `own` too.
+So a recomputed block, a repeated step and a resumed run draw the same numbers, and no state has to be saved. `same`
+agrees across tensor-parallel ranks; `own` and torch's default generator, which attention's dropout uses, differ.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from meshwright.device import generator
+from meshwright.device import accelerator, generator
 from meshwright.spec.layout.params import stream_seed
 
 
@@ -23,6 +22,7 @@ class Streams:
     def __init__(self, seed: int, data_rank: int, tp_rank: int, device: torch.device, pp_rank: int = 0) -> None:
         self.seed, self.data_rank, self.tp_rank, self.pp_rank = seed, data_rank, tp_rank, pp_rank
         self.same, self.own = generator(device), generator(device)
+        self.default = accelerator(device) or torch.default_generator  # torch.manual_seed would keep every call's stack
         self.active = False
         self.where: tuple[int, int, int] = (0, 0, 0)
 
@@ -49,7 +49,7 @@ class Streams:
         base = (self.seed, *self.where, number, self.data_rank)
         self.same.manual_seed(stream_seed(*base, "same"))
         self.own.manual_seed(stream_seed(*base, "own", self.tp_rank))
-        torch.manual_seed(stream_seed(*base, "default", self.tp_rank))
+        self.default.manual_seed(stream_seed(*base, "default", self.tp_rank))
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator) -> Tensor:

@@ -20,10 +20,8 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.record import checkpoint_format as fmt
 from tests.checkpoint.runs import assert_same, complete, saved, steps, tiny
-from tests.support.commands import ended, folder, ranks, sections, start
+from tests.support.commands import ended, ranks, sections
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 
 def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: int) -> None:

@@ -17,8 +17,6 @@ import pytest
 from meshwright.checkpoint.keeper import (
     KEEPERS,
     KEY,
-    MAGIC,
-    NONCE,
     Copies,
     Header,
     Held,
@@ -37,6 +35,7 @@ from meshwright.record.checkpoint_format import DamagedCheckpoint
 from tests.checkpoint.runs import lines, tensors, tiny, train
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
+from tests.support.rubbish import RUBBISH
 from tests.support.waiting import HANG_S, until
 
 SECRET = bytes(range(32))
@@ -196,10 +195,6 @@ def test_what_is_forgotten() -> None:
     assert copies.found() == [[3, 0, 1, 1]], "later steps of an earlier generation would be loaded otherwise"
 
 
-RUBBISH = [
-    b"", b"\n" * 500, os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    *(bytes(NONCE) + MAGIC + rest for rest in (b" ffffffff " + b"0" * 64 + b"\n", b" 00000002 " + b"0" * 64 + b"\n{}")),
-]  # fmt: skip
 PUT: Header = {"op": "put", "step": 9, "rank": 0, "world": 1, "generation": 0}
 SIGNED: list[Any] = [
     {"op": "nothing"}, {"op": "put", "rank": "x"}, {"op": "get", "step": 7, "rank": 0}, {"op": "put", "step": 9}, PUT,

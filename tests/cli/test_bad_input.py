@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
+from tests.support.processes import named_below, tree_below
 from tests.support.token_files import write_documents
 from tests.support.waiting import HANG_S, until
 
@@ -296,17 +297,10 @@ def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
     )  # fmt: skip
     metrics = here / "runs" / "default" / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.stat().st_size, run)
-    ranks = descendants(run.pid, only_leaves=True)
-    assert len(ranks) >= 4
+    below, ranks = tree_below(run.pid), named_below(run.pid, "meshwright rank ")
+    assert len(ranks) == 4
     os.kill(ranks[-1], 9)
     _, said = run.communicate(timeout=HANG_S)
     assert run.returncode == 1
     assert "was killed by SIGKILL" in said and "Traceback" not in said
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), why="ranks outlived their launcher")
-
-
-def descendants(pid: int, only_leaves: bool = False) -> list[int]:
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    found = [d for child in children for d in descendants(child, only_leaves)]
-    own = [] if only_leaves and children else [pid]
-    return own + found
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), why="ranks outlived their launcher")

@@ -50,11 +50,9 @@ import pytest
 
 from tests.checkpoint.runs import saved, steps
 from tests.support import waiting
-from tests.support.commands import ended, folder, start, torchrun
+from tests.support.commands import ended, torchrun
 from tests.support.ports import reserved_port
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 
 def begin(start: Any, launcher: str, *words: str) -> subprocess.Popen[str]:

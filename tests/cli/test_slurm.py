@@ -18,9 +18,7 @@ import pytest
 from meshwright.cli.main import main
 from tests.checkpoint.runs import lines, saved, steps
 from tests.faults.planted import numbers
-from tests.support.commands import folder
 
-__all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.wide
 
 # A job that is requeued rests until its credentials expire: two minutes, if nothing else is said.

@@ -17,11 +17,9 @@ from meshwright.comm.watchdog import EXIT_CODE, Watchdog, open_store, store_keep
 from meshwright.device import Device
 from tests.checkpoint.runs import steps
 from tests.comm.hanging import run_hanging
-from tests.support.commands import ended, folder, ranks, start
+from tests.support.commands import ended, ranks
 from tests.support.oracle import make_trainer, small_config
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 TIMEOUT = 3.0
 VICTIM = 1

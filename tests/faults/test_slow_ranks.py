@@ -22,11 +22,9 @@ from meshwright.record.rank_figures import RankFigures
 from meshwright.spec.layout import Layout
 from tests.checkpoint.runs import steps as steps_of
 from tests.faults.planted import events, run
-from tests.support.commands import ended, folder, ranks, start
+from tests.support.commands import ended, ranks
 from tests.support.ranks import run_ranks
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 
 class Told(FaultNotes):

@@ -15,11 +15,9 @@ import pytest
 from meshwright.launch import launch
 from meshwright.watch.server import Runs, Server
 from tests.checkpoint.runs import assert_same, complete, steps
-from tests.checkpoint.test_memory_copy import RUBBISH
-from tests.support.commands import ended, folder, sections, start
+from tests.support.commands import ended, sections
+from tests.support.rubbish import RUBBISH
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 
 def listening(session: int) -> list[tuple[str, int]]:

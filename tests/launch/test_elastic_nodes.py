@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import lines, steps
-from tests.support.commands import ended, folder
-from tests.support.commands import start as start_plain
+from tests.support.commands import ended
 from tests.support.waiting import HANG_S, until
 
-__all__ = ["folder", "start_plain"]  # fixtures
 pytestmark = pytest.mark.wide
 
 DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
@@ -62,7 +60,7 @@ class Node:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., Node]]:
+def start_node(folder: Path) -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
 
     def starting(address: str, *words: str, nodes: str = "1:2", space: str = "") -> Node:
@@ -106,40 +104,40 @@ def told(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
 
 
-def assert_undisturbed(folder: Path, start_plain: Any, *words: str) -> None:
+def assert_undisturbed(folder: Path, start: Any, *words: str) -> None:
     """Each step once, with the losses of one process, to the order of sums."""
     done = steps(folder / "run")
     assert done == list(range(1, len(done) + 1))
-    plain = start_plain(*MODEL, *words, f"train.steps={len(done)}", "checkpoint.every=0", "run.dir=straight")
+    plain = start(*MODEL, *words, f"train.steps={len(done)}", "checkpoint.every=0", "run.dir=straight")
     assert ended(plain)[0] == 0
     ours, theirs = ([line["loss"] for line in lines(folder / run / "metrics.jsonl")] for run in ("run", "straight"))
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_a_node_is_killed_and_comes_back(folder: Path, start: Any, start_plain: Any, spaces: tuple[str, str]) -> None:
+def test_a_node_is_killed_and_comes_back(folder: Path, start_node: Any, start: Any, spaces: tuple[str, str]) -> None:
     """The older one, which leads. There is no checkpoint on disk: all is loaded from memory. Then it comes back, and
     all four ranks train on the layout that was asked for."""
     run, words = folder / "run", ("layout.tp=2", "checkpoint.every=0", "checkpoint.memory_every=2")
-    nodes = [start(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
+    nodes = [start_node(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
     until(lambda: len(steps(run)) >= 7, nodes[0].process)
     assert not list((run / "checkpoints").glob("step-*"))
     nodes[0].kill()
     until(lambda: world(run) == 2 and len(told(run, "recovered")) == 1, nodes[1].process)
     (back,) = told(run, "recovered")
     assert back["source"] == "memory" and back["step"] >= 6
-    nodes[0] = start("10.99.0.1", *words, space=spaces[0])
+    nodes[0] = start_node("10.99.0.1", *words, space=spaces[0])
     until(lambda: world(run) == 4 and steps(run)[-1:] > [back["step"] + 5], nodes[1].process)
     nodes[1].process.send_signal(signal.SIGTERM)
     for node in nodes:
         code, said = node.end()
         assert code == 0 and "Traceback" not in said, said
-    assert_undisturbed(folder, start_plain)
+    assert_undisturbed(folder, start)
 
 
-def test_a_partition_heals(folder: Path, start: Any, start_plain: Any, spaces: tuple[str, str]) -> None:
+def test_a_partition_heals(folder: Path, start_node: Any, start: Any, spaces: tuple[str, str]) -> None:
     """The cable is cut: the leader's side goes on, the other one waits; with the cable back both train."""
     run, words = folder / "run", ("checkpoint.every=2",)
-    nodes = [start(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
+    nodes = [start_node(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
     until(lambda: len(steps(run)) >= 3, nodes[0].process)
     subprocess.run(["ip", "-n", spaces[0], "link", "set", "cable", "down"], check=True)
     until(lambda: world(run) == 2, nodes[0].process)
@@ -149,15 +147,15 @@ def test_a_partition_heals(folder: Path, start: Any, start_plain: Any, spaces: t
     for node in nodes:
         code, said = node.end()
         assert code == 0 and "Traceback" not in said, said
-    assert_undisturbed(folder, start_plain)
+    assert_undisturbed(folder, start)
 
 
-def test_two_neighbours_are_lost(folder: Path, start: Any, start_plain: Any) -> None:
+def test_two_neighbours_are_lost(folder: Path, start_node: Any, start: Any) -> None:
     """Of three nodes, and with them both copies of one's share: the run goes back to the disk. They never come back."""
     run = folder / "run"
     batch = ("train.global_batch=24", "run.eval_samples=24")
     words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", *batch)
-    nodes = [start(f"127.0.0.{n + 2}", *words, nodes="1:3") for n in range(3)]
+    nodes = [start_node(f"127.0.0.{n + 2}", *words, nodes="1:3") for n in range(3)]
     until(lambda: len(steps(run)) >= 8 and world(run) == 6, nodes[0].process)
     leader = next(n for n, node in enumerate(nodes) if list((folder / f"127.0.0.{n + 2}").glob("*/pid-0-0")))
     for n in {0, 1, 2} - {leader}:
@@ -170,4 +168,4 @@ def test_two_neighbours_are_lost(folder: Path, start: Any, start_plain: Any) -> 
     nodes[leader].process.send_signal(signal.SIGTERM)
     code, said = nodes[leader].end()
     assert code == 0 and "Traceback" not in said, said
-    assert_undisturbed(folder, start_plain, *batch)
+    assert_undisturbed(folder, start, *batch)

@@ -11,10 +11,8 @@ import pytest
 
 from meshwright.launch.nodes import knock
 from tests.checkpoint.runs import lines, steps
-from tests.support.commands import ended, folder, ranks, start, torchrun
+from tests.support.commands import ended, ranks, torchrun
 from tests.support.waiting import until
-
-__all__ = ["folder", "start"]  # fixtures
 
 DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
 PLAIN = (*DROPOUTS, "train.steps=30", "checkpoint.every=3", "optimizer.lr=1e-4")

@@ -16,9 +16,6 @@ import torch.distributed as dist
 from meshwright.comm.watchdog import EXIT_CODE
 from tests.checkpoint.runs import saved
 from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
-from tests.support.commands import folder
-
-__all__ = ["folder"]  # a fixture
 
 _SERVER = multiprocessing.get_context("forkserver")
 WORLD = 4

@@ -87,7 +87,7 @@ def test_a_bug_comes_before_what_follows_from_it(tmp_path: Path) -> None:
     assert failure(tmp_path, 2, mistake="no such file").code == 2
 
 
-def test_the_launcher_s_ranks_get_the_error_handling_of_ours(monkeypatch: Any) -> None:
+def test_the_launcher_s_ranks_get_the_error_handling_of_ours(monkeypatch: Any, tmp_path: Path) -> None:
     """torch's agent reads the launcher's environment and sets a default of its own where it finds nothing."""
     env: dict[str, str] = {}
     monkeypatch.setattr(launch.os, "environ", env)
@@ -100,7 +100,7 @@ def test_the_launcher_s_ranks_get_the_error_handling_of_ours(monkeypatch: Any) -
     import torch.distributed.launcher.api as api
 
     monkeypatch.setattr(api, "elastic_launch", launched)
-    assert launch.attempt_of(launch.Team(1), Path("x"), False, lambda: None, ()) == Outcome(0)
+    assert launch.attempt_of(launch.Team(1), tmp_path, False, lambda: None, ()) == Outcome(0)
     assert seen == ["0"]
 
 

@@ -56,6 +56,12 @@ def test_inactive_streams_leave_the_default_generator_alone() -> None:
     assert torch.equal(torch.rand(()), expected)
 
 
+def test_seeding_a_layer_notes_nothing_for_devices_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed keeps the stack of every call for them, which took a third of the time of a tiny step."""
+    monkeypatch.setattr("traceback.format_stack", lambda *args, **named: pytest.fail("a stack was noted"))
+    numbers(1, 0, 0, 3, 2, 1)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_keeps_the_mean(p: float) -> None:
     x = torch.ones(200, 200, dtype=torch.float64, requires_grad=True)

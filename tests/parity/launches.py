@@ -67,8 +67,8 @@ def quick_or_wide(cases: Iterable[Case], quick: Collection[str]) -> list[Any]:
 
 
 class Launches:
-    """Outcomes of the cases of one test run. A launch happens when the first of its cases is asked for; if it fails,
-    its cases are launched one by one, so that the failure names the case that it belongs to."""
+    """Outcomes of the cases of one file of tests. A launch happens when the first of its cases is asked for. If it
+    fails, its cases are launched one by one, so that the failure names the case that it belongs to."""
 
     def __init__(self, cases: Iterable[Case]) -> None:
         by_world: dict[int, list[Case]] = {}
@@ -94,12 +94,13 @@ class Launches:
                 return self.outcomes(case)
         return self.done[case.name]
 
-    def summary(self) -> str:
-        """The largest errors of all cases and ranks in one line."""
-        outcomes = [outcome for ranks in self.done.values() for outcome in ranks]
-        gradient = max(max(o.gradients[0], o.overlapped[0]) for o in outcomes)
-        parameter, norm = max(o.parameters[0] for o in outcomes), max(o.norm for o in outcomes)
-        return (
-            f"parity: {len(self.done)} cases, largest errors: gradient {gradient:.1e}, norm {norm:.1e}, "
-            f"parameter {parameter:.1e}, fp32 loss {max(o.losses for o in outcomes):.1e}"
-        )
+
+def summary(cases: list[list[Outcome]]) -> str:
+    """Return one line with the largest errors of all cases and ranks."""
+    outcomes = [outcome for ranks in cases for outcome in ranks]
+    gradient = max(max(o.gradients[0], o.overlapped[0]) for o in outcomes)
+    parameter, norm = max(o.parameters[0] for o in outcomes), max(o.norm for o in outcomes)
+    return (
+        f"parity: {len(cases)} cases, largest errors: gradient {gradient:.1e}, norm {norm:.1e}, "
+        f"parameter {parameter:.1e}, fp32 loss {max(o.losses for o in outcomes):.1e}"
+    )

@@ -23,10 +23,11 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """Whatever a test leaves, the next one finds Python's default."""
-    yield
+    """Whatever a test leaves, the next one here finds Python's default, and those elsewhere what conftest.py froze."""
     gc.unfreeze()
+    yield
     gc.enable()
+    gc.freeze()
 
 
 class Cycle:

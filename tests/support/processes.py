@@ -32,3 +32,16 @@ def tree_below(process: int, table: Mapping[int, list[str]] | None = None) -> li
         found += below
         open_ += below
     return found
+
+
+def named_below(process: int, name: str) -> list[int]:
+    """Return the descendants of a process whose command line begins with `name`."""
+    found = []
+    for each in tree_below(process):
+        try:
+            command = Path(f"/proc/{each}/cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        if command.startswith(name.encode()):
+            found.append(each)
+    return found

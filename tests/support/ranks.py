@@ -21,9 +21,12 @@ from typing import Any
 from tests.support.waiting import HANG_S
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    ["torch._dynamo", "meshwright.run.pretrain", "meshwright.engine.providers", "tests.support.oracle"]
-)
+_SERVER.set_forkserver_preload([
+    "torch._dynamo", "meshwright.run.pretrain", "meshwright.engine.providers", "tests.support.oracle",
+    # A rank imports the file of its test. What many of those import is loaded once: it took each rank up to 0.1 s.
+    "pytest", "meshwright.dryrun.run_rank", "meshwright.plan.cost", "meshwright.interop.upcycle",
+    "meshwright.checkpoint.merged", "meshwright.comm.process", "tests.checkpoint.runs",
+])  # fmt: skip
 
 
 class RankFailed(AssertionError):
