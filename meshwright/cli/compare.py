@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError, notice
-from meshwright.train.reading import sections_of
+from meshwright.infer.reading import sections_of
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

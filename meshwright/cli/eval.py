@@ -16,11 +16,11 @@ from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
+from meshwright.infer.reading import resolve, sections_of
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.record.companions import check_tokenizer
 from meshwright.spec.traffic.counts import LEARNED, counted_as
-from meshwright.train.reading import resolve, sections_of
 
 EXAMPLES = """example:
   meshwright eval runs/demo --samples 64

@@ -16,10 +16,10 @@ from meshwright.config.sections import Config
 from meshwright.data.tokenizers import load_tokenizer
 from meshwright.engine.datasets import blank_specials
 from meshwright.errors import UserError, either, one_line, plural
+from meshwright.infer.reading import resolve, sections_of
 from meshwright.launch.launch import start, warm_up
 from meshwright.outside import parse_json, read_json
 from meshwright.record.companions import check_named, read_note, tokenizer_beside
-from meshwright.train.reading import resolve, sections_of
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     check_elastic_arguments(args, config)
     _, nodes = nodes_of(args)
     if AUTO_LAYOUT in args.overrides:
-        from meshwright.plan.this_machine import resolve
+        from meshwright.launch.this_machine import resolve
 
         ranks = nodes * (args.nproc or local_devices(config.run.device, least=1))
         args.overrides = resolve(config, args.overrides, ranks)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if unused and new and not begins and not config.model.hf:
         notice(unused)
     from meshwright.device import check_machine
-    from meshwright.plan.this_machine import check_memory
+    from meshwright.launch.this_machine import check_memory
 
     ranks = known or local_devices(config.run.device, least=1) - args.spares
     if ranks < 1:
@@ -137,7 +137,7 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
     """What a rank of another launcher checks before torch is loaded."""
     config = config_of(args)
     if AUTO_LAYOUT in args.overrides:  # every rank finds the same one
-        from meshwright.plan.this_machine import resolve
+        from meshwright.launch.this_machine import resolve
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
@@ -177,8 +177,8 @@ def config_of(args: argparse.Namespace) -> Config:
 def train(args: argparse.Namespace) -> None:
     """Runs one rank of the whole run."""
     from meshwright.engine.providers import datasets_provider, forward_step, model_provider
+    from meshwright.launch.this_machine import out_of_memory
     from meshwright.plan.measured import speed_of
-    from meshwright.plan.this_machine import out_of_memory
     from meshwright.run.pretrain import pretrain
     from meshwright.watch.live import Display
     from meshwright.watch.planned import planned_means
@@ -266,7 +266,7 @@ def start_elastic(
     loses: Callable[[], str], tell: Callable[[str, str], None],
 ) -> int:  # fmt: skip
     """Runs this machine's launcher."""
-    from meshwright.plan.this_machine import choose  # the planner, which other runs don't need
+    from meshwright.launch.this_machine import choose  # the planner, which other runs don't need
 
     least, most = nodes_of(args)
     folder, address = Path(config.run.dir), address_of(args.address, most)
@@ -296,7 +296,7 @@ def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int
     than now and they fit, else the planner's. Every rank finds the same."""
     if place.world >= _most_ranks(config) and first_broken_rule(config, place.world, TRAINING_RULES) is None:
         return place.world, list(words)
-    from meshwright.plan.this_machine import choose
+    from meshwright.launch.this_machine import choose
 
     ranks, chosen = choose(config, place.local_world, place.world)
     if place.rank == 0:

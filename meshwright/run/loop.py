@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from meshwright.record.rank_figures import RankFile
 from meshwright.record.run_folder import RunFolder, is_validated
 from meshwright.record.run_notes import time_between_failures, write_event
 from meshwright.record.speed import Speed
-from meshwright.spec.schedule.trace import Recorder, Span, trace_json
+from meshwright.spec.schedule.trace import Recorder, trace_json, unpacked
 
 SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
 MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
@@ -299,17 +298,13 @@ class TracedStep(Hook):
         if result.step != self.number or recorder is None:
             return
         self.trainer.executor.recorder = None
-        own = json.dumps([asdict(span) for span in recorder.spans()]).encode()
         with ctx.ledger.phase("metrics"):
-            everyone = gather_bytes(ctx.mesh.pp, own, ctx)
+            everyone = gather_bytes(ctx.mesh.pp, recorder.packed(), ctx)
         if not self.trainer.writes:
             return
-        spans = [Span(**fields) for text in everyone for fields in json.loads(text)]
-        first = min(span.start for span in spans)
-        moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
         try:
             name = f"{self.path.parent.name}, step {self.number}"
-            self.path.write_text(trace_json(moved, name, step=self.number), encoding="utf-8")
+            self.path.write_text(trace_json(unpacked(everyone), name, step=self.number), encoding="utf-8")
         except OSError as error:
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
 

@@ -11,9 +11,9 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
+from meshwright.launch.this_machine import ways_to_fit
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
-from meshwright.plan.this_machine import ways_to_fit
 from tests.support.token_files import write_documents
 
 CONFIG = """

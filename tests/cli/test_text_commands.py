@@ -359,7 +359,7 @@ def test_eval_of_data_that_are_masked_whole(folder: Path, tmp_path: Path, capsys
 
 def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     """What the run was trained with says nothing of where it is evaluated."""
-    from meshwright.train.reading import sections_of
+    from meshwright.infer.reading import sections_of
 
     config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
     for words, nproc in (([], 3), (["train.micro_batch=12"], 2), (["layout.tp=2"], 6)):
@@ -383,7 +383,7 @@ def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
     ],
 )
 def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: dict[str, Any]) -> None:
-    from meshwright.train.reading import sections_of
+    from meshwright.infer.reading import sections_of
 
     found = config_with(to_mapping(small_config(**trained)), sections_of(["train.precision=fp32", "train.steps=1"], 1))
     check(found, 1, READING_RULES)
