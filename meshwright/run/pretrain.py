@@ -124,15 +124,8 @@ def pretrain(
     began = time.monotonic()
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
-    place = joined_place() or find_place()
-    check(config, place.world, TRAINING_RULES)
-    if place.launched:
-        end_with_launcher()
-        name_rank(place.rank, place.world, Path(config.run.dir).name)
-    comm = config.comm
-    device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
-    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
-    with watched(ctx.mesh, comm.timeout, device, own_world, folder=Path(config.run.dir) / "flight"):
+    ctx, own_world = join(config, process_groups)
+    with watched(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
         ctx, source = with_told_base(ctx, source)
         config = ctx.config
@@ -142,11 +135,24 @@ def pretrain(
         train_data, valid_data, _ = datasets_provider(ctx, samples)
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
-        about = About(watcher, hooks, speed_here(config, device, speed), provenance(device.name, command))
+        about = About(watcher, hooks, speed_here(config, ctx.device, speed), provenance(ctx.device.name, command))
         run(trainer, source, about, began)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
+
+
+def join(config: Config, process_groups: dict[str, Any] | None) -> tuple[Context, bool]:
+    """Join the job's other ranks. Return this rank's context, and True if the process group was made here."""
+    place = joined_place() or find_place()
+    check(config, place.world, TRAINING_RULES)
+    if place.launched:
+        end_with_launcher()
+        name_rank(place.rank, place.world, Path(config.run.dir).name)
+    comm = config.comm
+    device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
+    return ctx, own_world
 
 
 def connect(ctx: Context) -> None:
