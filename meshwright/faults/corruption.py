@@ -22,7 +22,7 @@ from meshwright.engine.sharding.buffers import FlatBuffer, State
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
-from meshwright.record.fault_notes import FAULT, FaultNotes
+from meshwright.record.run_notes import FAULT, FaultNotes
 from meshwright.run.loop import Hook
 from meshwright.spec.layout import Layout
 

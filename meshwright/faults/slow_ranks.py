@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.config.faults import FaultsConfig
 from meshwright.engine.result import StepResult
-from meshwright.record.fault_notes import SLOW, FaultNotes
+from meshwright.record.run_notes import SLOW, FaultNotes
 from meshwright.run.loop import Hook
 from meshwright.spec.layout import Layout
 

@@ -23,10 +23,9 @@ from meshwright.disk import check_writable, refused
 from meshwright.errors import UserError, either, notice, plural
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.record import checkpoint_format as fmt
-from meshwright.record.changes import changed_keys, layout_since, learning_rate_words
 from meshwright.record.ending import before_sudden_end
 from meshwright.record.loggers import Loggers, Start, check_installed
-from meshwright.record.run_notes import read_events, write_event
+from meshwright.record.run_notes import changed_keys, layout_since, learning_rate_words, read_events, write_event
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 from meshwright.spec.traffic.counts import COUNTS

@@ -36,8 +36,6 @@ from meshwright.engine.step import ForwardStep, Trainer, validation_samples
 from meshwright.errors import UserError, notice, plural
 from meshwright.faults.bad_steps import BadSteps
 from meshwright.faults.corruption import ReplicaCheck
-from meshwright.faults.memory_saving import MemorySaving
-from meshwright.faults.recovery import Recovering
 from meshwright.faults.slow_ranks import SlowRanks
 from meshwright.launch.processes import enter, find_place, joined_place, leave
 from meshwright.launch.rank_process import end_with_launcher, name_rank
@@ -46,18 +44,19 @@ from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
 from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, model_folder
-from meshwright.record.fault_notes import FaultNotes
 from meshwright.record.run_folder import RunFolder, refuse_finished, what_is_lost
-from meshwright.record.run_notes import provenance, write_event
+from meshwright.record.run_notes import FaultNotes, provenance, write_event
 from meshwright.record.run_owner import owning
 from meshwright.record.speed import Speed
 from meshwright.run.adapting import Adapting
-from meshwright.run.garbage import GarbageCollection
 from meshwright.run.layers import LayerNorms
 from meshwright.run.loop import (
+    GarbageCollection,
     GivingUp,
     Hook,
+    MemorySaving,
     Recording,
+    Recovering,
     Saving,
     TimeLimit,
     TooManyFaults,

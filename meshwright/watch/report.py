@@ -18,20 +18,18 @@ from meshwright.errors import UserError, plural
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_for
-from meshwright.record.changes import layout_since
 from meshwright.record.run_folder import no_run, own_config
-from meshwright.record.run_notes import read_events
+from meshwright.record.run_notes import layout_since, read_events
 from meshwright.record.speed import Pace, begins_of, pace_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, layout_of
 from meshwright.spec.model.part import parameter_count
 from meshwright.spec.traffic.counts import COUNTED, LEARNED
 from meshwright.watch import planned
-from meshwright.watch.metrics_file import MetricsFile
+from meshwright.watch.metrics_file import MetricsFile, plain, thinned
 from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
 from meshwright.watch.run_parts import kind_words, layout_line, schedule_line
 from meshwright.watch.state import alerts_of, state_of
-from meshwright.watch.thin import plain, thinned
 
 DETAILED = 240  # lines that are read whole, evenly spaced over the run
 COMPARED = 24  # of the detailed lines, those whose bytes are compared with the plan

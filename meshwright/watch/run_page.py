@@ -18,9 +18,8 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, plural
-from meshwright.record.fault_notes import KINDS
 from meshwright.record.run_folder import RunRecord, read_run, traffic_per_step
-from meshwright.record.run_notes import read_events
+from meshwright.record.run_notes import KINDS, read_events
 from meshwright.record.speed import pace_of_lines
 from meshwright.show.layout_drawing import written
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import plural
-from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK
+from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK
 from meshwright.record.run_owner import who_trains
 from meshwright.show.units import clock, percent
 

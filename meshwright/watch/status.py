@@ -21,8 +21,8 @@ import numpy as np
 
 from meshwright.config.sections import Config
 from meshwright.record.checkpoint_format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
-from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.record.run_folder import complete_step
+from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.record.speed import BEGINS
 from meshwright.record.verify import verify_checkpoint
 from meshwright.watch.read import is_number, read_lines, read_small
