@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.keeper import KeeperProcess
-from meshwright.cli.tiny import prepare_tiny
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check, first_broken_rule
 from meshwright.config.sections import Config
-from meshwright.config.twin import tiny_config
+from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS, tiny_config
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.elastic import Elastic, Wishes
@@ -317,3 +316,20 @@ def stand_by(config: Config, place: Place) -> None:
     with ends_at_once():
         while not has_ended_since(folder, number):
             time.sleep(IDLE_S)
+
+
+def prepare_tiny(config: Config) -> None:
+    """Makes what a twin uses and is not there: files of Python's own standard library, and an untrained base."""
+    if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
+        from meshwright.data.prepare import prepare
+
+        prepare(["stdlib"], TWIN_DATA, force=True)
+    if TWIN_TALKS in config.data.prefixes and not Path(f"{TWIN_TALKS}.idx").is_file():
+        from meshwright.data.talks import write_talks
+
+        write_talks(TWIN_TALKS)
+    base = Path(config.tune.base)
+    if config.tune.base.startswith(TWIN_BASES) and not base.is_dir():
+        from meshwright.interop.first_weights import write_first_weights
+
+        write_first_weights(config.model, base, config.train.seed)
