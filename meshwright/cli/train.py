@@ -42,8 +42,7 @@ from meshwright.record.companions import check_tokenizer
 from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
-from meshwright.record.speed import pace_of_lines
-from meshwright.watch.read import is_number, read_lines
+from meshwright.record.speed import BEGINS, pace_of_lines
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -127,7 +126,7 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
     """Notes what the launcher saw, if the run has begun. A mistake that was found before that leaves it as it was."""
     if not (Path(folder) / "run.json").is_file():
         return
-    began = any(event["kind"] in ("start", "resume") and event["time"] >= since for event in read_events(folder))
+    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in read_events(folder))
     if kind != "refusal" or began:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
 
@@ -304,8 +303,7 @@ def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int
 
 
 def _most_ranks(config: Config) -> int:
-    worlds: list[Any] = [event.get("world") for event in read_lines(Path(config.run.dir) / "events.jsonl")]
-    return int(max((world for world in worlds if is_number(world)), default=0))
+    return max((event.get("world", 0) for event in read_events(config.run.dir)), default=0)
 
 
 def stand_by(config: Config, place: Place) -> None:

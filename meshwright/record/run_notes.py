@@ -25,9 +25,14 @@ from meshwright.config.step_schedules import learning_rate
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, notice
 from meshwright.outside import of_kind, parse_json
+from meshwright.record.speed import BEGINS
 
 
-class Event(TypedDict, total=False):
+class Timed(TypedDict):
+    time: float
+
+
+class Event(Timed, total=False):
     """What readers know of a line."""
 
     kind: str
@@ -35,6 +40,7 @@ class Event(TypedDict, total=False):
     text: str
     world: int
     changed: list[str]
+    lost: int  # steps that are trained again
 
 
 EVENTS_FILE = "events.jsonl"
@@ -84,9 +90,7 @@ def time_between_failures(folder: str | Path) -> float:
     none. Time between two jobs does not count."""
     under_way, failures, before = 0.0, 0, None
     for event in read_events(folder):
-        now, kind = event.get("time"), event.get("kind")
-        if not isinstance(now, (int, float)):
-            continue
+        now, kind = event["time"], event.get("kind")
         if before is not None and not (kind == "resume" and before[1] in ("end", "failure")):
             under_way += max(0.0, now - before[0])
         failures += kind in ("restart", "failure")
@@ -172,7 +176,7 @@ def layout_since(events: Iterable[Mapping[str, Any]]) -> int:
     of a step mean something only among steps of one layout."""
     since, world = 0, None
     for event in events:
-        if event.get("kind") not in ("start", "resume"):
+        if event.get("kind") not in BEGINS:
             continue
         step, ranks = event.get("step") or 0, event.get("world", world)
         other = any(key in KEYS or key.split(".")[0] in SECTIONS for key in event.get("changed", ()))
