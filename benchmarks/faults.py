@@ -42,9 +42,8 @@ from meshwright.faults.bad_steps import BadSteps
 from meshwright.faults.corruption import checksum
 from meshwright.faults.slow_ranks import SlowRanks
 from meshwright.nn.unit import MARK
-from meshwright.record.fault_notes import KINDS, FaultNotes
 from meshwright.record.rank_figures import RankFigures
-from meshwright.record.run_notes import read_events
+from meshwright.record.run_notes import KINDS, FaultNotes, read_events
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
 

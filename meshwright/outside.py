@@ -7,8 +7,9 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class _Wrong(Exception):
 
 
 Check = Callable[[Any], None]  # raises _Wrong
+Item = tuple[str | int, Check, Any]
+TABLE = "keys and values"
 
 
 @lru_cache(maxsize=1024)
@@ -85,14 +88,18 @@ def _check_of(kind: Any) -> Check:
         inner = _check_of(next(each for each in args if each is not type(None)))
         return lambda value: None if value is None else inner(value)
     if origin is dict:
-        return _table(_check_of(args[1]))
+        inner = _check_of(args[1])
+        return _container(_is_dict, TABLE, lambda value: zip(value, repeat(inner), value.values()))
     if origin is list or (origin is tuple and args[-1] is ...):
-        return _list(_check_of(args[0]))
+        inner = _check_of(args[0])
+        return _container(_is_list, "a list", lambda value: zip(count(), repeat(inner), value))
     if origin is tuple:
-        return _row([_check_of(each) for each in args])
+        checks = [_check_of(each) for each in args]
+        fits = lambda value: _is_list(value) and len(value) == len(checks)  # noqa: E731
+        return _container(fits, f"a list of {len(checks)} values", lambda value: zip(count(), checks, value))
     if typing.is_typeddict(kind):
         fields = {key: _check_of(each) for key, each in typing.get_type_hints(kind).items()}
-        return _record(fields, kind.__required_keys__)
+        return _container(_is_dict, TABLE, partial(_fields, fields, kind.__required_keys__))
     return _plain(kind)
 
 
@@ -100,59 +107,36 @@ def _must_be(wanted: str, value: Any) -> _Wrong:
     return _Wrong(f"must be {wanted}, not {shortened(str(value), 60)}")
 
 
-def _table(inner: Check) -> Check:
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _container(fits: Callable[[Any], bool], wanted: str, items: Callable[[Any], Iterable[Item]]) -> Check:
+    """Return the check of a list or a table. `items` yields the key or the number of each item, its check, and it."""
+
     def check(value: Any) -> None:
-        if type(value) is not dict:
-            raise _must_be("keys and values", value)
-        for key, item in value.items():
+        if not fits(value):
+            raise _must_be(wanted, value)
+        for key, inner, item in items(value):
             try:
                 inner(item)
             except _Wrong as wrong:
-                raise wrong.within(f".{shortened(key, 60)}") from None
+                raise wrong.within(f"[{key}]" if isinstance(key, int) else f".{shortened(key, 60)}") from None
 
     return check
 
 
-def _list(inner: Check) -> Check:
-    def check(value: Any) -> None:
-        if type(value) is not list:
-            raise _must_be("a list", value)
-        for number, item in enumerate(value):
-            try:
-                inner(item)
-            except _Wrong as wrong:
-                raise wrong.within(f"[{number}]") from None
-
-    return check
-
-
-def _row(inner: Sequence[Check]) -> Check:
-    def check(value: Any) -> None:
-        if type(value) is not list or len(value) != len(inner):
-            raise _must_be(f"a list of {len(inner)} values", value)
-        for number, (item, each) in enumerate(zip(value, inner, strict=True)):
-            try:
-                each(item)
-            except _Wrong as wrong:
-                raise wrong.within(f"[{number}]") from None
-
-    return check
-
-
-def _record(fields: Mapping[str, Check], required: frozenset[str]) -> Check:
-    def check(value: Any) -> None:
-        if type(value) is not dict:
-            raise _must_be("keys and values", value)
-        for key, each in fields.items():
-            if key in value:
-                try:
-                    each(value[key])
-                except _Wrong as wrong:
-                    raise wrong.within(f".{key}") from None
-            elif key in required:
-                raise _Wrong(f"lacks {key}")
-
-    return check
+def _fields(fields: Mapping[str, Check], required: frozenset[str], value: Mapping[str, Any]) -> Iterator[Item]:
+    """Yield the items of a TypedDict."""
+    for key, check in fields.items():
+        if key in value:
+            yield key, check, value[key]
+        elif key in required:
+            raise _Wrong(f"lacks {key}")
 
 
 def _plain(kind: type) -> Check:

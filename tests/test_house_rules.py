@@ -15,6 +15,7 @@ from tests.support.waiting import HANG_S
 PACKAGE = Path(__file__).parent.parent / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LINES = 600  # of a file, which should be about one subject
+FUNCTION_LINES = 60
 
 # Outside of comm: what each file may use of torch.distributed, and nothing of it is a collective.
 DISTRIBUTED = {
@@ -123,10 +124,25 @@ def test_the_rule_sees_every_way_to_a_collective() -> None:
     }
 
 
-def test_files_are_short() -> None:
+def test_files_and_functions_are_short() -> None:
     places = [PACKAGE, *(PACKAGE.parent / name for name in ("tests", "benchmarks", "examples"))]
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for at in places for path in at.rglob("*.py")}
-    assert not {str(path): count for path, count in lines.items() if count > LINES}, f"more than {LINES} lines"
+    for path in (path for at in places for path in at.rglob("*.py")):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES, f"{path} has more than {LINES} lines"
+        longest = max(function_lines(tree(path)), default=(0, ""))
+        assert longest[0] <= FUNCTION_LINES, f"{longest[1]} in {path} has more than {FUNCTION_LINES} lines"
+
+
+def function_lines(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the number of lines and the name of each function, also of those inside classes and functions."""
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.end_lineno - node.lineno + 1, node.name
+
+
+def test_the_rule_counts_the_lines_of_every_function() -> None:
+    source = "class A:\n    def f(self):\n        async def g():\n            pass\n\n        return g\n"
+    assert sorted(function_lines(ast.parse(source))) == [(2, "g"), (5, "f")]
 
 
 def test_nothing_is_unpickled() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.engine.context import Context
-from meshwright.errors import UserError
 from meshwright.infer.evaluate import with_model
 from meshwright.infer.generate import EncoderDecoderGenerator, generate, generator_of
 from meshwright.models.gpt import GPTStage
@@ -74,10 +73,8 @@ class Compared:
 
 def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float) -> Compared:
     """Compares our checkpoint with transformers' model of a folder. A `tolerance` of 0 stands for that of its dtype."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--compare runs the model in transformers too: pip install transformers") from None
+    import transformers
+
     layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
 
     def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:

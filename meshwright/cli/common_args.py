@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.config.numbers import count_argument, length_argument
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError, notice
+from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.cluster import Cluster, known_clusters
 from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS, Stack
@@ -101,6 +104,16 @@ def planned_from_args(
         notice(f"planned in {precision}, which {cluster.name} is used with: set train.precision for another")
     stack = args.stack or (target.run.get("stack") if as_run else None)
     return target, cluster, stack_for(target.config, cluster, stack)
+
+
+def print_result(args: argparse.Namespace, found: Mapping[str, Any], text: str, job: Job | None = None) -> None:
+    """Print what a planning command found: the text, or with --json the document. Of a job of experts both say how
+    their rows are divided."""
+    if args.json:
+        print(json.dumps({**found, **(experts_json(job) if job else {})}))
+        return
+    words = experts_words(job) if job else ""
+    print(f"{words}\n\n{text}" if words else text)
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

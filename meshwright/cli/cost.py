@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from meshwright.cli.common_args import step_arguments, step_from_args
+from meshwright.cli.common_args import print_result, step_arguments, step_from_args
 from meshwright.config.numbers import number_from
 from meshwright.disk import write
 from meshwright.errors import UserError
@@ -52,16 +51,14 @@ def run(args: argparse.Namespace) -> None:
     check_imbalance(f"--imbalance {args.imbalance:g}", args.imbalance)
     cost = predict_cost(with_imbalance(job, args.imbalance) if args.imbalance > 1 else job, cluster)
     tokens = _number(args.tokens) if args.tokens else None
-    print(json.dumps(as_json(cost, tokens)) if args.json else report(cost, tokens))
+    print_result(args, as_json(cost, tokens), report(cost, tokens))
 
 
 def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
     write(args.svg, lambda: stacked(charts(job)))
     found, refused = compare(job, cluster)
-    if args.json:
-        print(json.dumps({"ways": [one.as_json() for one in found], "refused": refused}))
-    else:
-        print(comparison(job, found, refused))
+    ways = {"ways": [one.as_json() for one in found], "refused": refused}
+    print_result(args, ways, comparison(job, found, refused))
 
 
 def _number(text: str) -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from meshwright.cli.common_args import world_arguments, world_from_args
+from meshwright.cli.common_args import print_result, world_arguments, world_from_args
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, checked_job
 from meshwright.plan.memory import device_memory, largest, rank_memory
@@ -47,18 +45,14 @@ def run(args: argparse.Namespace) -> None:
     found, memory = rank_json(job, pp_rank), rank_memory(job, pp_rank)
     bytes_by_kind, at_peak = found["memory"], bytes_at_peak(memory)
     device = device_memory(job, cluster, memory)
-    if args.json:
-        whole = {"rank": rank, "rank_parameters": found["parameters"], "at_peak": at_peak, **experts_json(job)}
-        whole |= {"device_gib": device.total, "device": device.as_json(), "cluster": cluster.name}
-        print(json.dumps({**found, **bytes_by_kind, **whole}))
-        return
+    whole = {**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"], "at_peak": at_peak}
+    whole |= {"device_gib": device.total, "device": device.as_json(), "cluster": cluster.name}
     rows = [(f"rank {rank} of {world} (pipeline rank {pp_rank})", "bytes", "", "at the peak")]
     for kind in (*MEMORY_KINDS[:-2], "temporary", *MEMORY_KINDS[-2:]):
         most = (f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) if kind in bytes_by_kind else ("", "")
         rows.append((kind, *most, size(at_peak[kind]) if kind in at_peak else ""))
-    words = experts_words(job)
     total = f"{device.total:.1f} GiB of a device = {device.words()} ({cluster.name})"
-    print((f"{words}\n\n" if words else "") + f"{table(rows)}\n\n{total}\n{_device_words(target.config, job)}")
+    print_result(args, whole, f"{table(rows)}\n\n{total}\n{_device_words(target.config, job)}", job)
 
 
 def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:

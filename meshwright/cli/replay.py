@@ -21,7 +21,9 @@ from meshwright.launch.processes import find_place
 from meshwright.outside import read_json
 from meshwright.record.checkpoint_format import checkpoint_folder, list_checkpoints
 from meshwright.record.run_folder import own_config, read_run
-from meshwright.watch.read import is_number, read_lines, read_small
+from meshwright.record.run_notes import read_events
+from meshwright.record.speed import BEGINS
+from meshwright.watch.read import is_number, read_small
 
 EXAMPLES = """example:
   meshwright replay runs/mine --step 1200
@@ -124,9 +126,9 @@ def same_layout(
     """Whether every number must be the recorded one: the same config, ranks, device and torch, on processors, which add
     in one order."""
     ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in BESIDE} for c in (config, recorded))
-    events = [e for e in read_lines(path / "events.jsonl") if e.get("kind") in ("start", "resume")]
     when = line.get("time")
-    worlds = [e.get("world") for e in events if is_number(when) and is_number(e.get("time")) and e["time"] <= when]
+    begins = [e for e in read_events(path) if e.get("kind") in BEGINS]
+    worlds = [e.get("world") for e in begins if is_number(when) and e["time"] <= when]
     device = (found["device"], found["torch"]) == (notes.get("device"), notes.get("torch"))
     return ours == theirs and ranks == notes.get("world") == (worlds or [ranks])[-1] and device and found["cpu"]
 

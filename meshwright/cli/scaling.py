@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import cluster_arguments, planned_from_args
+from meshwright.cli.common_args import cluster_arguments, planned_from_args, print_result
 from meshwright.config.numbers import count_argument
 from meshwright.disk import write
 from meshwright.errors import UserError
@@ -70,10 +69,7 @@ def run(args: argparse.Namespace) -> None:
     write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
     write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
-    if args.json:
-        print(json.dumps({mode: [_json(p) for p in points] for mode, points in found.items()}))
-    else:
-        print(_text(found))
+    print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
 
 
 def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import step_arguments, step_from_args
+from meshwright.cli.common_args import print_result, step_arguments, step_from_args
 from meshwright.disk import write
-from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg
@@ -46,12 +44,7 @@ def run(args: argparse.Namespace) -> None:
     write(args.svg, lambda: timeline_svg(shown.timeline))
     write(args.trace, lambda: trace_json(step_spans(shown), target.name))
     steps = [("as it is", plain), *tried]
-    if args.json:
-        found = [{"what": name, **_json(step)} for name, step in steps]
-        print(json.dumps({**experts_json(job), "steps": found}))
-    else:
-        words = experts_words(job)
-        print((f"{words}\n\n" if words else "") + _text(steps))
+    print_result(args, {"steps": [{"what": name, **_json(step)} for name, step in steps]}, _text(steps), job)
 
 
 def _json(step: SimulatedStep) -> dict[str, Any]:

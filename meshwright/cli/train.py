@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.keeper import KeeperProcess
-from meshwright.cli.tiny import prepare_tiny
 from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check, first_broken_rule
 from meshwright.config.sections import Config
-from meshwright.config.twin import tiny_config
+from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS, tiny_config
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.elastic import Elastic, Wishes
@@ -43,8 +42,7 @@ from meshwright.record.companions import check_tokenizer
 from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
-from meshwright.record.speed import pace_of_lines
-from meshwright.watch.read import is_number, read_lines
+from meshwright.record.speed import BEGINS, pace_of_lines
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -128,7 +126,7 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
     """Notes what the launcher saw, if the run has begun. A mistake that was found before that leaves it as it was."""
     if not (Path(folder) / "run.json").is_file():
         return
-    began = any(event["kind"] in ("start", "resume") and event["time"] >= since for event in read_events(folder))
+    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in read_events(folder))
     if kind != "refusal" or began:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
 
@@ -305,8 +303,7 @@ def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int
 
 
 def _most_ranks(config: Config) -> int:
-    worlds: list[Any] = [event.get("world") for event in read_lines(Path(config.run.dir) / "events.jsonl")]
-    return int(max((world for world in worlds if is_number(world)), default=0))
+    return max((event.get("world", 0) for event in read_events(config.run.dir)), default=0)
 
 
 def stand_by(config: Config, place: Place) -> None:
@@ -317,3 +314,20 @@ def stand_by(config: Config, place: Place) -> None:
     with ends_at_once():
         while not has_ended_since(folder, number):
             time.sleep(IDLE_S)
+
+
+def prepare_tiny(config: Config) -> None:
+    """Makes what a twin uses and is not there: files of Python's own standard library, and an untrained base."""
+    if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
+        from meshwright.data.prepare import prepare
+
+        prepare(["stdlib"], TWIN_DATA, force=True)
+    if TWIN_TALKS in config.data.prefixes and not Path(f"{TWIN_TALKS}.idx").is_file():
+        from meshwright.data.talks import write_talks
+
+        write_talks(TWIN_TALKS)
+    base = Path(config.tune.base)
+    if config.tune.base.startswith(TWIN_BASES) and not base.is_dir():
+        from meshwright.interop.first_weights import write_first_weights
+
+        write_first_weights(config.model, base, config.train.seed)

@@ -28,6 +28,8 @@ from meshwright.spec.traffic.ledger import CallTotals, Ledger, wire_bytes
 # process-wide table of groups, and nothing else reads it.
 _BY_NAME: WeakValueDictionary[str, Group] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+SHIFT, EXCHANGE = "shift", "exchange"  # calls of several transfers, by their names in the flight record
+_COUNTED_AS = {SHIFT: "send", EXCHANGE: "send"}  # in the ledger
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # torch 2.13 renames these two; torch 2.11 knows only the old names.
@@ -116,38 +118,36 @@ class Group:
         _BY_NAME[self.name] = self
 
     def _call(
-        self, op: str, whole: Tensor, launch: Callable[[bool], Any], wait: bool = False, peer: int | None = None,
-        wire: int | None = None, times: int = 1, noted: str = "", delayed: bool = True,
+        self, op: str, whole: Sequence[Tensor], launch: Callable[[bool], Any], wait: bool = False,
+        peer: int | None = None, wire: int | None = None,
     ) -> Pending:  # fmt: skip
         """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
         transfer: the flight record counts those by direction, so that both ends give a message the same number.
         `launch(asynchronous)` makes it; only a call that is waited for at once, `wait`, is not asynchronous: torch then
         uses the stream that computes, without one of its own and without the two events between them.
-        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload. `times`: so many
-        tensors of that size are one call. `noted`: the op's name in the flight record, where it is not the ledger's.
-        `delayed`: emulated links delay the call; else `launch` sees to that."""
-        payload = times * whole.nbytes
-        tally = None if op == "receive" else self._count(op, payload, wire)
+        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload."""
+        payload, counted = sum(x.nbytes for x in whole), _COUNTED_AS.get(op, op)
+        tally = None if op == "receive" else self._count(counted, payload, wire)
         label, ranks = (self.label, self.ranks) if peer is None else self._direction(op, peer)
         ledger, links = self.ledger, self.links
         call = self.flight.begin(RecordedCall(
-            label, self.axis, noted or op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
+            label, self.axis, op, ledger.current_phase, ledger.current_layer, payload, ranks, peer
         ))  # fmt: skip
         at_once = wait and links is None
         begun = self._begin_wait() if at_once else None
         try:
-            if links is None or not delayed:
+            if links is None or op == EXCHANGE:  # which delays its two ends one by one
                 work = launch(not at_once)
             else:
-                sent = wire_bytes("send" if peer is not None else op, payload, self.size) if wire is None else wire
-                work = links.begin(op, sent, self.ranks, peer, partial(launch, True))
+                sent = wire_bytes("send" if peer is not None else counted, payload, self.size) if wire is None else wire
+                work = links.begin(counted, sent, self.ranks, peer, partial(launch, True))
         except RuntimeError as error:
             raise self._failed(call, error) from error
         if at_once:
-            self._end(call, call.started, tally, whole.device, begun)
+            self._end(call, call.started, tally, whole[0].device, begun)
             return DONE
         call.since = None
-        pending = Pending(self, call, work, tally, whole.device)
+        pending = Pending(self, call, work, tally, whole[0].device)
         if wait:
             pending.wait()
         return pending
@@ -212,7 +212,7 @@ class Group:
         if self.alone:
             return DONE
         launch = lambda later: dist.all_reduce(x, _OPS[op], self.process_group, async_op=later)  # noqa: E731
-        return self._call("all_reduce", x, launch, wait)
+        return self._call("all_reduce", (x,), launch, wait)
 
     def agreed(self, value: float, device: torch.device) -> float:
         """Returns the largest of the ranks' numbers on every rank. For `float(condition)` it tells whether the
@@ -243,7 +243,7 @@ class Group:
             out.copy_(x)
             return DONE
         launch = lambda later: _all_gather(out, x, self.process_group, async_op=later)  # noqa: E731
-        return self._call("all_gather", out, launch, wait)
+        return self._call("all_gather", (out,), launch, wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
         """Fills `out` with this rank's piece, along dim 0, of the sum of all `x`."""
@@ -251,7 +251,7 @@ class Group:
             out.copy_(x)
             return DONE
         launch = lambda later: _reduce_scatter(out, x, dist.ReduceOp.SUM, self.process_group, async_op=later)  # noqa: E731
-        return self._call("reduce_scatter", x, launch, wait)
+        return self._call("reduce_scatter", (x,), launch, wait)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, wait: bool = True, sends: list[int] | None = None,
@@ -265,24 +265,24 @@ class Group:
         group = self.process_group
         launch = lambda later: dist.all_to_all_single(out, x, receives, sends, group, async_op=later)  # noqa: E731
         wire = None if sends is None else x.nbytes - x[: sends[self.index]].nbytes
-        return self._call("all_to_all", x, launch, wait, wire=wire)
+        return self._call("all_to_all", (x,), launch, wait, wire=wire)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
         """Fills `x` from the rank at place `source`. The ledger counts it on every rank that takes part."""
         if self.alone:
             return DONE
         launch = lambda later: dist.broadcast(x, self.ranks[source], self.process_group, async_op=later)  # noqa: E731
-        return self._call("broadcast", x, launch, wait)
+        return self._call("broadcast", (x,), launch, wait)
 
     def send(self, x: Tensor, to: int) -> Pending:
         assert x.is_contiguous()
         peer = self.ranks[to]
-        return self._call("send", x, lambda later: dist.isend(x, peer, self.process_group), peer=peer)
+        return self._call("send", (x,), lambda later: dist.isend(x, peer, self.process_group), peer=peer)
 
     def receive(self, x: Tensor, source: int) -> Pending:
         """Receives into `x`. Only the sender's ledger counts the transfer."""
         peer = self.ranks[source]
-        return self._call("receive", x, lambda later: dist.irecv(x, peer, self.process_group), peer=peer)
+        return self._call("receive", (x,), lambda later: dist.irecv(x, peer, self.process_group), peer=peer)
 
     def shift(self, x: Tensor, by: int, out: Tensor | None = None) -> Shift:
         """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
@@ -306,7 +306,7 @@ class Group:
             return _All(dist.batch_isend_irecv(ops), moves)
 
         # A call of all, of which none may be missing.
-        return self._call("send", first, launch, times=len(moves), noted="shift")
+        return self._call(SHIFT, [x for x, *_ in moves], launch)
 
     def exchange(self, sent: Tensor, to: int, found: Tensor, source: int) -> Pending:
         """Begins to send `sent` to place `to` and to receive `found` from place `source`, as one call. Every rank of
@@ -334,8 +334,7 @@ class Group:
                      for name, op, x, peer in ends]  # fmt: skip
             return _All(begun, ends)
 
-        chosen = launch if links is None else launch_delayed
-        return self._call("send", sent, chosen, noted="exchange", delayed=False)
+        return self._call(EXCHANGE, (sent,), launch if links is None else launch_delayed)
 
 
 class _All:

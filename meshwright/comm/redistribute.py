@@ -1,4 +1,4 @@
-"""Planned redistributions and row moves, run: one all_to_all each, through a group's ledger, and differentiable.
+"""Planned redistributions, run: one all_to_all each, through a group's ledger, and differentiable.
 
 Packing before the call and unpacking after it are plain indexing, so autograd runs the plan backwards by itself: the
 gradient of what arrived goes back to the rank that sent it, by the same all_to_all with its counts exchanged.
@@ -14,7 +14,6 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.comm.ops import all_to_all
 from meshwright.spec.layout.redistribute import Redistribution
-from meshwright.spec.layout.rows import RowMoves
 
 
 def redistribute(xs: Sequence[Tensor], plan: Redistribution, group: Group, outs: Sequence[Tensor]) -> None:
@@ -41,25 +40,3 @@ def redistribute(xs: Sequence[Tensor], plan: Redistribution, group: Group, outs:
     for move, piece in zip(received, pieces, strict=True):
         outs[move.tensor][move.slices(move.target_start)] = piece.view(move.shape)
     outs[0].unsqueeze(0)[:0] = nothing.view(0, *outs[0].shape)
-
-
-class RowExchange:
-    """Row moves on this rank, with their indices on the device: `exchange(x)` takes the local rows of the first table
-    and gives those of the second; `exchange.back(y)` returns them."""
-
-    def __init__(self, moves: RowMoves, group: Group, device: torch.device) -> None:
-        me = group.index
-        assert moves.before.ranks == group.size, f"a table for {moves.before.ranks} ranks on a group of {group.size}"
-        self.group = group
-        self.sends, self.receives = moves.counts[me].tolist(), moves.counts[:, me].tolist()
-        out, home = torch.from_numpy(moves.sends(me)), torch.from_numpy(moves.arrivals(me))
-        self._out, self._home = out.to(device), home.to(device)
-        self._out_again, self._home_again = home.argsort().to(device), out.argsort().to(device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        arrived: Tensor = all_to_all(x[self._out], self.group.name, self.sends, self.receives)
-        return arrived[self._home]
-
-    def back(self, y: Tensor) -> Tensor:
-        arrived: Tensor = all_to_all(y[self._out_again], self.group.name, self.receives, self.sends)
-        return arrived[self._home_again]

@@ -21,10 +21,8 @@ from meshwright.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
-from meshwright.config.twin import MICRO_BATCHES, PEAK_LR, small_model
+from meshwright.config.twin import PEAK_LR, small_batch, small_model, small_tune
 from meshwright.errors import UserError, plural
-from meshwright.spec.layout.packed import BLOCK
-from meshwright.spec.schedule.kinds import KINDS
 
 STEPS = 3  # whose gradients are compared; one more step counts the bytes
 BUCKET_MIB = 0.05  # several buckets even of a small model
@@ -47,7 +45,7 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
     exact, changes = with_exact_features(config)
     # A run's replicas have become data-parallel ranks.
     layout, world, words = fitting_layout(exact.layout, devices, most, given)
-    small = small_model(exact, layout, BLOCK if exact.tune.quantise != "none" else 8)
+    small = small_model(exact, layout)
     sized = _sizes(exact.layout, devices), _sizes(layout, world)
     shrunk = [f"{axis} {was} -> {now}" for axis, was in sized[0].items() if (now := sized[1][axis]) != was]
     if shrunk:
@@ -55,16 +53,11 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
     pairs = {name: (getattr(config.model, name), getattr(small, name)) for name in ("layers", "hidden", "seq")}
     if resized := [f"{name} {was} -> {now}" for name, (was, now) in pairs.items() if was != now]:
         changes.append(f"model: {', '.join(resized)} (so that it fits this machine; the parts stay)")
-    dp = world // layout.least_world
-    micro = 2 if config.train.micro_batch > 1 else 1
-    if layout.grid is not None:
-        micro = max(micro, layout.grid.rows(layout.grid.inner))
-    batch = dp * micro * MICRO_BATCHES * (layout.pp if KINDS[exact.pipeline.schedule].takes(2) else 1)
+    micro, batch = small_batch(exact, layout, world)
     split = replace(
         exact, model=small, layout=layout, pipeline=_pipeline(exact, layout), context=_context(exact, layout),
         train=replace(exact.train, global_batch=batch, micro_batch=micro),
-        tune=replace(exact.tune, rank=min(4, exact.tune.rank), alpha=0.0) if exact.tune.adapts else exact.tune,
-        comm=replace(exact.comm, bucket_mib=BUCKET_MIB),
+        tune=small_tune(exact.tune), comm=replace(exact.comm, bucket_mib=BUCKET_MIB),
     )  # fmt: skip
     return Checked(split, alone(split), world, tuple(changes))
 

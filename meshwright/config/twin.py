@@ -20,6 +20,7 @@ from meshwright.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from meshwright.config.tune import TuneConfig
 from meshwright.data.span_lengths import span_lengths, tokens_for
 from meshwright.errors import UserError, nearest
 from meshwright.spec.layout.packed import BLOCK
@@ -49,16 +50,11 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or the devices where they are
     fewer."""
     layout, ranks = _layout(config.layout, devices)
-    dp = ranks // layout.least_world
-    tune = config.tune
-    width = BLOCK if tune.quantise != "none" else 8
-    model = small_model(config, layout, width)
-    tune = replace(tune, base=f"{TWIN_BASES}{name}", rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
+    tune = small_tune(config.tune)
+    tune = replace(tune, base=f"{TWIN_BASES}{name}") if tune.adapts else tune
     talks = config.objective in PACKED
-    micro = 2 if config.train.micro_batch > 1 else 1
-    unit = dp * layout.replicas * micro
-    batch = unit * MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
-    peak = PEAK_LR
+    micro, batch = small_batch(config, layout, ranks)
+    unit = ranks // layout.least_world * layout.replicas * micro
     train = TrainConfig(
         steps=STEPS, global_batch=batch, micro_batch=micro, seed=config.train.seed, precision="fp32",
         clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
@@ -68,12 +64,12 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     blocks = config.recompute.blocks
     return (
         replace(
-            config, model=model, layout=layout, train=train, tune=tune,
+            config, model=small_model(config, layout), layout=layout, train=train, tune=tune,
             pipeline=PipelineConfig(config.pipeline.schedule),
             recompute=replace(config.recompute, mode="every:2" if blocks > 1 else config.recompute.mode, offload=False),
             zero=replace(config.zero, offload=OffloadConfig()),
-            optimizer=replace(config.optimizer, lr=peak, master_dtype="fp32", state_dtype="fp32"),
-            lr=replace(lr, warmup=warmup, decay=0, min=share * peak),
+            optimizer=replace(config.optimizer, lr=PEAK_LR, master_dtype="fp32", state_dtype="fp32"),
+            lr=replace(lr, warmup=warmup, decay=0, min=share * PEAK_LR),
             data=replace(
                 config.data, prefixes=(TWIN_TALKS if talks else TWIN_DATA,), weights=(), split=(0.9, 0.1, 0.0), eod=-1,
                 blanks=replace(config.data.blanks, instructions=()),
@@ -98,11 +94,24 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
     return replace(sized, replicas=replicas), ranks
 
 
-def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelConfig:
+def small_batch(config: Config, layout: LayoutConfig, world: int) -> tuple[int, int]:
+    """Return the micro-batch and the global batch of a twin: a few micro-batches for each data-parallel rank."""
+    micro = 2 if config.train.micro_batch > 1 else 1
+    if layout.grid is not None:
+        micro = max(micro, layout.grid.rows(layout.grid.inner))
+    rounds = MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
+    return micro, world // layout.least_world * layout.replicas * micro * rounds
+
+
+def small_tune(tune: TuneConfig) -> TuneConfig:
+    return replace(tune, rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
+
+
+def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
     """Returns the model with two blocks a stage of `layout`, of few and short heads. What it is made of stays: norms,
     activations, positions, biases, groups of heads, windows, experts, latent attention. Uneven sizes are kept too:
-    fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of `unit`
-    on a tp rank."""
+    fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of 8 on a
+    tp rank, or of a block of quantised weights."""
     its, tp = config.model, layout.tp
     heads, grouped = _heads(config, layout)
     hidden = heads * HEAD_DIM
@@ -118,7 +127,7 @@ def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelCon
         latent = replace(latent, kv_rank=16, q_rank=min(32, latent.q_rank), nope_dim=16, rope_dim=8, v_dim=16)
     if scaling.original:
         scaling = replace(scaling, original=SEQ // 2)
-    unit *= tp
+    unit = tp * (BLOCK if config.tune.quantise != "none" else 8)
     stages = layout.pp * layout.chunks
     return replace(
         its, preset="", hf="", layers=max(2, math.ceil(len(its.window_pattern) / stages)) * stages, hidden=hidden,

@@ -71,9 +71,18 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes words that the loader would read as something else."""
+    """Quotes words that the loader would read as something else, writes texts of several lines as they are, and repeats
+    what is used twice instead of referring to it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
 _Dumper.yaml_implicit_resolvers = {
     letter: [*_Loader.yaml_implicit_resolvers.get(letter, []), *known]
     for letter, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -126,6 +135,6 @@ def read_yaml(path: Path) -> Any:
     return parse_yaml(text, str(path))
 
 
-def dump_yaml(raw: Mapping[str, Any]) -> str:
-    """Returns YAML that `parse_yaml` reads back as the same values."""
-    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False)
+def dump_yaml(*documents: Mapping[str, Any], width: int = 80) -> str:
+    """Return YAML that `parse_yaml` reads back as the same values."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=width)

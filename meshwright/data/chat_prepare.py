@@ -3,11 +3,9 @@ for every token whether it is learned. No torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +13,7 @@ from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_tem
 from meshwright.data.conversations import Conversation, Pair, Record, read_records
 from meshwright.data.packed import MASK, best_fit
 from meshwright.data.prepare import check_out
-from meshwright.data.token_file import METADATA_FORMAT
-from meshwright.data.token_writer import TokenFileWriter
+from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
@@ -66,7 +63,8 @@ def prepare_chat(
             raise UserError(f"{', '.join(inputs)}: no conversation is there to learn from")
         summary.conversations, summary.tokens, summary.longest = len(lengths), sum(lengths), max(lengths)
         masks.finish()
-        tokens.finish({".json": _metadata(tokenizer, summary, rendered)})
+        about = metadata(tokenizer, tokens, chat=summary.kind, learned=summary.learned, template=rendered.text)
+        tokens.finish({".json": about})
     summary.files = [out + suffix for suffix in (".bin", ".idx", ".json", f"{MASK}.bin", f"{MASK}.idx")]
     return summary, tokenizer, lengths
 
@@ -106,16 +104,6 @@ def _kind(record: Record) -> str:
 def _judged(conversation: Conversation, masked: Masked) -> Masked:
     """Marks the tokens of an answer that was judged bad with a 2."""
     return masked._replace(mask=[2 * each for each in masked.mask]) if conversation.good is False else masked
-
-
-def _metadata(tokenizer: Tokenizer, summary: ChatSummary, template: ChatTemplate) -> bytes:
-    found: dict[str, Any] = {
-        "format": METADATA_FORMAT, "version": 1, "tokenizer": tokenizer.recipe.spec, "tokenizer_file": None,
-        "tokenizer_digest": tokenizer.recipe.digest, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod,
-        "dtype": tokenizer.dtype.name, "documents": summary.conversations, "tokens": summary.tokens,
-        "chat": summary.kind, "learned": summary.learned, "template": template.text,
-    }  # fmt: skip
-    return json.dumps(found, indent=1).encode() + b"\n"
 
 
 def packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:

@@ -7,7 +7,6 @@ are taken in the order of the tasks, so the file does not depend on the number o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,7 @@ import numpy as np
 from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, read_documents
 from meshwright.data.selection import EVERYTHING, Duplicates, Encoded, Selection, digest_of
 from meshwright.data.sentences import split_sentences
-from meshwright.data.token_file import METADATA_FORMAT
-from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter
+from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter, metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError
@@ -129,7 +127,7 @@ def prepare(
     workers = workers or _default_workers(sum(file.likely_text for file in files), made)
     with _sequential_library(), TokenFileWriter(out, made.dtype) as writer:
         left_out, replaced = _encode(writer, files, made, selection, workers, progress)
-        side_files[".json"] = _metadata(made, writer, trained=".tokenizer.json" in side_files)
+        side_files[".json"] = metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
     return Summary(
@@ -174,18 +172,6 @@ def _encode(
             )
         raise UserError("the input holds no text, every document is empty: check the files and --field")
     return {"empty": empty, "filtered": filtered, "duplicates": seen.count}, replaced
-
-
-def _metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool) -> bytes:
-    """Returns the content of PREFIX.json: what a model and a sampler need to know about the tokens."""
-    spec = tokenizer.recipe.spec
-    found = {
-        "format": METADATA_FORMAT, "version": 1,
-        "tokenizer": spec, "tokenizer_file": spec if trained else None, "tokenizer_digest": tokenizer.recipe.digest,
-        "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": tokenizer.dtype.name,
-        "documents": writer.document_count, "tokens": writer.token_count,
-    }  # fmt: skip
-    return json.dumps(found, indent=1).encode() + b"\n"
 
 
 def _train(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike
 
-from meshwright.data.token_file import CODES, HEADER, MAGIC, VERSION, read_metadata
+from meshwright.data.token_file import CODES, HEADER, MAGIC, METADATA_FORMAT, VERSION, read_metadata
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.disk import refused
 from meshwright.errors import UserError
 
@@ -181,3 +183,15 @@ class TokenFileWriter:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool = False, **more: Any) -> bytes:
+    """Return the content of PREFIX.json: what a model and a sampler need to know about the tokens."""
+    spec = tokenizer.recipe.spec
+    found = {
+        "format": METADATA_FORMAT, "version": 1,
+        "tokenizer": spec, "tokenizer_file": spec if trained else None, "tokenizer_digest": tokenizer.recipe.digest,
+        "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": tokenizer.dtype.name,
+        "documents": writer.document_count, "tokens": writer.token_count, **more,
+    }  # fmt: skip
+    return json.dumps(found, indent=1).encode() + b"\n"

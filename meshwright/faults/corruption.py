@@ -23,7 +23,7 @@ from meshwright.engine.sharding.buffers import FlatBuffer, State
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
-from meshwright.record.fault_notes import FAULT, FaultNotes
+from meshwright.record.run_notes import FAULT, FaultNotes
 from meshwright.spec.layout import Layout
 
 MOST_NAMED = 3  # parameters

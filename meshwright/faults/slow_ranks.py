@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshwright.config.faults import FaultsConfig
 from meshwright.engine.hooks import Hook
 from meshwright.engine.result import StepResult
-from meshwright.record.fault_notes import SLOW, FaultNotes
+from meshwright.record.run_notes import SLOW, FaultNotes
 from meshwright.spec.layout import Layout
 
 WARM_UP = 3  # first steps of a process, which make what later ones reuse

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from meshwright.config.yaml_text import dump_yaml
 
 STOPPED = 85  # a container's exit code where the run was stopped and has something left to do
 PORT = 29500
@@ -170,7 +170,7 @@ def kubernetes(job: JobFile, pods: Pods, config: str) -> str:
         },
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job_spec(job, pods, labels)},
     ]  # fmt: skip
-    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+    text = dump_yaml(*documents, width=120)
     return f"# Written by: {job.command}\n{text}"
 
 
@@ -218,17 +218,3 @@ def _pod_spec(job: JobFile, pods: Pods) -> dict[str, Any]:
 
 
 _JOB_ID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # the same in all pods of a job, and in no other job
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, and repeats what is used twice instead of referring to it."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)

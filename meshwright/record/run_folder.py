@@ -23,10 +23,9 @@ from meshwright.disk import check_writable, refused
 from meshwright.errors import UserError, either, notice, plural
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.record import checkpoint_format as fmt
-from meshwright.record.changes import changed_keys, layout_since, learning_rate_words
 from meshwright.record.ending import before_sudden_end
 from meshwright.record.loggers import Loggers, Start, check_installed
-from meshwright.record.run_notes import read_events, write_event
+from meshwright.record.run_notes import changed_keys, layout_since, learning_rate_words, read_events, write_event
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 from meshwright.spec.traffic.counts import COUNTS
@@ -296,6 +295,20 @@ def own_config(raw: Mapping[str, Any]) -> Config:
     return config_from({name: section for name, section in raw.items() if name in known})
 
 
+def read_config(path: Path, known: tuple[Config, str] | None = None) -> tuple[Config, str]:
+    """Return the config of the run in a folder and its text, or what is `known` if the text is the same."""
+    file = path / "config.yaml"
+    if not file.is_file():
+        raise no_run(path)
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if known and known[1] == text:
+        return known
+    raw = parse_yaml(text, str(file))
+    if not isinstance(raw, Mapping):
+        raise UserError(f"{file} holds no config: name the folder of a run")
+    return own_config(raw), text
+
+
 def no_run(path: Path) -> UserError:
     """Says that a folder holds no run, and which runs lie in it, beside it, or where runs lie unless run.dir says."""
     what = "holds no run" if path.exists() else "is not there"
@@ -309,13 +322,7 @@ def no_run(path: Path) -> UserError:
 def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
     """Reads a run's folder. `world` is needed only for a folder without a run.json."""
     path = Path(run_dir)
-    file = path / "config.yaml"
-    if not file.is_file():
-        raise no_run(path)
-    raw = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-    if not isinstance(raw, Mapping):
-        raise UserError(f"{file} holds no config: name the folder of a run")
-    config = own_config(raw)
+    config, _ = read_config(path)
     steps = _read_lines(path / "metrics.jsonl")
     world = world or _read_note(path, "world") or _least_world(config, steps)
     layout = layout_of(config, world) if world else None

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
+import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
+from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies
 from meshwright.checkpoint.save import Saver
 from meshwright.config.sections import CheckpointConfig
 from meshwright.engine.hooks import Hook, Watcher, WentBack
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import Launched, StepResult, Trainer
 from meshwright.errors import UserError, notice
+from meshwright.launch.processes import LOST
 from meshwright.launch.signals import StopRequests
-from meshwright.record.fault_notes import FaultNotes
+from meshwright.outside import of_kind, parse_json
 from meshwright.record.rank_figures import RankFile
 from meshwright.record.run_folder import RunFolder, is_validated
-from meshwright.record.run_notes import time_between_failures, write_event
+from meshwright.record.run_notes import FaultNotes, time_between_failures, write_event
 from meshwright.record.speed import Speed
-from meshwright.spec.schedule.trace import Recorder, Span, trace_json
+from meshwright.spec.schedule.trace import Recorder, trace_json, unpacked
 
 SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
 MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
@@ -267,17 +271,13 @@ class TracedStep(Hook):
         if result.step != self.number or recorder is None:
             return
         self.trainer.executor.recorder = None
-        own = json.dumps([asdict(span) for span in recorder.spans()]).encode()
         with ctx.ledger.phase("metrics"):
-            everyone = gather_bytes(ctx.mesh.pp, own, ctx)
+            everyone = gather_bytes(ctx.mesh.pp, recorder.packed(), ctx)
         if not self.trainer.writes:
             return
-        spans = [Span(**fields) for text in everyone for fields in json.loads(text)]
-        first = min(span.start for span in spans)
-        moved = (replace(span, start=span.start - first, end=span.end - first) for span in spans)
         try:
             name = f"{self.path.parent.name}, step {self.number}"
-            self.path.write_text(trace_json(moved, name, step=self.number), encoding="utf-8")
+            self.path.write_text(trace_json(unpacked(everyone), name, step=self.number), encoding="utf-8")
         except OSError as error:
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
 
@@ -288,3 +288,97 @@ class TracedStep(Hook):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+class MemorySaving(Hook):
+    """`checkpoint.memory_every`. Where the launcher has started no keepers, which it says once, there are no copies."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.every = trainer.ctx.config.checkpoint.memory_every
+        keepers = Keepers.known() if self.every else None
+        self.copies = MemoryCopies(trainer, keepers) if keepers else None
+        if self.every and keepers is None and trainer.writes:
+            notice("meshwright: this launcher has no keepers: checkpoint.memory_every makes no copies")
+
+    def pauses(self, step: int) -> bool:
+        return self.copies is not None and step % self.every == 0
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.copies and self.pauses(result.step) and not last:
+            self.copies.save()
+
+
+class Loss(TypedDict):
+    """When the last step before a loss was written, and when the launcher saw that ranks were gone."""
+
+    last: float
+    seen: float
+
+
+class Recovering(Hook):
+    """Writes one event with the first step after a loss: the seconds until the loss was seen (since the last finished
+    step), until the ranks were there again, until they had loaded their state, and of the step itself."""
+
+    def __init__(self, folder: str, ready: float, loaded: float, source: str, env: Mapping[str, str] = os.environ):
+        """`ready`: when this rank was about to load, `loaded`: when it had; `source`: from where."""
+        self.folder, self.ready, self.loaded, self.source = folder, ready, loaded, source
+        self.loss = _loss(env)
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.loss is None:
+            return
+        now = time.time()
+        spans = {
+            "detection_s": self.loss["seen"] - self.loss["last"], "restart_s": self.ready - self.loss["seen"],
+            "load_s": self.loaded - self.ready, "step_s": now - self.loaded,
+        }  # fmt: skip
+        spans = {name: round(max(0.0, seconds), 3) for name, seconds in spans.items()}
+        words = (
+            f"back {now - self.loss['last']:.1f} s after the last step: the loss was seen after "
+            f"{spans['detection_s']:.1f} s, the ranks started in {spans['restart_s']:.1f} s, loaded step "
+            f"{result.step - 1} from {self.source} in {spans['load_s']:.1f} s and trained in {spans['step_s']:.1f} s"
+        )
+        notice(words)
+        write_event(self.folder, "recovered", words, result.step, source=self.source, **spans)
+        self.loss = None
+
+
+def _loss(env: Mapping[str, str]) -> Loss | None:
+    try:
+        loss: Loss = of_kind(parse_json(env[LOST]), Loss, LOST)
+    except (KeyError, ValueError):
+        return None
+    return loss
+
+
+class GarbageCollection(Hook):
+    """Collects after every `every`-th step on all ranks, and at no other time while it is entered. 0: Python decides.
+
+    Python collects when enough objects were made, which is at another moment on each rank, and every rank waits for the
+    one that does. What was built before training lives as long as the run, so it is frozen: no collection looks through
+    it again."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._was_enabled = self._was_frozen = False
+
+    def __enter__(self) -> GarbageCollection:
+        if self.every:
+            self._was_enabled, self._was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves the collector as it was found: `pretrain` may be called by a program that goes on."""
+        if not self.every:
+            return
+        if not self._was_frozen:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def after(self, result: StepResult, last: bool) -> None:
+        if self.every and result.step % self.every == 0:
+            gc.collect()

@@ -37,8 +37,6 @@ from meshwright.engine.step import ForwardStep, Trainer, validation_samples
 from meshwright.errors import UserError, notice, plural
 from meshwright.faults.bad_steps import BadSteps
 from meshwright.faults.corruption import ReplicaCheck
-from meshwright.faults.memory_saving import MemorySaving
-from meshwright.faults.recovery import Recovering
 from meshwright.faults.slow_ranks import SlowRanks
 from meshwright.launch.processes import enter, find_place, joined_place, leave
 from meshwright.launch.rank_process import end_with_launcher, name_rank
@@ -47,17 +45,18 @@ from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
 from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, model_folder
-from meshwright.record.fault_notes import FaultNotes
 from meshwright.record.run_folder import RunFolder, refuse_finished, what_is_lost
-from meshwright.record.run_notes import provenance, write_event
+from meshwright.record.run_notes import FaultNotes, provenance, write_event
 from meshwright.record.run_owner import owning
 from meshwright.record.speed import Speed
 from meshwright.run.adapting import Adapting
-from meshwright.run.garbage import GarbageCollection
 from meshwright.run.layers import LayerNorms
 from meshwright.run.loop import (
+    GarbageCollection,
     GivingUp,
+    MemorySaving,
     Recording,
+    Recovering,
     Saving,
     TimeLimit,
     TooManyFaults,
@@ -123,15 +122,8 @@ def pretrain(
     began = time.monotonic()
     if not isinstance(config, Config):
         config = load_config(config, sections=sections)
-    place = joined_place() or find_place()
-    check(config, place.world, TRAINING_RULES)
-    if place.launched:
-        end_with_launcher()
-        name_rank(place.rank, place.world, Path(config.run.dir).name)
-    comm = config.comm
-    device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
-    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
-    with watched(ctx.mesh, comm.timeout, device, own_world, folder=Path(config.run.dir) / "flight"):
+    ctx, own_world = join(config, process_groups)
+    with watched(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
         ctx, source = with_told_base(ctx, source)
         config = ctx.config
@@ -141,11 +133,24 @@ def pretrain(
         train_data, valid_data, _ = datasets_provider(ctx, samples)
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
-        about = About(watcher, hooks, speed_here(config, device, speed), provenance(device.name, command))
+        about = About(watcher, hooks, speed_here(config, ctx.device, speed), provenance(ctx.device.name, command))
         run(trainer, source, about, began)
     if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
         leave()
     return trainer
+
+
+def join(config: Config, process_groups: dict[str, Any] | None) -> tuple[Context, bool]:
+    """Join the job's other ranks. Return this rank's context, and True if the process group was made here."""
+    place = joined_place() or find_place()
+    check(config, place.world, TRAINING_RULES)
+    if place.launched:
+        end_with_launcher()
+        name_rank(place.rank, place.world, Path(config.run.dir).name)
+    comm = config.comm
+    device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
+    ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
+    return ctx, own_world
 
 
 def connect(ctx: Context) -> None:

@@ -24,7 +24,7 @@ from meshwright.errors import plural
 from meshwright.record.speed import RECENT, Pace, pace_of
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, seconds
-from meshwright.watch.run_parts import BAD, head, lined, phase_bar, rank_words, rate_words, sparkline
+from meshwright.watch.run_parts import BAD, RunView, head, lined, phase_bar, rank_words, rate_words, sparkline
 
 if TYPE_CHECKING:
     from meshwright.engine.context import Context
@@ -150,27 +150,23 @@ class Display:
             live.stop()
             atexit.unregister(self.close)
 
-    @property
-    def pace(self) -> Pace:
-        found = pace_of(*zip(*self.steps_seen, strict=True))
-        assert found is not None
-        return found
-
-    def seconds_left(self, pace: Pace) -> float:
-        assert self.last is not None
-        since = time.monotonic() - self.steps_seen[-1][3]
-        return max(0.0, pace.wall_s * (self.steps - self.last.step) - since)
+    def view(self, r: StepResult) -> tuple[RunView, Pace, str]:
+        """Return the values so far, the pace among them, and the time that is left in words."""
+        pace = pace_of(*zip(*self.steps_seen, strict=True))
+        assert pace is not None
+        view = RunView(r.step, self.steps, r.loss, r.grad_norm, pace, skipped=self.skipped)
+        return view, pace, clock(view.seconds_left(time.monotonic() - self.steps_seen[-1][3]) or 0.0)
 
     def _print(self, *pieces: str | tuple[str, str]) -> None:
         """Prints one line, above the live block if there is one."""
         show(self.console, Text.assemble(*pieces))
 
     def _plain_line(self, r: StepResult) -> str:
-        pace = self.pace
+        _, pace, left = self.view(r)
         parts = [
             f"step {r.step:>{len(str(self.steps))}}/{self.steps}", f"loss {decimals(r.loss, 4)}",
             f"norm {decimals(r.grad_norm, 2)}", f"lr {r.lr:.1e}", f"{count(pace.tokens_per_s)} tok/s",
-            *r.counted_words, *rate_words(r, pace), f"eta {clock(self.seconds_left(pace))}",
+            *r.counted_words, *rate_words(r, pace), f"eta {left}",
         ]  # fmt: skip
         if r.loss_scale is not None:
             parts.append(f"scale {count(r.loss_scale)}")
@@ -193,12 +189,12 @@ class Display:
                 words = f"0/{self.steps}  {self._first_step()} for {clock(elapsed)}".split(" ")
                 grid.add_row("step", lined(words, room, " "))
                 return grid
-            pace = self.pace
+            view, pace, left = self.view(r)
             speed = (
                 f"{count(pace.tokens_per_s)} tok/s", f"{seconds(pace.step_s)} per step", *r.counted_words,
                 *rate_words(r, pace), f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
             )  # fmt: skip
-            grid.add_row("step", self._step_bar(r, pace, elapsed, room))
+            grid.add_row("step", self._step_bar(view, f"{clock(elapsed)} gone, {left} left", room))
             grid.add_row("loss", self._loss_line(r, room))
             grid.add_row("speed", lined(speed, room))
             grid.add_row("update", lined(self._update(r), room))
@@ -209,16 +205,16 @@ class Display:
                 grid.add_row("ranks", lined(words, room))
         return grid
 
-    def _step_bar(self, r: StepResult, pace: Pace, elapsed: float, room: int) -> Table | Text:
+    def _step_bar(self, view: RunView, clocks: str, room: int) -> Table | Text:
         bar = Table.grid(padding=(0, 2, 0, 0), pad_edge=False, expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, overflow="ellipsis")
-        times = f"{percent(r.step / self.steps, 0)}  {clock(elapsed)} gone, {clock(self.seconds_left(pace))} left"
-        number = Text(f"{r.step:>{len(str(self.steps))}}/{self.steps}", "bold")
+        times = f"{percent(view.share, 0)}  {clocks}"
+        number = Text(f"{view.step:>{len(str(view.steps))}}/{view.steps}", "bold")
         if room < len(number) + len(times) + LEAST_BAR:
             return lined([number, *times.split("  ")], room, "  ")
-        bar.add_row(number, ProgressBar(self.steps, r.step, complete_style="bar", finished_style="bar"), times)
+        bar.add_row(number, ProgressBar(view.steps, view.step, complete_style="bar", finished_style="bar"), times)
         return bar
 
     def _loss_line(self, r: StepResult, room: int) -> Text:

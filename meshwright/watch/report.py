@@ -11,27 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
-from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, plural
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_for
-from meshwright.record.changes import layout_since
-from meshwright.record.run_folder import no_run, own_config
-from meshwright.record.run_notes import read_events
-from meshwright.record.speed import Pace, begins_of, pace_of
+from meshwright.record.run_folder import read_config
+from meshwright.record.run_notes import layout_since, read_events
+from meshwright.record.speed import begins_of, pace_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, layout_of
 from meshwright.spec.model.part import parameter_count
 from meshwright.spec.traffic.counts import COUNTED, LEARNED
 from meshwright.watch import planned
-from meshwright.watch.metrics_file import MetricsFile
+from meshwright.watch.metrics_file import MetricsFile, plain, thinned
 from meshwright.watch.read import is_number, numbers, read_lines, read_small, read_trace
-from meshwright.watch.run_parts import kind_words, layout_line, schedule_line
+from meshwright.watch.run_parts import RunView, kind_words, layout_line, schedule_line
 from meshwright.watch.state import alerts_of, state_of
-from meshwright.watch.thin import plain, thinned
 
 DETAILED = 240  # lines that are read whole, evenly spaced over the run
 COMPARED = 24  # of the detailed lines, those whose bytes are compared with the plan
@@ -48,23 +44,10 @@ class RunReport:
     def __init__(self, folder: str | Path, cluster: str | None = None) -> None:
         self.path, self.cluster = Path(folder), cluster
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
-        self.config_text = ""
-        self.config, self.config_text = self._read_config()
+        self.config, self.config_text = read_config(self.path)
         self._planned: tuple[Any, dict[str, Any]] | None = None
         self._known_bytes: dict[Any, dict[str, dict[str, int]]] = {}
         self._seen: tuple[Any, ...] = ()  # what the state was last found from
-
-    def _read_config(self) -> tuple[Config, str]:
-        file = self.path / "config.yaml"
-        if not file.is_file():
-            raise no_run(self.path)
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if text and text == self.config_text:
-            return self.config, text
-        raw = parse_yaml(text, str(file))
-        if not isinstance(raw, Mapping):
-            raise UserError(f"{file} holds no config: name the folder of a run")
-        return own_config(raw), text
 
     def version(self) -> tuple[Any, ...]:
         """Changes whenever one of the files does that the page is made from, and when a run falls silent or is gone,
@@ -83,28 +66,27 @@ class RunReport:
         return *found, state_of(self.path, *self._seen)["kind"]
 
     def document(self) -> dict[str, Any]:
-        self.config, self.config_text = self._read_config()
+        self.config, self.config_text = read_config(self.path, (self.config, self.config_text))
         self.metrics.refresh()
-        notes = read_small(self.path / "run.json")
-        events = [e for e in read_lines(self.path / "events.jsonl") if is_number(e.get("time"))]
-        lines = self.metrics.lines(DETAILED)
+        notes, lines = read_small(self.path / "run.json"), self.metrics.lines(DETAILED)
+        self.view = view = self._view(lines[-1] if lines else {})
         run: dict[str, Any] = {
             "name": self.path.resolve().name, "folder": str(self.path), "now": time.time(), "notes": notes,
-            "config": self.config_text, "layout": self._layout(notes), "events": events[-MOST_EVENTS:],
-            "progress": self._progress(lines, notes), "series": self._series(lines),
+            "config": self.config_text, "layout": self._layout(notes), "events": view.events[-MOST_EVENTS:],
+            "progress": self._progress(view, lines[-1] if lines else {}, notes), "series": self._series(lines),
             "details": _details(lines, self._recent_lines()), "validations": self._validations(),
             "layers": self._layers(), "ranks": self._ranks(notes), "sources": self._sources(notes),
             "trace": self._trace(),
         }  # fmt: skip
         hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
-        self._seen = (events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
+        self._seen = (view.events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
         run["state"] = state_of(self.path, *self._seen)
-        run["alerts"] = alerts_of(run, run["state"])
+        run["alerts"] = alerts_of(view, run["ranks"], run["state"], len(self.metrics))
         return run
 
     def _recent_lines(self) -> list[dict[str, Any]]:
         """The lines of the steps from which the speed is taken."""
-        pace = self.pace()
+        pace = self.view.pace
         return self.metrics.lines(pace.count, since=pace.first) if pace else []
 
     # The parts of the document.
@@ -133,31 +115,33 @@ class RunReport:
             found["schedule"] = schedule_line(self.config, layout)
         return found
 
-    def _progress(self, lines: list[dict[str, Any]], notes: Mapping[str, Any]) -> dict[str, Any]:
-        c, config, pace = self.metrics.columns, self.config, self.pace()
-        count, steps, last = len(self.metrics), config.train.steps, lines[-1] if lines else {}
-        step, good = int(c["step"][-1]) if count else 0, np.isfinite(c["loss"])
+    def _view(self, last: Mapping[str, Any]) -> RunView:
+        c, events = self.metrics.columns, read_events(self.path)
+        pace = pace_of(c["step"], c["tokens"], c["step_time_s"], c["time"], begins_of(events))  # type: ignore[arg-type]
+        return RunView(
+            int(c["step"][-1]) if len(self.metrics) else 0, self.config.train.steps, _last(c["loss"]),
+            _last(c["grad_norm"]), pace, _counted(last), int(np.nansum(c["skipped"])),
+            int((~np.isfinite(c["loss"]) & (c["skipped"] == 0)).sum()), events,
+        )  # fmt: skip
+
+    def _progress(self, view: RunView, last: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, Any]:
+        c, config, pace = self.metrics.columns, self.config, view.pace
         flops, mfu_of = _flops(last), (last.get("mfu") or 0.0) / (last.get("tflops") or 1.0)
         samples_s = float(np.nansum(c["global_batch"][pace.steps])) / (pace.step_s * pace.count) if pace else 0.0
         tflops = flops * samples_s / 1e12 if flops else None
         return {
-            "step": step, "steps": steps, "steps_done": count, "tokens": int(np.nansum(c["tokens"])),
-            "samples": consumed_after(config, step), "all_samples": consumed_after(config, steps),
-            "loss": _last(c["loss"]), "grad_norm": _last(c["grad_norm"]), "lr": _last(c["lr"]),
+            "step": view.step, "steps": view.steps, "steps_done": len(self.metrics),
+            "tokens": int(np.nansum(c["tokens"])), "samples": consumed_after(config, view.step),
+            "all_samples": consumed_after(config, view.steps),
+            "loss": view.loss, "grad_norm": view.grad_norm, "lr": _last(c["lr"]),
             "step_time_s": pace and pace.step_s, "tokens_per_s": pace and pace.tokens_per_s,
             "recent_steps": pace.count if pace else 0, "wall_s": pace and pace.wall_s,
             "tflops": tflops, "mfu": tflops * mfu_of if tflops and mfu_of else None,
-            "seconds_left": (steps - step) * pace.wall_s if pace else None,
-            "counted": _counted(last),
+            "seconds_left": view.seconds_left(), "counted": view.counted,
             "trained_s": float(np.nansum(c["step_time_s"])), "last_time": _last(c["time"]),
-            "skipped": int(np.nansum(c["skipped"])), "not_finite": int((~good & (c["skipped"] == 0)).sum()),
-            "flops_per_sample": _flops(last), "price_hour": self._price(notes),
+            "skipped": view.skipped, "not_finite": view.not_finite,
+            "flops_per_sample": flops, "price_hour": self._price(notes),
         }  # fmt: skip
-
-    def pace(self) -> Pace | None:
-        c = self.metrics.columns
-        begins = begins_of(read_events(self.path))
-        return pace_of(c["step"], c["tokens"], c["step_time_s"], c["time"], begins)  # type: ignore[arg-type]
 
     def _price(self, notes: Mapping[str, Any]) -> float | None:
         """Dollars an hour of all devices, where the cluster is known."""

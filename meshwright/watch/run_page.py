@@ -18,9 +18,8 @@ from rich.text import Text
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, plural
-from meshwright.record.fault_notes import KINDS
 from meshwright.record.run_folder import RunRecord, read_run, traffic_per_step
-from meshwright.record.run_notes import read_events
+from meshwright.record.run_notes import KINDS, read_events
 from meshwright.record.speed import pace_of_lines
 from meshwright.show.layout_drawing import written
 from meshwright.show.terminal import PLAIN_WIDTH, console_for, has_colour, is_terminal, printable, show
@@ -32,7 +31,7 @@ from meshwright.spec.model.part import parameter_count
 from meshwright.spec.schedule.kinds import placement_of
 from meshwright.spec.traffic.counts import COUNTED, LEARNED, PHASES
 from meshwright.watch.loss_curve import Point, curve, finite
-from meshwright.watch.run_parts import head, lined, phase_bar
+from meshwright.watch.run_parts import RunView, head, lined, phase_bar
 
 PAGE_LABEL_WIDTH = 12  # columns that the labels take
 MIN_WIDTH, MAX_WIDTH = 40, 120
@@ -86,7 +85,9 @@ def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> It
     yield _losses(train, valid)
     yield ""
     figures = _grid()
-    parts = (_speed(run), _seen(run), _links(run), _phases(run, width, look), _skipped(run), _faults(run))
+    events = read_events(run.path)
+    view = RunView(run.steps[-1]["step"], config.train.steps, pace=pace_of_lines(run.steps, events), events=events)
+    parts = (_speed(run, view), _seen(run), _links(run), _phases(run, width, look), _skipped(run), _faults(view))
     for label, text in itertools.chain(*parts):
         figures.add_row(Text(label, "dim"), text)
     yield figures
@@ -128,17 +129,17 @@ def _since(run: RunRecord) -> str:
     return f" since step {run.since:,}" if run.since else ""
 
 
-def _speed(run: RunRecord) -> Iterator[tuple[str, Text]]:
+def _speed(run: RunRecord, view: RunView) -> Iterator[tuple[str, Text]]:
     if not run.recent:
         yield "speed", Text(f"no step was finished since the layout changed at step {run.since:,}")
         return
-    pace = pace_of_lines(run.steps, read_events(run.path))
+    pace = view.pace
     assert pace is not None
     rate = pace.tokens_per_s
     per_rank = f"   {count(rate / run.world)} per rank" if run.world and run.world > 1 else ""
     steps = f"in the mean of the last {plural(pace.count, 'step')}" if pace.count > 1 else "in the last step"
-    yield "speed", Text.assemble((f"{count(rate)} tokens/s", "bold"), f"{per_rank}   {seconds(pace.step_s)} per step",
-                                 (f"   {steps}", "dim"))  # fmt: skip
+    speed = f"{per_rank}   {seconds(pace.step_s)} per step"
+    yield "speed", Text.assemble((f"{count(rate)} tokens/s", "bold"), speed, (f"   {steps}", "dim"))
 
 
 def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
@@ -165,9 +166,9 @@ def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]
         yield "" if look.terminal else "time", lined(legend, room, "  ")
 
 
-def _faults(run: RunRecord) -> Iterator[tuple[str, Text]]:
+def _faults(view: RunView) -> Iterator[tuple[str, Text]]:
     """What went wrong, the newest first."""
-    events = [event for event in read_events(run.path) if event.get("kind") in KINDS]
+    events = view.noted(*KINDS)
     for label, event in zip(["faults", *[""] * (MOST_FAULTS - 1)], reversed(events), strict=False):
         at = "" if event.get("step") is None else f"step {event['step']}: "
         yield label, Text(printable(f"{at}{event.get('text', '')}"), "bad")

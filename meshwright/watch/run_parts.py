@@ -1,10 +1,11 @@
-"""What the live display and the summary of a run share: the header, the sparkline and the bar of phases. No torch."""
+"""What the views of a run share: its values, the header, the sparkline and the bar of phases. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,34 @@ DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
 BARS = "▁▂▃▄▅▆▇█"
 BAD = "×"
 DOT = " · "
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The values that the live display, the summary, `status` and the page of a run show, each in its own way.
+    `counted` says what the loss is a mean over, where that is not all tokens."""
+
+    step: int
+    steps: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    pace: Pace | None = None
+    counted: str | None = None
+    skipped: int = 0
+    not_finite: int = 0
+    events: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def share(self) -> float:
+        return self.step / self.steps if self.steps else 0.0
+
+    def seconds_left(self, passed: float = 0.0, again: int = 0) -> float | None:
+        """Return the time to the last step, `passed` seconds after the newest one, if `again` steps are lost."""
+        return max(0.0, self.pace.wall_s * (self.steps - self.step + again) - passed) if self.pace else None
+
+    def noted(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """Return the events of these kinds."""
+        return [event for event in self.events if event.get("kind") in kinds]
 
 
 def head(config: Config, world: int | None, width: int, device: str = "") -> Table:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import plural
-from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK
+from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK
 from meshwright.record.run_owner import who_trains
+from meshwright.record.speed import BEGINS
 from meshwright.show.units import clock, percent
+from meshwright.watch.run_parts import RunView
 
 SLOW_RANK = 1.25  # times the median's computing, from which on a rank is named
 SILENT_STEPS, SILENT_S = 10, 60.0  # a run that wrote nothing for so many steps' time, and so long, is called silent
@@ -24,7 +26,7 @@ def state_of(
     """`kind` is running, silent, finished, stopped, hung, failed or gone; `text` says it in words. `last` is when the
     newest step ended."""
     trains, owner = who_trains(folder)
-    began = max((e["time"] for e in events if e.get("kind") in ("start", "resume")), default=0.0)
+    began = max((e["time"] for e in events if e.get("kind") in BEGINS), default=0.0)
     if hang and float(hang.get("time", 0.0)) > began and trains != "alive":
         return {"kind": "hung", "text": str(hang.get("text", ""))}
     ago = time.time() - last if last else None
@@ -33,7 +35,7 @@ def state_of(
         if ago is not None and ago > max(SILENT_S, SILENT_STEPS * step_s):
             return {"kind": "silent", "text": f"no step for {clock(ago)}; {where}"}
         return {"kind": "running", "text": where}
-    ending = next((e for e in reversed(events) if e.get("kind") in ("end", "failure", "start", "resume")), None)
+    ending = next((e for e in reversed(events) if e.get("kind") in ("end", "failure", *BEGINS)), None)
     kind, text = (str(ending.get("kind")), str(ending.get("text", ""))) if ending else ("", "")
     if kind == "failure":
         return {"kind": "failed", "text": text}
@@ -44,7 +46,7 @@ def state_of(
     return {"kind": "stopped", "text": "no process trains in this folder"}
 
 
-def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
+def alerts_of(view: RunView, ranks: Mapping[str, Any], state: Mapping[str, str], steps: int) -> list[Alert]:
     """What a person should look at, the worst first."""
     found: list[Alert] = []
 
@@ -53,22 +55,19 @@ def alerts_of(run: Mapping[str, Any], state: Mapping[str, str]) -> list[Alert]:
 
     if state["kind"] in ("hung", "failed", "gone", "silent"):
         add("bad", f"{state['kind']}: {state['text']}", "events")
-    progress = run["progress"]
-    if progress["not_finite"]:
-        add("bad", f"the loss was not finite in {plural(progress['not_finite'], 'step')}", "loss")
-    if progress["skipped"]:
-        share = percent(progress["skipped"] / max(1, progress["steps_done"]))
-        add("warn", f"{plural(progress['skipped'], 'step')} skipped ({share})", "loss")
+    if view.not_finite:
+        add("bad", f"the loss was not finite in {plural(view.not_finite, 'step')}", "loss")
+    if view.skipped:
+        add("warn", f"{plural(view.skipped, 'step')} skipped ({percent(view.skipped / max(1, steps))})", "loss")
     for kind, what in ((FAULT, "fault"), (BAD_STEP, "bad step"), (ROLLBACK, "rollback")):
-        if noted := [str(event.get("text", "")) for event in run["events"] if event.get("kind") == kind]:
-            add("bad" if kind == FAULT else "warn", f"{plural(len(noted), what)}, the last: {noted[-1]}", "events")
-    if slow := slow_rank(run["ranks"].get("busy_s") or []):
+        if noted := view.noted(kind):
+            last = f"{plural(len(noted), what)}, the last: {noted[-1].get('text', '')}"
+            add("bad" if kind == FAULT else "warn", last, "events")
+    if slow := slow_rank(ranks.get("busy_s") or []):
         add("warn", f"rank {slow[0]} {slow[1]}", "ranks")
-    restarts = sum(event.get("kind") == "restart" for event in run["events"])
-    if restarts:
-        add("warn", f"restarted {plural(restarts, 'time')}", "events")
-    lost = sum(int(event.get("lost") or 0) for event in run["events"] if event.get("kind") == "resume")
-    if lost:
+    if restarts := view.noted("restart"):
+        add("warn", f"restarted {plural(len(restarts), 'time')}", "events")
+    if lost := sum(event.get("lost", 0) for event in view.noted("resume")):
         add("info", f"{plural(lost, 'step')} trained again after resumes", "loss")
     return found
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from meshwright.config.sections import Config
 from meshwright.record.checkpoint_format import DamagedCheckpoint, checkpoint_folder, list_checkpoints, read_index
-from meshwright.record.fault_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.record.run_folder import complete_step
+from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, SLOW
 from meshwright.record.speed import BEGINS
 from meshwright.record.verify import verify_checkpoint
 from meshwright.watch.read import is_number, read_lines, read_small
@@ -45,8 +45,7 @@ def config_at(report: RunReport) -> Config:
 def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     """All that the screen shows. With `verify` every byte of the newest checkpoint is read and checked."""
     run, plan = report.document(), report.plan()
-    events = [e for e in read_lines(report.path / "events.jsonl") if is_number(e.get("time"))]
-    progress, planned, config = run["progress"], plan.get("step"), config_at(report)
+    view, progress, planned, config = report.view, run["progress"], plan.get("step"), config_at(report)
     alive = run["state"]["kind"] in ("running", "silent")
     keys = ("step", "steps", "loss", "grad_norm", "step_time_s", "tokens_per_s", "recent_steps", "counted", "mfu",
             "seconds_left", "skipped", "not_finite")  # fmt: skip
@@ -54,22 +53,20 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     found |= {"complete": complete_step(config) is not None, **{key: progress[key] for key in keys}}
     found["checkpoint"] = newest_checkpoint(config, verify)
     found["not_saved"] = 0 if alive else max(0, found["step"] - saved_step(config))
-    if found["not_saved"]:
-        found["seconds_left"] += found["not_saved"] * progress["wall_s"]
+    found["seconds_left"] = view.seconds_left(again=found["not_saved"])
     found["planned"] = _planned(planned, progress["tokens_per_s"])
     found["hint"] = plan.get("hint") or plan.get("why_not")
-    found["goodput"] = goodput(report, events, time.time() if alive else None, found["not_saved"])
-    found["restarts"] = sum(event.get("kind") == "restart" for event in events)
-    found["resumes"] = sum(event.get("kind") == "resume" for event in events)
-    found["trained_again"] = sum(int(e["lost"]) for e in events if is_number(e.get("lost")))
-    found["faults"] = faults_by_rank(events, read_small(report.path / "flight" / "hang.json"))
+    found["goodput"] = goodput(report, view.events, time.time() if alive else None, found["not_saved"])
+    found["restarts"], found["resumes"] = (len(view.noted(kind)) for kind in ("restart", "resume"))
+    found["trained_again"] = sum(event.get("lost", 0) for event in view.events)
+    found["faults"] = faults_by_rank(view.events, read_small(report.path / "flight" / "hang.json"))
     found["bad_steps"] = [
         {"time": e["time"], "step": e.get("step"), "kind": e["kind"], "text": str(e.get("text", ""))}
-        for e in events if e.get("kind") in (BAD_STEP, ROLLBACK)
+        for e in view.noted(BAD_STEP, ROLLBACK)
     ]  # fmt: skip
     slow = slow_rank(run["ranks"].get("busy_s") or [])
     found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
-    last = {str(event.get("rank")): str(event.get("text", "")) for event in events if event.get("kind") == SLOW}
+    last = {str(event.get("rank")): str(event.get("text", "")) for event in view.noted(SLOW)}
     found["slow"] = [text for text in last.values() if not text.endswith("again")]
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright import disk as files
+from meshwright import disk
 from meshwright.cli import main as command
 from meshwright.disk import check_writable, mistake_of, refused
 from meshwright.errors import UserError
@@ -86,7 +86,7 @@ def test_train_refuses_before_anything_starts(
 
 def test_files_that_commands_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"there is no folder {tmp_path}/no: make it, or choose another file"):
-        files.write(tmp_path / "no" / "page.html", lambda: "text")
+        disk.write(tmp_path / "no" / "page.html", lambda: "text")
 
     def half(path: Path, text: str, **options: Any) -> None:
         path.write_bytes(text[:1].encode())
@@ -94,7 +94,7 @@ def test_files_that_commands_write(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(UserError, match="the disk is full: free some space there"):
-        files.write(tmp_path / "page.html", lambda: "text")
+        disk.write(tmp_path / "page.html", lambda: "text")
     with (
         pytest.raises(UserError, match="the disk is full: free some space there"),
         written_aside(tmp_path / "to") as to,

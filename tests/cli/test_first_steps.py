@@ -16,8 +16,8 @@ from meshwright.cli.completion import bash, fish, zsh
 from meshwright.cli.main import COMMANDS, GROUPS, main, usage
 from meshwright.cli.train import write_event_of
 from meshwright.config.load import config_keys, load_config
+from meshwright.launch import this_machine
 from meshwright.launch.this_machine import best_layout, resolve, words_of
-from meshwright.plan import this_machine
 from meshwright.plan.cluster import load_cluster
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.show.units import size

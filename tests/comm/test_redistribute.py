@@ -1,21 +1,20 @@
-"""Redistributions and row moves on real ranks: values, gradients and bytes as planned."""
+"""Redistributions and rows of experts on real ranks: values, gradients and bytes as planned."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import all_to_all
-from meshwright.comm.redistribute import RowExchange, redistribute
+from meshwright.comm.redistribute import redistribute
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import Box
 from meshwright.spec.layout.redistribute import redistribution
-from meshwright.spec.layout.rows import RowMoves, by_key, contiguous, zigzag
+from meshwright.spec.layout.rows import by_key
 from tests.support.ranks import run_ranks
 
 SHAPE = (8, 6)
@@ -80,47 +79,6 @@ def test_boxes_move_and_their_gradients_return() -> None:
         for box in COLUMNS[rank]:
             total[at(box.start, box)] += torch.from_numpy(found["gradient"])[at(box.local_start, box)]
     assert (total - expected.grad).abs().max() < 1e-14, "summed over the holders of a box, the whole gradient"
-
-
-EXPERTS = [3, 0, 3, 3, 0, 1, 3, 0, 0, 3, 1, 0]  # rank 2 gets no row
-TABLES = {"zigzag": zigzag(12, 4), "experts": by_key(EXPERTS, 4)}
-
-
-def rows_moved(rank: int, world: int, name: str, compiled: bool) -> dict[str, Any]:
-    """Rows go to another table, are worked on there with weights by global row, and return."""
-    group = Mesh(Layout(world), rank).world
-    before, after = contiguous(12, world), TABLES[name]
-    exchange = RowExchange(RowMoves(before, after), group, torch.device("cpu"))
-
-    def layer(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = exchange(x)
-        return y, exchange.back(y * y * weight)
-
-    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-    x = numbers(12, 3)[before.held(rank)].requires_grad_()
-    with group.ledger.phase("forward"):
-        y, z = call(x, numbers(12, 3).cos()[after.held(rank)])
-    with group.ledger.phase("backward"):
-        (z * numbers(12, 3).exp()[before.held(rank)]).sum().backward()
-    return {
-        "right": torch.equal(y, numbers(12, 3)[after.held(rank)]), "z": z.detach().numpy(), "gradient": x.grad.numpy(),
-        "forward": counted(group, "forward"), "backward": counted(group, "backward"),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "compiled"), [("zigzag", False), ("experts", False), ("experts", True)])
-def test_rows_move_and_return(name: str, compiled: bool) -> None:
-    x = numbers(12, 3).requires_grad_()
-    z = x * x * numbers(12, 3).cos()
-    (z * numbers(12, 3).exp()).sum().backward()
-    before, after = contiguous(12, 4), TABLES[name]
-    there, back = RowMoves(before, after).sent_bytes(3 * 8), RowMoves(after, before).sent_bytes(3 * 8)
-    for rank, found in enumerate(run_ranks(4, rows_moved, name, compiled)):
-        assert found["right"]
-        np.testing.assert_allclose(found["z"], z.detach()[before.held(rank)], rtol=1e-15)
-        np.testing.assert_allclose(found["gradient"], x.grad[before.held(rank)], rtol=1e-14)
-        payload = 3 * 8 * (3 + int(after.counts[rank]))
-        assert found["forward"] == found["backward"] == (2, payload, there[rank] + back[rank])
 
 
 # The expert of each row, by rank; two experts per rank, and nobody wants 4 to 6.

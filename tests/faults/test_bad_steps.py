@@ -17,13 +17,12 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
-from meshwright.engine.gate import Gate
-from meshwright.engine.losses import Normalisation, StepSums
+from meshwright.engine.losses import Gate, Normalisation, StepSums
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.result import StepResult
 from meshwright.faults.bad_steps import BadSteps, Place, Window
-from meshwright.record.fault_notes import KINDS, FaultNotes
 from meshwright.record.run_folder import read_run
+from meshwright.record.run_notes import KINDS, FaultNotes
 from meshwright.watch.run_page import summary
 from tests.faults.planted import Fault, events, lines, numbers, run
 from tests.support.ranks import run_ranks

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from meshwright.engine.gate import Gate
+from meshwright.engine.losses import Gate
 from meshwright.engine.marks import Marks
 from meshwright.engine.step import Trainer
 from meshwright.faults import corruption

@@ -17,8 +17,8 @@ import pytest
 from meshwright.config.faults import FaultsConfig
 from meshwright.engine.result import StepResult
 from meshwright.faults.slow_ranks import SlowRanks
-from meshwright.record.fault_notes import FaultNotes
 from meshwright.record.rank_figures import RankFigures
+from meshwright.record.run_notes import FaultNotes
 from meshwright.spec.layout import Layout
 from tests.checkpoint.runs import steps as steps_of
 from tests.faults.planted import events, run

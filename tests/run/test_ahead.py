@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.engine.gate import Gate
-from meshwright.engine.losses import Normalisation, StepSums
+from meshwright.engine.losses import Gate, Normalisation, StepSums
 from meshwright.run.loop import Ahead
 
 

@@ -14,7 +14,7 @@ import pytest
 from meshwright.engine.hooks import Hook
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.errors import UserError
-from meshwright.run.garbage import GarbageCollection
+from meshwright.run.loop import GarbageCollection
 from meshwright.run.pretrain import pretrain
 from tests.checkpoint.runs import tiny
 from tests.support.oracle import made_for, small_config

@@ -1,4 +1,4 @@
-"""Row tables against definitions by counting, and their moves against the redistribution of the same rows as boxes."""
+"""Row tables against definitions by counting."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.layout.redistribute import redistribution
 from meshwright.spec.layout.rows import (
     ORDERS,
-    RowMoves,
     RowTable,
     balance,
     by_documents,
@@ -20,7 +18,6 @@ from meshwright.spec.layout.rows import (
     causal_work,
     contiguous,
     evened,
-    packed,
     striped,
     zigzag,
 )
@@ -147,42 +144,9 @@ def test_sorting_by_key_is_stable(experts: list[int], cut: tuple[int, int]) -> N
         assert {experts[row] // per_rank for row in table.held(rank)} <= {rank}
 
 
-@given(LENGTHS, st.integers(40, 100))
-def test_packing_keeps_documents_whole(lengths: list[int], capacity: int) -> None:
-    table = packed(lengths, capacity)
-    assert table.counts.max() <= capacity
-    begin = 0
-    for length in lengths:
-        if length:
-            owner = int(table.owners[begin])
-            at = table.held(owner).tolist().index(begin)
-            assert table.held(owner)[at : at + length].tolist() == list(range(begin, begin + length))
-        begin += length
-    fullest = sorted(table.counts.tolist())
-    assert len(fullest) < 2 or fullest[0] + fullest[1] > capacity, "no two holders could be one"
-
-
-@given(two_tables(), st.sampled_from([(), (3,)]))
-def test_moves_are_a_redistribution_of_rows(both: tuple[RowTable, RowTable], tail: tuple[int, ...]) -> None:
-    before, after = both
-    moves = RowMoves(before, after)
-    wire = [before.held(rank)[moves.sends(rank)] for rank in range(before.ranks)]
-    ends = np.cumsum(moves.counts, axis=1)
-    for target in range(after.ranks):
-        pieces = [wire[s][ends[s][target] - moves.counts[s][target] : ends[s][target]] for s in range(before.ranks)]
-        assert np.concatenate(pieces)[moves.arrivals(target)].tolist() == after.held(target).tolist()
-    width = 3 if tail else 1
-    owners = [[table.boxes(rank, tail) for rank in range(table.ranks)] for table in both]
-    plan = redistribution(owners[:1], owners[1:])
-    assert [sum(plan.sent_counts(rank)) for rank in range(before.ranks)] == moves.sent_bytes(width)
-    assert plan.counts == (moves.counts * width).tolist()
-
-
 def test_a_million_rows_are_quick() -> None:
     begin = time.process_time()
     rows = 1 << 20
     table = by_documents([rows // 1024] * 1024, 16)
-    moves = RowMoves(contiguous(rows, 16), table)
-    assert sum(moves.sent_bytes(2)) == 2 * (rows - int(np.trace(moves.counts)))
     assert balance(table.totals(causal_work(rows))) == 1.0
     assert time.process_time() - begin < 3.0

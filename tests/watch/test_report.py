@@ -18,11 +18,9 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.engine.result import StepResult
-from meshwright.watch.metrics_file import _FRONT, MetricsFile
-from meshwright.watch.page import page, policy
+from meshwright.watch.metrics_file import _FRONT, MOST_POINTS, MetricsFile, thinned
 from meshwright.watch.report import RunReport
-from meshwright.watch.server import Runs, Server, whole_page
-from meshwright.watch.thin import MOST_POINTS, thinned
+from meshwright.watch.server import Runs, Server, page, policy, whole_page
 from tests.watch.made import WORLD, add_event, faulty, healthy, line_of, relaid, resumed
 
 

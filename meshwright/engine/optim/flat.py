@@ -3,7 +3,7 @@ model, each rank on the shares that it owns. The arithmetic is the rule's (`engi
 
 fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
 update. Where both are on the device, a bf16 weight is one half of its master and the states hold the other
-(`engine/sharding/remainders.py`). Updates are computed in fp32 (fp64 for fp64), whatever precision the states are stored in,
+(`engine/sharding/remainders.py`). Updates are computed in fp32 (fp64 for fp64), whatever the states are stored in,
 and wherever. The gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
 """
 

@@ -38,11 +38,13 @@ from meshwright.engine.sharding.buffers import (
 )  # fmt: skip
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
 from meshwright.engine.sharding.reduction import EveryMicroBatch, OncePerStep
-from meshwright.engine.sharding.weights import WeightGatherer, find_units, number_units
+from meshwright.engine.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
 from meshwright.errors import UserError
 from meshwright.nn.weight_grad import Sink, SinkTable, VectorGradients
 from meshwright.spec.traffic.ledger import Ledger
 from meshwright.spec.traffic.placement import Split, copy_axis, shard_axes
+
+OwnWeight = tuple[dict[str, Tensor], Slot]  # the handles of a layer, and where its weight lies
 
 NORM_PIECE = 1 << 15
 
@@ -96,16 +98,21 @@ class DataParallel:
                 self.weights.copies.keep(buffer, mesh.group(name))
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
-        slots = {at: slot for at, slot in slots.items() if slot.record.trained}
-        own_weights = list(_own_weights(modules, slots))
+        self._take_gradients(units, list(_own_weights(modules, slots)), overlap.gradients)
+        # Called with this rank's own gradients of a bucket, before they are summed.
+        self.reduces: Callable[[Bucket, Tensor], None] = lambda bucket, grads: None
+        reducer.prepare(self.trained)
+
+    def _take_gradients(self, units: list[GatedUnit], own_weights: list[OwnWeight], overlaps: bool) -> None:
+        """Give every trained parameter the sink that its gradients go into."""
         # Contributions per micro-batch: one from each layer that adds its own; autograd makes one to those not listed.
         uses = Counter(id(slot.parameter) for _, slot in own_weights)
         # The chunk whose backward is the last that can fill a foreign module's bucket: the first, so it is set last.
         late = {id(b): unit.chunk for unit in reversed(units) if unit.foreign for b in unit.buckets}
         whole = [bucket for bucket in self.buckets if bucket.stage < 2]
-        self._once = OncePerStep(whole, self._launch, overlap.gradients)
+        self._once = OncePerStep(whole, self._launch, overlaps)
         scattered = [bucket for bucket in self.buckets if bucket.stage >= 2]
-        self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlap.gradients)
+        self._each = EveryMicroBatch(scattered, self._launch, uses, late, overlaps)
         self.sinks, self._vectors = SinkTable(), VectorGradients()
         first = {id(b): unit for unit in reversed(units) for b in unit.buckets}
         # Stage 3's gathers already need all ranks to run the same units in the same order. Stage 2 must not.
@@ -122,9 +129,6 @@ class DataParallel:
                 slot.parameter.register_post_accumulate_grad_hook(partial(_take_gradient, add, slot.sink))
         for handles, slot in own_weights:
             handles["weight"] = slot.sink.handle
-        # Called with this rank's own gradients of a bucket, before they are summed.
-        self.reduces: Callable[[Bucket, Tensor], None] = lambda bucket, grads: None
-        reducer.prepare(self.trained)
 
     def groups(self, buffer: FlatBuffer) -> DataGroups:
         """Returns the groups over which a buffer's gradients are summed."""
@@ -299,9 +303,9 @@ def _take_gradient(add: Callable[[Sink, Tensor], None], sink: Sink, parameter: T
         add(sink, grad)
 
 
-def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterable[tuple[dict[str, Tensor], Slot]]:
-    """Yields the weights of layers that add their own weight gradients, each with its layer's handles."""
+def _own_weights(modules: Sequence[nn.Module], slots: dict[int, Slot]) -> Iterator[OwnWeight]:
+    """Yield the trained weights of layers that add their own weight gradients, each with its layer's handles."""
     for layer in (layer for module in modules for layer in module.modules()):
         sinks, weight = getattr(layer, "sinks", None), getattr(layer, "weight", None)
-        if isinstance(sinks, dict) and id(weight) in slots:
-            yield sinks, slots[id(weight)]
+        if isinstance(sinks, dict) and (slot := slots.get(id(weight))) and slot.record.trained:
+            yield sinks, slot

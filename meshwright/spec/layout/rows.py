@@ -1,21 +1,18 @@
 """Row tables: which rank of a group holds which rows (tokens) of a tensor, as a permutation. No torch.
 
 A row table lays the ranks' rows end to end: `order` lists the global number of each row in that arrangement, and
-`counts` says how many rows each rank holds; the counts may differ. Context parallelism, sorting rows by expert and
-packing documents are all such tables, and moving from one table to another is one all_to_all (`RowMoves`).
+`counts` says how many rows each rank holds; the counts may differ. Context parallelism and sorting
+rows by expert are such tables.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from meshwright.spec.layout.params import Box
 
 Integers = NDArray[np.int64]
 
@@ -59,17 +56,6 @@ class RowTable:
         """Sums `work` (one integer per global row) over each rank's rows."""
         sums = np.concatenate([[0], np.cumsum(np.asarray(work, np.int64)[self.order])])
         return np.diff(sums[self.starts])
-
-    def boxes(self, rank: int, tail: tuple[int, ...] = ()) -> tuple[Box, ...]:
-        """Returns a rank's rows as boxes of the tensor [rows, *tail]: one box per run of consecutive rows."""
-        rows = self.held(rank)
-        begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-        lengths = np.diff(np.append(begins, len(rows)))
-        zeros = (0,) * len(tail)
-        return tuple(
-            Box((int(rows[at]), *zeros), (int(length), *tail), (int(at), *zeros))
-            for at, length in zip(begins, lengths, strict=True)
-        )
 
 
 def balance(loads: ArrayLike) -> float:
@@ -152,51 +138,3 @@ ORDERS: dict[str, Callable[[int, int, Sequence[int]], RowTable]] = {
 def causal_pairs(order: str, rows: int, ranks: int) -> Integers:
     """Counts, by rank, the pairs of a query and a key that it sees in a text of so many rows."""
     return ORDERS[order](rows, ranks, [rows]).totals(causal_work(rows))
-
-
-def packed(lengths: Sequence[int], capacity: int) -> RowTable:
-    """Packs whole documents into as few sequences of `capacity` rows as best-fit decreasing finds. The ranks of this
-    table are the sequences of a batch; rows that a sequence lacks to `capacity` are padding."""
-    assert max(lengths, default=0) <= capacity, f"a document is longer than {capacity} rows"
-    room: list[tuple[int, int]] = []  # the free rows of each sequence, and its number; sorted
-    sequence = np.zeros(len(lengths), np.int64)
-    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
-        at = bisect.bisect_left(room, (lengths[document], 0))
-        free, number = room.pop(at) if at < len(room) else (capacity, len(room))
-        bisect.insort(room, (free - lengths[document], number))
-        sequence[document] = number
-    return by_key(np.repeat(sequence, lengths), len(room))
-
-
-@dataclass(frozen=True, eq=False)
-class RowMoves:
-    """What moving the rows of one tensor from table `before` to table `after` sends, by one all_to_all."""
-
-    before: RowTable
-    after: RowTable
-
-    def __post_init__(self) -> None:
-        assert len(self.before.order) == len(self.after.order) and self.before.ranks == self.after.ranks
-
-    @cached_property
-    def counts(self) -> Integers:
-        """Rows by (from rank, to rank)."""
-        n = self.before.ranks
-        pairs = self.before.owners * n + self.after.owners
-        return np.bincount(pairs, minlength=n * n).reshape(n, n).astype(np.int64)
-
-    def sends(self, rank: int) -> Integers:
-        """Returns a rank's local rows in the order in which it sends them: by receiver, then by place there."""
-        return np.argsort(self.after.inverse[self.before.held(rank)])
-
-    def arrivals(self, rank: int) -> Integers:
-        """Returns, for each row that a rank will hold, its place among those that arrive, which lie by sender."""
-        arrived = np.argsort(self.before.owners[self.after.held(rank)], kind="stable")
-        places = np.empty_like(arrived)
-        places[arrived] = np.arange(len(arrived))
-        return places
-
-    def sent_bytes(self, row_bytes: int) -> list[int]:
-        """Returns the bytes that each rank sends to others; what it keeps does not count."""
-        others = self.counts.sum(axis=1) - np.diagonal(self.counts)
-        return [int(rows) * row_bytes for rows in others]

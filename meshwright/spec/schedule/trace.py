@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.schedule.simulate import Simulation
@@ -57,6 +57,17 @@ class Recorder:
         self.device.synchronize()
         read = self.clock.read
         return [Span(self.rank, track, name, read(a), read(b), args) for track, name, a, b, args in self._marks]
+
+    def packed(self) -> bytes:
+        """Return all that was recorded, to be sent to another rank."""
+        return json.dumps([asdict(span) for span in self.spans()]).encode()
+
+
+def unpacked(texts: Iterable[bytes]) -> list[Span]:
+    """Return the spans that several recorders packed, from the first of them on."""
+    spans = [Span(**fields) for text in texts for fields in json.loads(text)]
+    first = min(span.start for span in spans)
+    return [replace(span, start=span.start - first, end=span.end - first) for span in spans]
 
 
 def span_name(action: Action) -> str:
