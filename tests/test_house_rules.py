@@ -30,9 +30,10 @@ DISTRIBUTED = {
 # A room imports only from rooms below it. `data` needs only the errors, also the disk's, and the reader of JSON; `show`
 # is given what it draws; `plan` reads the plain parts of all below it.
 LEVELS = {
-    "errors": 0, "outside": 1, "disk": 1, "device": 2, "layout": 2, "schedule": 2, "data": 2, "kernels": 2, "parts": 3,
-    "config": 3, "comm": 4, "nn": 5, "models": 6, "pipeline": 7, "sharding": 7, "optim": 8, "checkpoint": 9,
-    "train": 10, "show": 11, "plan": 12, "dryrun": 13, "watch": 13, "bench": 14, "cli": 15, "__main__": 16,
+    "errors": 0, "outside": 1, "disk": 1, "plugins": 1, "device": 2, "layout": 2, "schedule": 2, "data": 2,
+    "kernels": 2, "parts": 3, "config": 3, "comm": 4, "nn": 5, "models": 6, "pipeline": 7, "sharding": 7, "optim": 8,
+    "checkpoint": 9, "train": 10, "show": 11, "plan": 12, "dryrun": 13, "watch": 13, "bench": 14, "cli": 15,
+    "__main__": 16,
 }  # fmt: skip
 
 WITHOUT_TORCH = [

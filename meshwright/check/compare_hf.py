@@ -170,7 +170,7 @@ def _written(
     context, answer = list(ids), [model.t5.start]
     wrote: list[int] = []
     for number in range(room):
-        if model.kind == "t5":
+        if model.kind_facts.is_encoder_decoder:
             logits = theirs(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0, -1]
         else:
             logits = theirs(input_ids=torch.tensor([context])).logits[0, -1]

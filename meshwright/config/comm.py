@@ -186,11 +186,6 @@ class CommConfig:
                 "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
                 "comm.links.network_gb_s (meshwright comm bench measures them)"
             )
-        if self.algorithm.dp != "torch" and self.reduce.compresses:
-            raise UserError(
-                f"comm.algorithm={self.algorithm.dp} sums gradients as they are, and {self.reduce.words} compresses "
-                "them: set comm.algorithm=torch, or leave the other out"
-            )
 
     @property
     def known_links(self) -> LinkConfig:

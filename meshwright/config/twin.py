@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.config.data import PACKED
 from meshwright.config.load import config_from, load_config, set_key, to_mapping
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.sections import (
@@ -54,7 +53,7 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     width = BLOCK if tune.quantise != "none" else 8
     model = small_model(config, layout, width)
     tune = replace(tune, base=f"{TWIN_BASES}{name}", rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
-    talks = config.objective in PACKED
+    talks = config.objective_facts.packed
     micro = 2 if config.train.micro_batch > 1 else 1
     unit = dp * layout.replicas * micro
     batch = unit * MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
@@ -132,7 +131,7 @@ def small_model(config: Config, layout: LayoutConfig, unit: int = 8) -> ModelCon
 
 def _target_tokens(config: Config, tp: int) -> int:
     """Return the tokens of a T5's targets in samples of SEQ tokens, rounded up to what tp divides; 0 for others."""
-    if config.model.kind != "t5":
+    if not config.model.kind_facts.is_encoder_decoder:
         return 0
     spans = config.data.spans
     target = span_lengths(tokens_for(SEQ, spans.share, spans.mean), spans.share, spans.mean)[1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -105,13 +105,12 @@ def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | Rand
     rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)
     held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
-    if c.objective == "masked":
-        return RandomMasked(c.model, held, first)
-    if c.objective == "blanks":
-        return RandomBlanks(c.model, held, first)
-    if c.objective == "spans":
-        return RandomSpans(c.model, held, first)
-    return RandomTokens(held, c.model.seq, first, sorted(more))
+    if c.objective_facts.splits_documents:
+        return RandomTokens(held, c.model.seq, first, sorted(more))
+    kinds: dict[str, Callable[..., RandomMasked | RandomSpans | RandomBlanks]] = {
+        "masked": RandomMasked, "blanks": RandomBlanks, "spans": RandomSpans,
+    }  # fmt: skip
+    return kinds[c.objective](c.model, held, first)
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:

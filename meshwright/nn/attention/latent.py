@@ -13,7 +13,7 @@ from meshwright.nn.attention.core import attention_core, run_core
 from meshwright.nn.attention.documents import Documents
 from meshwright.nn.attention.rotary import rotate
 from meshwright.nn.linear import Linear
-from meshwright.nn.norm import Norm
+from meshwright.nn.norm import Norm, RMSNorm
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, records_under
 from meshwright.spec.model import gpt
@@ -32,7 +32,7 @@ class LatentAttention(nn.Module):
             return Linear(parallel, records[f"{key}.weight"], None, cut)  # type: ignore[arg-type]
 
         def norm(key: str, width: int) -> Norm:
-            return Norm(parallel, gpt.NormPart("rmsnorm", width, part.norm_eps), records_under(records, key))
+            return RMSNorm(parallel, gpt.NormPart("rmsnorm", width, part.norm_eps), records_under(records, key))
 
         self.q_a = linear("q_a", "whole") if part.q_rank else None
         self.q_a_norm = norm("q_a_norm", part.q_rank) if part.q_rank else None
