@@ -107,7 +107,7 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     if grid := config.layout.grid:  # which deals sequences to some of its ranks and heads to others
         tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
-    if cp > 1 and config.context_kind in ("ring", "gather"):
+    if cp > 1 and not config.context_plan.inner:
         return partial(_each, _pieces(config, device, dtype, heads, kv))
     if cp > 1:
         heads, kv = heads // cp, max(1, kv // cp)
@@ -139,7 +139,7 @@ def _pieces(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: 
     m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
     given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
-    ring = config.context_kind == "ring"
+    ring = config.context_plan.passes
     sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
     k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))

@@ -13,6 +13,7 @@ from meshwright.config.sections import RecomputeConfig
 from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams
+from meshwright.spec.layout.context import ContextPlan
 from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 
 
@@ -20,21 +21,22 @@ from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
     ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
-    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp."""
+    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp. `alike`:
+    experts are divided over the same ranks as everything else (`Coordinate.cuts_experts_alike`)."""
 
     etp: Group
     ep: Group
     sequence: Group
     cp: Group
+    alike: bool
     by_node: ByNode | None = None
 
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that hold different tokens of the same sequences: `inner` ones exchange heads for tokens, `outer` ones
-    share keys and values, by a `kind` of way: gather or ring."""
+    """The ranks that hold different tokens of the same sequences, along the two axes of a plan."""
 
-    kind: str
+    plan: ContextPlan
     inner: Group
     outer: Group
 
