@@ -197,7 +197,7 @@ def documents_moved(trainer: Trainer) -> float | None:
     ctx, config = trainer.ctx, trainer.ctx.config
     if not (config.data.reset_attention or config.objective_facts.packed):
         return None
-    paired = config.objective_facts.judges_answers and config.tune.loss != "kto"
+    paired = config.objective_facts.judges_answers and not config.tune.judges_each
     losses = []
     for changed in (False, True):
         data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)

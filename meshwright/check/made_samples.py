@@ -157,7 +157,7 @@ def samples_for(config: Config) -> Any:
     """Returns random samples with the fields, masks and documents that the data of a config have."""
     m = config.model
     if config.objective_facts.judges_answers:
-        return Fields(MadeAnswers(m.vocab, m.seq, config.tune.loss == "kto"), config)
+        return Fields(MadeAnswers(m.vocab, m.seq, config.tune.judges_each), config)
     if config.objective_facts.splits_documents:
         return Fields(MadeTokens(m.vocab, m.seq, segments=True), config)
     return Fields(made_for(config), config)

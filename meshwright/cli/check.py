@@ -179,7 +179,7 @@ def check_memory(alone: Config) -> None:
     from meshwright.device import Device, host_memory_bytes
 
     device = Device.find(alone.run.device)
-    on_host = device.kind == "cpu"
+    on_host = device.is_cpu
     room = host_memory_bytes() if on_host else device.memory_bytes()
     needed = largest(checked_job(alone, 1)).peak
     if needed > room:

@@ -156,6 +156,11 @@ class AlgorithmConfig:
     dp: Summing = "torch"  # sums of gradients over the data axes: dp, cp, and edp of experts
     ep: Exchanging = "torch"  # exchanges of rows among experts: at once, or first inside a node and then between nodes
 
+    @property
+    def sums_itself(self) -> bool:
+        """Whether gradients are summed by an algorithm of ours instead of torch's collective."""
+        return self.dp != "torch"
+
     @classmethod
     def from_word(cls, word: str) -> AlgorithmConfig:
         sums, exchanges = get_args(Summing), get_args(Exchanging)

@@ -300,12 +300,12 @@ def eval_divides(c: Config, world: int) -> Iterator[str]:
 def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
     """The ranks of a node must divide what `zero` shards evenly, and offloaded parameters need stage 3."""
     offload = c.zero.offload
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size > world:
+    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size > world:
         yield (
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
+    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size:
         try:
             node_parts(axes_layout(c, world))
         except UserError as error:

@@ -356,6 +356,11 @@ class ZeroConfig:
     shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
+    @property
+    def stays_in_node(self) -> bool:
+        """Whether states are divided inside each node, and copied across nodes."""
+        return self.shard_group == "node"
+
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise UserError(f"zero.stage={self.stage} is not one of 0, 1, 2, 3")
@@ -395,6 +400,11 @@ class LRConfig:
         if not isinstance(self.warmup, str):
             not_negative("lr", self, "warmup")
 
+    @property
+    def decays_last(self) -> bool:
+        """Whether the rate stays at its peak until the last steps."""
+        return self.schedule == "wsd"
+
     def warmup_steps(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of `steps` steps. A share above zero is at least one step."""
         if not isinstance(self.warmup, str):
@@ -422,6 +432,11 @@ class RecomputeConfig:
                 f"recompute.offload=true moves the inputs of recomputed blocks, and recompute.mode={self.mode} "
                 "recomputes none: set recompute.mode=full"
             )
+
+    @property
+    def core(self) -> bool:
+        """Whether the attention core alone is recomputed."""
+        return self.mode == "selective"
 
     @property
     def blocks(self) -> int:
@@ -549,7 +564,7 @@ class Config:
     @property
     def monitored(self) -> tuple[str, ...]:
         """The names of the values that every step of a model of ours reports beside its loss."""
-        return (BETTER,) if self.objective_facts.judges_answers and self.tune.loss != "kto" else ()
+        return (BETTER,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
 
     @property
     def context_kind(self) -> str:

@@ -57,7 +57,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
     begin = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(fake_world(rank, world))
-        dry = inside.enter_context(MetaMode(not is_host(config, device))) if device.kind == "meta" else None
+        dry = inside.enter_context(MetaMode(not is_host(config, device))) if device.is_meta else None
         trainer = make_rank(config, world, rank, device)
         built = time.perf_counter()
         most, step_s = _timed_steps(trainer) if dry is None else (_dry_step(trainer, dry), None)
@@ -74,11 +74,11 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
 def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     """Builds the trainer of one rank inside its `fake_world`."""
     # A device draws its own weights, unsharded at first: the host would take hours to draw those of a large model.
-    ctx = build_context(config, rank, world, device, trains=device.kind == "meta")
+    ctx = build_context(config, rank, world, device, trains=device.is_meta)
     stand_in(ctx.mesh)
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
-    if device.kind == "meta" and is_host(config, device):
+    if device.is_meta and is_host(config, device):
         _keep_host_states(trainer)
     # The tensor-parallel rank that would broadcast the samples may not be there.
     trainer.train_batches.reads = trainer.train_batches.sends = True

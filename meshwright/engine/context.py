@@ -114,7 +114,7 @@ def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
 def is_host(config: Config, device: Device) -> bool:
     """Whether a run's device is a CPU. A dry run, on `meta`, is of the device that the config names, so that it keeps
     what the real run keeps."""
-    return (config.run.device if device.kind == "meta" else device.kind) == "cpu"
+    return (config.run.device if device.is_meta else device.kind) == "cpu"
 
 
 def fuses(config: Config, device: Device) -> bool:
@@ -124,7 +124,7 @@ def fuses(config: Config, device: Device) -> bool:
 
 def compiles(config: Config, device: Device) -> bool:
     """Whether blocks are compiled."""
-    return device.kind != "meta" and fuses(config, device)
+    return not device.is_meta and fuses(config, device)
 
 
 def products_of(config: Config) -> str:

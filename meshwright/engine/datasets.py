@@ -156,7 +156,7 @@ def packed_of(config: Config) -> list[PackedStream | None]:
     d, m = config.data, config.model
     if d.weights:
         raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
-    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.loss == "kto" else {"pairs"}
+    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.judges_each else {"pairs"}
     placed = m.numbers_positions
     return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
 

@@ -108,6 +108,10 @@ def initialise(module: nn.Module, seed: int) -> None:
             draw_parameter(record, parameter, seed)
 
 
+# By the kind of `Init`; None where the module has set its values itself. Normal ones are drawn on top.
+FIRST_VALUES = {"ones": 1.0, "zeros": 0.0, "normal": 0.0, "given": None, "placed": None}
+
+
 @torch.no_grad()
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """Sets a parameter's first values, which follow from the seed and its global name alone."""
@@ -117,8 +121,9 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
         out.copy_(pack(values))
         return
     kind = record.init.kind
-    if kind not in ("given", "placed"):
-        out.fill_(1.0 if kind == "ones" else 0.0)
+    value = FIRST_VALUES[kind]
+    if value is not None:
+        out.fill_(value)
     if kind != "normal" or out.is_meta:
         return
     generator = torch.Generator()

@@ -55,7 +55,7 @@ class Job:
         job = replace(self, config=replace(self.config, **changed))
         if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
             same = ["chunks", "representative_ranks", "known", "model", "batch", "placement"]
-            parted = self.config.zero.shard_group == "node" or self.config.comm.gather.node_copy
+            parted = self.config.zero.stays_in_node or self.config.comm.gather.node_copy
             same += [] if parted else ["layout", "at"]
             vars(job).update({name: getattr(self, name) for name in same})
         return job

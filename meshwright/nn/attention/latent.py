@@ -39,7 +39,7 @@ class LatentAttention(nn.Module):
         self.q_b = linear("q_b" if part.q_rank else "q", "column")
         self.kv_a, self.kv_a_norm = linear("kv_a", "whole"), norm("kv_a_norm", part.kv_rank)
         self.kv_b, self.out = linear("kv_b", "column"), linear("out", "row")
-        self.recompute_core = parallel.recompute.mode == "selective"
+        self.recompute_core = parallel.recompute.core
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)

@@ -329,7 +329,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     )  # fmt: skip
     if config.comm.algorithm.ep == "hierarchical" and c.ep > 1:
         layout = replace(layout, parts=(*layout.parts, *exchange_parts(layout)))
-    if config.zero.stage and config.zero.shard_group == "node":
+    if config.zero.stage and config.zero.stays_in_node:
         return replace(layout, parts=(*layout.parts, *node_parts(layout)))
     if config.zero.stage == 3 and config.comm.gather.node_copy:
         return replace(layout, parts=(*layout.parts, *node_parts(layout, NODE_COPY)))
