@@ -27,7 +27,7 @@ from meshwright.spec.model.tuning import is_adapter
 def config_in(index: Index) -> Config:
     """Returns the config of a checkpoint as far as it says what the model is and how it is adapted."""
     run = {"plugins": index.config.get("run", {}).get("plugins", ())}
-    said = {name: index.config[name] for name in ("model", "tune")}
+    said = {name: index.config[name] for name in ("model", "tune") if name in index.config}
     return config_from({**said, "data": {"prefixes": ["none"]}, "run": run})
 
 
