@@ -27,8 +27,8 @@ from meshwright.spec.model.tuning import is_adapter
 def config_in(index: Index) -> Config:
     """Returns the config of a checkpoint as far as it says what the model is and how it is adapted."""
     run = {"plugins": index.config.get("run", {}).get("plugins", ())}
-    said = {name: index.config[name] for name in ("model", "tune") if name in index.config}
-    return config_from({**said, "data": {"prefixes": ["none"]}, "run": run})
+    tune = index.config.get("tune", {})  # imported models have none
+    return config_from({"model": index.config["model"], "tune": tune, "data": {"prefixes": ["none"]}, "run": run})
 
 
 def box_record(name: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> ParamRecord:
