@@ -63,6 +63,15 @@ class Device:
     kind: str
     index: int = 0
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether nothing is computed: a dry run."""
+        return self.kind == "meta"
+
     @staticmethod
     def find(wanted: str = "auto") -> Device:
         """The first device of the wanted kind."""
@@ -113,7 +122,7 @@ class Device:
             )
 
     def check_backend(self, backend: str) -> None:
-        if self.kind == "cpu" and backend in ("nccl", "hccl"):
+        if self.is_cpu and backend in ("nccl", "hccl"):
             raise UserError(f"comm.backend={backend} needs an accelerator, which is not here: use comm.backend=auto")
 
     def check_precision(self, precision: str) -> None:
@@ -136,7 +145,7 @@ class Device:
 
     def units(self) -> int:
         """Returns the number of multiprocessors, over which a matrix product's tiles are distributed; 1 on a CPU."""
-        if self.kind == "cpu":
+        if self.is_cpu:
             return 1
         return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
 
@@ -155,7 +164,7 @@ class Device:
         which are no longer where others use them too; of an accelerator all that pass, as it has its work for itself.
         """
         self.synchronize()
-        return time.process_time() if self.kind == "cpu" else time.perf_counter()
+        return time.process_time() if self.is_cpu else time.perf_counter()
 
     def pin(self, x: Tensor) -> Tensor:
         """A copy in host memory from which `upload` need not copy again first; any thread may ask for it."""

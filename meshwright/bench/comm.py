@@ -46,7 +46,7 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
             print(text, file=sys.stderr, flush=True)
 
     largest = request.sizes[-1]
-    if device.kind != "cpu" and largest > device.memory_bytes() // PAYLOAD_SHARE:
+    if not device.is_cpu and largest > device.memory_bytes() // PAYLOAD_SHARE:
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
     points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
     ledger = counted(mesh, request.axes)

@@ -60,7 +60,7 @@ class Floor:
 
 def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     rate = product_rate(device, dtype)
-    elements = 1 << (30 if device.kind != "cpu" else 22)
+    elements = 1 << (30 if not device.is_cpu else 22)
     speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
     multiplied = product_calls(products(config), device, dtype)
     layers = sum(len(stage.layers) for stage in job_of_bench(config).chunks[0])
@@ -68,14 +68,14 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     optimizer = parameters(config) * OPTIMIZER_BYTES / speed / 1e6
     products_ms, attention_ms = alone(device, multiplied), alone(device, attended)
     rested = products_ms + attention_ms
-    if device.kind != "cpu":
+    if not device.is_cpu:
         rested = sum(alone(device, [call], least_ms=0.0) for call in multiplied + attended)
     products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
 def product_rate(device: Device, dtype: torch.dtype) -> float:
-    side = BIG if device.kind != "cpu" else 512
+    side = BIG if not device.is_cpu else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
 
@@ -107,7 +107,7 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     if grid := config.layout.grid:  # which deals sequences to some of its ranks and heads to others
         tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
-    if cp > 1 and config.context_kind in ("ring", "gather"):
+    if cp > 1 and not config.context_plan.inner:
         return partial(_each, _pieces(config, device, dtype, heads, kv))
     if cp > 1:
         heads, kv = heads // cp, max(1, kv // cp)
@@ -123,7 +123,7 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
             torch.autograd.grad(y, (q, k, v), grad)
 
     ways: list[Callable[[], None]] = [both]
-    if device.kind != "cpu":
+    if not device.is_cpu:
         ways += [partial(both, each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)]
     times = []
     for way in ways:
@@ -139,7 +139,7 @@ def _pieces(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: 
     m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
     given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
-    ring = config.context_kind == "ring"
+    ring = config.context_plan.passes
     sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
     k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))
@@ -159,7 +159,7 @@ def _each(calls: list[Callable[[], Any]]) -> None:
 
 def alone(device: Device, calls: Calls, least_ms: float = MIN_TIMED_MS) -> float:
     """Times each call by itself, one after the other, on a device that has rested before the first."""
-    if device.kind != "cpu":
+    if not device.is_cpu:
         device.synchronize()
         time.sleep(REST_S)
 
@@ -179,7 +179,7 @@ def under_load(device: Device, calls: Calls) -> float:
                 call()
 
     once = times_ms(device, back_to_back, 1)[0]
-    if device.kind == "cpu":
+    if device.is_cpu:
         return once
     rounds = max(1, int(1e3 * LOAD_S / once))
     return median_ms(device, back_to_back, repeats=rounds, warm=rounds)

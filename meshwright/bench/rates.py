@@ -79,19 +79,19 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     def time(work: Callable[[], Any]) -> float:
         return timed(mesh.world, device, work, seconds)
 
-    precision = "fp32" if device.kind == "cpu" else "bf16"
+    precision = "fp32" if device.is_cpu else "bf16"
     units = device.units()
     peak = {name: product_tflops(device, name, units, time) for name in ("fp32", "bf16", "fp16", "fp64")}
     passing = 0.0
     if units == 1:
         peak[precision], passing = processor_products(precision, time)
     attention = attention_tflops(device, precision, time)
-    copy = copy_gb_s(device, 1 << (24 if device.kind == "cpu" else 28), time)
+    copy = copy_gb_s(device, 1 << (24 if device.is_cpu else 28), time)
     references = REFERENCE if units == 1 else REFERENCE_ACCELERATOR
     configs = [reference_config(device, precision, shape) for shape in references]
     steps, updates = zip(*(reference_step(config, device, time) for config in configs), strict=True)
     host = host_bytes()
-    memory = host / local_world if device.kind == "cpu" else device.memory_bytes()
+    memory = host / local_world if device.is_cpu else device.memory_bytes()
     rates = Rates(
         device.name, precision, units, peak, passing, attention, copy, copy, 0.0, updates[-1],
         contention(mesh, device, precision, seconds), 1e6 * wait(mesh, device, precision, seconds), 0.0,
@@ -103,7 +103,7 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
 def product_tflops(device: Device, precision: str, units: int, time: Callable[..., float]) -> float:
     """Returns the rate of a large product, corrected by the share of it that the planner expects for its shape."""
     # Many CPUs multiply 16-bit floats very slowly.
-    side = 8192 if device.kind != "cpu" else 512 if precision in ("fp32", "fp64") else 128
+    side = 8192 if not device.is_cpu else 512 if precision in ("fp32", "fp64") else 128
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 
@@ -125,7 +125,7 @@ def processor_products(precision: str, time: Callable[..., float]) -> tuple[floa
 
 
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
-    batch, heads, seq, width = (2, 6, 160, 64) if device.kind == "cpu" else (4, 16, 4096, 128)
+    batch, heads, seq, width = (2, 6, 160, 64) if device.is_cpu else (4, 16, 4096, 128)
     dtype = PRECISION_DTYPES[precision]
     q, k, v = (draw(device, dtype, batch, seq, heads, width).requires_grad_() for _ in range(3))
     grad = torch.randn_like(q).transpose(1, 2)
@@ -171,7 +171,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
 
 def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
     """Returns a call that computes products for about `seconds`, the same number on every rank."""
-    side = 384 if device.kind == "cpu" else 4096
+    side = 384 if device.is_cpu else 4096
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
 
@@ -186,7 +186,7 @@ def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> 
     layers, hidden, seq, batch, vocab = shape
     model = {"layers": layers, "hidden": hidden, "heads": hidden // 64, "seq": seq, "vocab": vocab}
     return config_from({
-        "model": (LLAMA_ARCHITECTURE if device.kind != "cpu" else {"tied_embeddings": False}) | model,
+        "model": (LLAMA_ARCHITECTURE if not device.is_cpu else {"tied_embeddings": False}) | model,
         "train": {"precision": precision, "micro_batch": batch, "global_batch": batch, "steps": 10**6},
         "data": {"prefixes": ["made"]}, "run": {"device": device.kind}, "lr": {"schedule": "constant"},
     })  # fmt: skip

@@ -44,7 +44,7 @@ def copy_gb_s(device: Device, elements: int, seconds: Callable[[Callable[[], Any
 def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:
     """Times `repeats` calls, one after another. The host doesn't wait for the device in between, so launch time counts
     only for the first call."""
-    if device.kind == "cpu":
+    if device.is_cpu:
         marks = [time.perf_counter()]
         for _ in range(repeats):
             work()
@@ -68,7 +68,7 @@ def by_kind(
 ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
     """Returns the milliseconds by kind of one of `parts` equal parts of `work`, with `idle` for the time in which no
     kernel ran; and every kernel's name, calls and milliseconds, the longest first. Both are empty on a CPU."""
-    if device.kind == "cpu":
+    if device.is_cpu:
         return {}, []
     device.synchronize()
     activity = torch.profiler.ProfilerActivity

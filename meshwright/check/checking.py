@@ -19,7 +19,6 @@ from meshwright.check.made_samples import OtherFirst, samples_for
 from meshwright.check.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.comm.watchdog import watched
-from meshwright.config.data import PACKED
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.batches import MicroBatches
@@ -196,9 +195,9 @@ def documents_moved(trainer: Trainer) -> float | None:
     where samples are not packed. Where documents are kept apart it does not change, on any layout and for any module:
     the loss is a function of all logits of these documents."""
     ctx, config = trainer.ctx, trainer.ctx.config
-    if not (config.data.reset_attention or config.objective in PACKED):
+    if not (config.data.reset_attention or config.objective_facts.packed):
         return None
-    paired = config.objective == "preference" and config.tune.loss != "kto"
+    paired = config.objective_facts.judges_answers and not config.tune.judges_each
     losses = []
     for changed in (False, True):
         data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)

@@ -94,7 +94,7 @@ def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
 def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
     model = ctx.config.model
     theirs, tokenizer = theirs_of(transformers, folder, model.kind), tokenizer_beside(folder, ())
-    longest = max(2, min(LONGEST, model.seq if model.kind == "bert" else model.seq - WRITTEN))
+    longest = max(2, min(LONGEST, model.seq if not model.kind_facts.writes_text else model.seq - WRITTEN))
     texts = [_ids(text, tokenizer, model.vocab, longest, n) for n, text in enumerate(TEXTS)]
     largest = worst = total = 0.0
     count = 0
@@ -108,7 +108,7 @@ def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, 
     known = tolerance or TOLERANCES.get(_dtype_word(folder, transformers), TOLERANCES["float32"])
     written, wrote, split = _written(ctx, module, theirs, texts[0], known * largest)
     shown = None
-    if tokenizer is not None and model.kind != "bert":
+    if tokenizer is not None and model.kind_facts.writes_text:
         shown = (tokenizer.decode(written), tokenizer.decode(wrote))
     return Compared(
         worst / largest, total / count / largest, known, sum(map(len, texts)), written, wrote, split,
@@ -141,7 +141,7 @@ def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
         return torch.stack([generator.next_logits(list(ids) if n == 0 else [ids[n - 1]]) for n in range(len(ids))])
     assert isinstance(module, GPTStage) and module.head is not None
     fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
-    causal = ctx.config.model.kind != "bert"
+    causal = ctx.config.model.kind_facts.causal
     hidden, _ = module.trunk({"tokens": tokens} | ({} if causal else fields))
     found: Tensor = module.head.logits(hidden)
     return found
@@ -160,14 +160,14 @@ def _written(
     """Returns the tokens that both write after a text, and the first that differs beyond rounding: where the two best
     tokens are closer than what is allowed, either is right, and what follows says nothing."""
     model = ctx.config.model
-    if model.kind == "bert":
+    if not model.kind_facts.writes_text:
         return [], [], None
     generator, room = generator_of(module, model, len(ids), min(WRITTEN, model.seq - len(ids)))
     ours = list(generate(generator, ids, room))
     context, answer = list(ids), [model.t5.start]
     wrote: list[int] = []
     for number in range(room):
-        if model.kind == "t5":
+        if model.kind_facts.is_encoder_decoder:
             logits = theirs(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0, -1]
         else:
             logits = theirs(input_ids=torch.tensor([context])).logits[0, -1]

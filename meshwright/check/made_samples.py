@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config.data import PACKED
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.spec.model.description import data_fields
 
@@ -98,11 +97,9 @@ class MadeSpans:
 def made_for(config: Config, **made: Any) -> Any:
     """Samples of the fields that a config's model reads."""
     m = config.model
-    if config.objective == "blanks":
-        return MadeBlanks(m, **made)
-    if config.objective == "spans":
-        return MadeSpans(m, **made)
-    return MadeMasked(m, **made) if config.objective == "masked" else MadeTokens(m.vocab, m.seq, **made)
+    if config.objective_facts.splits_documents:
+        return MadeTokens(m.vocab, m.seq, **made)
+    return {"masked": MadeMasked, "blanks": MadeBlanks, "spans": MadeSpans}[config.objective](m, **made)
 
 
 class MadeAnswers:
@@ -159,8 +156,8 @@ class OtherFirst:
 def samples_for(config: Config) -> Any:
     """Returns random samples with the fields, masks and documents that the data of a config have."""
     m = config.model
-    if config.objective == "preference":
-        return Fields(MadeAnswers(m.vocab, m.seq, config.tune.loss == "kto"), config)
-    if config.objective in ("causal", *PACKED):
+    if config.objective_facts.judges_answers:
+        return Fields(MadeAnswers(m.vocab, m.seq, config.tune.judges_each), config)
+    if config.objective_facts.splits_documents:
         return Fields(MadeTokens(m.vocab, m.seq, segments=True), config)
     return Fields(made_for(config), config)

@@ -124,7 +124,7 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
     if not has_weights(folder):
         return
     source: Base | PlannedFolder
-    if model.kind == "hf":
+    if model.kind_facts.is_foreign:
         source = PlannedFolder(folder)
         source.fill_buffers(modules)
     elif not fresh:

@@ -26,7 +26,9 @@ from meshwright.spec.model.tuning import is_adapter
 
 def config_in(index: Index) -> Config:
     """Returns the config of a checkpoint as far as it says what the model is and how it is adapted."""
-    return config_from({"model": index.config["model"], "tune": index.config["tune"], "data": {"prefixes": ["none"]}})
+    run = {"plugins": index.config.get("run", {}).get("plugins", ())}
+    tune = index.config.get("tune", {})  # imported models have none
+    return config_from({"model": index.config["model"], "tune": tune, "data": {"prefixes": ["none"]}, "run": run})
 
 
 def box_record(name: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> ParamRecord:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--nproc and --max-tokens must be at least 1")
     check_drawing(args)
     config = model_config(args)
-    if config.model.kind == "t5" or config.objective == "blanks":
+    if config.model.kind_facts.is_encoder_decoder or config.objective_facts.fills_blanks:
         raise UserError(f"{args.source} is no model that continues a text: use meshwright generate")
     args.rendered = template_of(args, config)
     replace(args.rendered).render([{"role": "user", "content": "?"}], begins=True)  # tells mistakes before ranks start

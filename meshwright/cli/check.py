@@ -114,7 +114,7 @@ def checked_from(args: argparse.Namespace) -> Checked:
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)
     # A module that is not ours can't be made smaller here.
-    if args.full or has_own_providers(args) or config.model.kind == "hf":
+    if args.full or has_own_providers(args) or config.model.kind_facts.is_foreign:
         return full_size(config, args.nproc or devices, exact=not args.full)
     most = args.nproc or ranks_here()
     checked = exact_twin(config, devices, most, given=args.nproc is not None)
@@ -178,7 +178,7 @@ def check_memory(alone: Config) -> None:
     from meshwright.device import Device, host_memory_bytes
 
     device = Device.find(alone.run.device)
-    on_host = device.kind == "cpu"
+    on_host = device.is_cpu
     room = host_memory_bytes() if on_host else device.memory_bytes()
     needed = largest(checked_job(alone, 1)).peak
     if needed > room:
@@ -245,7 +245,7 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     if args.full:
         ranks = [replace(rank, parameters={}) for rank in ranks]  # one update of rounded gradients moves them apart
     # The plan counts the field `segments`, which a module of transformers does not read.
-    foreign = own or (checked.config.model.kind == "hf" and checked.config.has_segments)
+    foreign = own or (checked.config.model.kind_facts.is_foreign and checked.config.has_segments)
     verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not foreign)
     measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     memory = None if own else memory_of(checked, measured)
@@ -259,7 +259,8 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
     memory = largest(job)
     if measured:
         return {"planned": int(memory.peak), "measured": max(measured), "how": "measured"}
-    if checked.config.model.kind == "hf":  # transformers' masks look at the values of positions, which `meta` lacks
+    if checked.config.model.kind_facts.is_foreign:
+        # The masks of transformers look at the values of positions, which `meta` lacks.
         return {"planned": int(memory.peak), "measured": None, "how": "not measured (a CPU does not measure it)"}
     from meshwright.device import Device
     from meshwright.dryrun.run_rank import run_rank

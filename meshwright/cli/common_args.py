@@ -81,7 +81,7 @@ def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     # The --cluster of `memory` only names the devices of the total: the run stays the recipe's.
     target = _target_of(args, words_of(args), args.layout, place_options=("world",))
     c, zero = target.config.layout, target.config.zero
-    if zero.stage and zero.shard_group == "node" and not c.node_size:
+    if zero.stage and zero.stays_in_node and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
     default = int(target.run.get("devices", 0)) or c.least_world
     return target, default if args.world is None else args.world

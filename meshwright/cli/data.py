@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.config.data import PACKED, SPECIALS
-from meshwright.config.glm import BLANK_SPECIALS
+from meshwright.config.data import BLANK_SPECIALS, SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.numbers import length_argument
 from meshwright.config.rules import READING_RULES, check
@@ -151,14 +150,14 @@ def show_sample(args: argparse.Namespace) -> None:
         print(json.dumps({name: value.tolist() for name, value in sample.items()}))
         return
     tokenizer = tokenizer_of_data(config.data.prefixes)
-    if config.objective in PACKED and tokenizer is not None:
+    if config.objective_facts.packed and tokenizer is not None:
         _show_conversations(args, sample, tokenizer, is_chat(config.data.prefixes[0]) == "pairs")
         return
     special: dict[int, str] = {}
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
         special = {token: f"[{name.upper()}]" for token, name in named}
-    elif config.objective == "blanks":
+    elif config.objective_facts.fills_blanks:
         special = dict(zip(blanks_of(config).specials, (f"[{name}]" for name in BLANK_SPECIALS), strict=True))
     elif config.objective == "spans":
         spans = spans_of(config)

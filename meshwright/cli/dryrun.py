@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.common_args import world_arguments, world_from_args
-from meshwright.config.replica_rules import batch_unit
-from meshwright.config.rules import check
+from meshwright.config.rules import batch_unit, check
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompts) if args.prompts is not None else [args.prompt]
     tokenizer = tokenizer_of(args, config)
     args.texts, args.ids = texts, [prompt_ids(args, text, tokenizer, config) for text in texts]
-    if config.objective == "blanks":
+    if config.objective_facts.fills_blanks:
         if args.prompts is not None:
             raise UserError(f"{args.source} fills in blanks, of one prompt at a time: give --prompt")
         args.ids = check_source(config, args.ids[0], tokenizer)
@@ -79,7 +79,7 @@ def model_config(args: argparse.Namespace) -> Config:
     from meshwright.infer.evaluate import config_with, open_model
 
     config = config_with(open_model(args.source)[1], args.sections)
-    if config.model.kind == "bert":
+    if not config.model.kind_facts.writes_text:
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
@@ -165,7 +165,7 @@ def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Conf
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
     encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
-    if config.objective == "blanks":
+    if config.objective_facts.fills_blanks:
         return encode_source(config, text, tokenizer)
     ids = list(encode(text)) or [tokenizer.eod]
     if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
@@ -180,7 +180,7 @@ def generate_rank(args: argparse.Namespace) -> None:
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
         model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
-        if ctx.config.objective == "blanks":
+        if ctx.config.objective_facts.fills_blanks:
             return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(Path(args.source), tokenizer)
         drawing = (args.temperature, args.top_p, args.seed)
@@ -189,7 +189,7 @@ def generate_rank(args: argparse.Namespace) -> None:
             return
         if any(len(tokens) < args.max_tokens and tokens[-1] not in ends for tokens in found):
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
-        show(args, found, tokenizer, ends, answers=model.kind == "t5")
+        show(args, found, tokenizer, ends, answers=model.kind_facts.is_encoder_decoder)
 
     with_model(args.source, args.sections, use)
 

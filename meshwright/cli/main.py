@@ -12,6 +12,7 @@ import sys
 import meshwright
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, nearest
+from meshwright.plugins import load_plugins
 
 GROUPS = {
     "train and use a model": (
@@ -105,6 +106,7 @@ def run(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
     reserved = "_" if keyword.iskeyword(name) else ""  # a module can't be called `import`
+    load_plugins()
     module = importlib.import_module(f"meshwright.cli.{name}{reserved}")
     parser = Parser(
         prog=f"meshwright {name}", description=COMMANDS[name][0].upper() + COMMANDS[name][1:] + ".",

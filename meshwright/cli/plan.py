@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, planned_from_args, words_of
-from meshwright.config.rules import context_is_shared
+from meshwright.config.rules import context_is_shared, features_fit, first_broken_rule
 from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.disk import write
 from meshwright.errors import UserError
@@ -104,7 +104,7 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
     long = config.model.seq >= LONG_CONTEXT
-    if "layout.cp" not in fixed and long and not any(context_is_shared(probe, 2)):
+    if "layout.cp" not in fixed and long and not first_broken_rule(probe, 2, [features_fit, context_is_shared]):
         space = replace(space, cp=(1, 2, 4, 8))
     if "recompute.offload" not in fixed and long and any(RecomputeConfig(mode).blocks for mode in space.recompute):
         space = replace(space, offload=(False, True))

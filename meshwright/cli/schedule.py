@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.disk import write
 from meshwright.errors import UserError
+from meshwright.plugins import load_plugins
 from meshwright.show.chart import check_svg
 from meshwright.show.schedule_drawing import timeline_svg, timeline_text, title
 from meshwright.show.terminal import has_colour, table, terminal_width
@@ -27,6 +28,8 @@ LARGEST_DRAWN = 2**16  # stages x micro-batches, which takes seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    plugins = "Python modules that register schedules, as in run.plugins"
+    parser.add_argument("--plugins", nargs="+", default=(), metavar="MODULE", help=plugins)
     parser.add_argument("--kind", default="1f1b", help=f"{', '.join(KINDS)} (default: 1f1b)")
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of a step")
@@ -39,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    load_plugins(args.plugins)
     check_svg("--svg", args.svg)
     if args.pp * args.micro_batches * args.chunks > LARGEST_DRAWN:
         raise UserError(

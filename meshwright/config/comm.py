@@ -156,6 +156,11 @@ class AlgorithmConfig:
     dp: Summing = "torch"  # sums of gradients over the data axes: dp, cp, and edp of experts
     ep: Exchanging = "torch"  # exchanges of rows among experts: at once, or first inside a node and then between nodes
 
+    @property
+    def sums_itself(self) -> bool:
+        """Whether gradients are summed by an algorithm of ours instead of torch's collective."""
+        return self.dp != "torch"
+
     @classmethod
     def from_word(cls, word: str) -> AlgorithmConfig:
         sums, exchanges = get_args(Summing), get_args(Exchanging)
@@ -185,11 +190,6 @@ class CommConfig:
             raise UserError(
                 "comm.algorithm=auto needs to know the links: give comm.links.link_gb_s and, between nodes, "
                 "comm.links.network_gb_s (meshwright comm bench measures them)"
-            )
-        if self.algorithm.dp != "torch" and self.reduce.compresses:
-            raise UserError(
-                f"comm.algorithm={self.algorithm.dp} sums gradients as they are, and {self.reduce.words} compresses "
-                "them: set comm.algorithm=torch, or leave the other out"
             )
 
     @property

@@ -6,12 +6,42 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.config.blocks import positive
-from meshwright.config.glm import BlanksConfig
 from meshwright.data.span_lengths import MEAN, SHARE
 from meshwright.errors import UserError
 
-PACKED = ("chat", "preference")  # objectives whose samples are packed conversations
 SPECIALS = ("cls", "sep", "mask", "pad")
+BLANK_SPECIALS = ("MASK", "gMASK", "sop", "eop", "pad")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned from samples, and what its samples are like."""
+
+    learns: str  # in words
+    packed: bool = False  # samples are packed conversations
+    has_segments: bool = False  # samples say which of their tokens see each other
+    splits_documents: bool = False  # samples are cut from documents, about whose ends the keys of `data` decide
+    fills_blanks: bool = False  # samples have a source and blanks of it
+    judges_answers: bool = False  # the loss compares answers, or judges each
+    fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")  # of every sample
+
+
+OBJECTIVES = {
+    "causal": Objective("the next token", splits_documents=True),
+    "masked": Objective(
+        "masked tokens", has_segments=True,
+        fields=("tokens", "token_types", "segments", "places", "labels", "loss_mask"),
+    ),
+    "spans": Objective("spans", fields=("tokens", "decoder_tokens", "labels", "loss_mask")),
+    "blanks": Objective(
+        "blanks", has_segments=True, fills_blanks=True,
+        fields=("tokens", "labels", "loss_mask", "positions", "segments"),
+    ),
+    "chat": Objective("answers of conversations", packed=True, has_segments=True, splits_documents=True),
+    "preference": Objective(
+        "pairs of answers", packed=True, has_segments=True, splits_documents=True, judges_answers=True
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,46 @@ class SpansConfig:
             raise UserError(f"data.spans.share={self.share:g} must be at most 0.5, e.g. 0.15")
         if not 1.5 <= self.mean <= 100.0:
             raise UserError(f"data.spans.mean={self.mean:g} must lie between 1.5 and 100 tokens, e.g. 3")
+
+
+@dataclass(frozen=True)
+class BlanksConfig:
+    """Which blanks are filled in for `data.objective=blanks`: in some samples short spans all over the text, each with
+    a [MASK] in its place, in the others its whole end, for which [gMASK] stands."""
+
+    short: float = 0.3  # of the samples that have short spans
+    share: float = 0.15  # of such a sample's tokens that are in them
+    mean: float = 3.0  # tokens of a short span, on average (they follow Poisson's law)
+    least: float = 0.5  # the shortest end, as a share of the sample's tokens; the longest is all of it
+    instructions: tuple[str, ...] = ()  # files of `data chat`, whose answers are blanks behind what was said before
+    instruction_share: float = 0.05  # of the samples that come from them (GLM-130B: 5 %)
+    # The ids of [MASK], [gMASK], [sop], [eop] and [pad]; empty: the five after the tokenizer's last.
+    specials: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive("data.blanks", self, "share", "least")
+        if not 0.0 <= self.short <= 1.0 or self.share > 0.5 or self.least > 1.0:
+            raise UserError(
+                f"data.blanks.short={self.short:g} and least={self.least:g} must be at most 1 and "
+                f"share={self.share:g} at most 0.5, e.g. 0.3, 0.5 and 0.15"
+            )
+        if not 0.0 < self.instruction_share < 1.0:
+            share = f"data.blanks.instruction_share={self.instruction_share:g}"
+            raise UserError(f"{share} must lie between 0 and 1, e.g. 0.05")
+        if not 1.0 <= self.mean <= 100.0:
+            raise UserError(f"data.blanks.mean={self.mean:g} must lie between 1 and 100 tokens, e.g. 3")
+        if self.specials and (len(set(self.specials)) != len(BLANK_SPECIALS) or min(self.specials) < 0):
+            raise UserError(
+                f"data.blanks.specials={list(self.specials)} must be five different ids, of [MASK], [gMASK], [sop], "
+                "[eop] and [pad]"
+            )
+
+    @property
+    def source_square(self) -> float:
+        """The mean square of the source's share of a sample. Of s tokens with a source of f s, attention sees f^2 s^2
+        pairs within it, f (1 - f) s^2 from the spans to it and half of (1 - f)^2 s^2 among them: (1 + f^2) / 2 s^2."""
+        ends = (1.0 - self.least) ** 2 / 3  # its share is as likely to lie anywhere from 0 to 1 - least
+        return self.short * (1.0 - self.share) ** 2 + (1.0 - self.short) * ends
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from meshwright.config.comm import GatherConfig, ReduceConfig
 from meshwright.config.replicas import LocalConfig
-from meshwright.config.scales import LossScaleConfig
 from meshwright.config.sections import (
     CheckpointConfig,
     Config,
     ContextConfig,
     LayoutConfig,
+    LossScaleConfig,
     OffloadConfig,
     PipelineConfig,
     RecomputeConfig,

@@ -1,4 +1,4 @@
-"""What a grid of tensor-parallel ranks (`layout.tp_grid`) needs of its own numbers, of a model and of other keys."""
+"""The rules about the numbers of a grid of tensor-parallel ranks (`layout.tp_grid`) and the sizes that it divides."""
 
 from __future__ import annotations
 
@@ -45,39 +45,13 @@ def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
 
 
 def grid_fits(c: Config, world: int) -> Iterator[str]:
-    """What a grid can't be combined with, and what it divides."""
+    """Check what a grid divides."""
     grid = c.layout.grid
     if grid is None:
         return
-    yield from _combines(c)
     yield from grid_divides(c, world)
     if c.train.micro_batch % grid.rows(grid.inner):
         yield from _shares(c, grid, f"layout.tp_grid={list(c.layout.tp_grid)}")
-
-
-def _combines(c: Config) -> Iterator[str]:
-    o, m = c.layout, c.model
-    if o.sequence_parallel:
-        yield (
-            f"layout.tp_grid={list(o.tp_grid)} cuts the tokens between the products already: set "
-            "layout.sequence_parallel=false"
-        )
-    second = m.kind == "glm" and m.position == "learned"  # a table that the config fills in (`ModelConfig`)
-    taken = {
-        "layout.cp": o.cp > 1, "layout.ep": o.ep > 1, "model.experts.count": bool(m.experts.count),
-        "model.latent": bool(m.latent.kv_rank), "model.token_types": bool(m.token_types) and not second,
-        "train.precision=fp8": c.train.precision == "fp8", "comm.overlap.tensor": c.comm.overlap.tensor,
-        "recompute.pieces": c.recompute.pieces > 1, f"tune.kind={c.tune.kind}": c.tune.adapts,
-        f"data.objective={c.objective}": c.objective == "preference",
-        f"model.kind={m.kind}": m.kind not in ("gpt", "glm"),
-    }  # fmt: skip
-    if second:
-        yield (
-            f"layout.tp_grid={list(o.tp_grid)} can't be combined with the second positions that model.kind=glm has "
-            "with model.position=learned yet: set model.position=rope model.token_types=0, or leave the grid out"
-        )
-    for key in (key for key, used in taken.items() if used):
-        yield f"layout.tp_grid={list(o.tp_grid)} can't be combined with {key} yet: leave out one of the two"
 
 
 def grid_divides(c: Config, world: int) -> Iterator[str]:
@@ -125,5 +99,5 @@ def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
             f"{enough}, and shared sequences can't be combined with dropout inside attention: set "
             f"train.micro_batch={up}, or model.attention_dropout=0"
         )
-    if m.kind == "glm":
-        yield f"{enough}, and sequences of model.kind=glm can't be shared: set train.micro_batch={up}"
+    if "cp" not in m.kind_facts.supports:
+        yield f"{enough}, and sequences of model.kind={m.kind} can't be shared: set train.micro_batch={up}"

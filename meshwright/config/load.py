@@ -20,6 +20,7 @@ from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml, parse_yaml, read_yaml
 from meshwright.errors import UserError, closest, nearest
 from meshwright.outside import LARGEST
+from meshwright.plugins import load_plugins
 
 OTHER_NAMES = {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps"}  # what others call keys
 AUTO_LAYOUT = "layout=auto"  # a word that stands for the keys of the layout that the planner chooses
@@ -107,7 +108,8 @@ def _full_key(name: str) -> str:
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
-    """Builds a config from nested mappings and checks every key."""
+    """Build a config from nested mappings and check every key. Plugins come first: keys may name what they bring."""
+    load_plugins(_plugins_of(raw))
     own = dict(sections or {})
     fields = {f.name for f in dataclasses.fields(Config) if f.name != "extra"}
     known = fields | set(own)
@@ -123,6 +125,13 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
     built = {name: _section(hints_of(Config)[name], name, given[name]) for name in sorted(fields)}
     built["extra"] = {name: _section(cls, name, given[name]) for name, cls in own.items()}
     return Config(**built)
+
+
+def _plugins_of(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules of `run.plugins`, before the sections are checked."""
+    run = raw.get("run")
+    named = run.get("plugins") if isinstance(run, Mapping) else None
+    return _value(tuple[str, ...], "run.plugins", named)  # type: ignore[no-any-return]
 
 
 def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:

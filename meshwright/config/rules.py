@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
 
 from meshwright.config.comm import NODE_COPY
-from meshwright.config.compile_rules import blocks_compile_together, compiles_without_dropout
-from meshwright.config.glm import glm_fits
+from meshwright.config.features import FEATURES, exclusions
 from meshwright.config.grid import grid_divides, grid_fits
-from meshwright.config.hf_rules import hf_fits
+from meshwright.config.kinds import foreign_model_fits, kind_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
-from meshwright.config.replica_rules import batch_problem, batch_unit, replicas_fit, server_fits
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
-from meshwright.config.tune_rules import packed_weights_fit, preferences_fit
 from meshwright.errors import UserError, divisors, either, plural
 from meshwright.spec.layout import Layout, node_parts
+from meshwright.spec.layout.packed import BLOCK
 from meshwright.spec.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
 Rule = Callable[[Config, int], Iterator[str]]
@@ -32,19 +31,22 @@ def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
         )
 
 
+def features_fit(c: Config, world: int) -> Iterator[str]:
+    yield from exclusions(c)
+
+
+def features_are_planned(c: Config, world: int) -> Iterator[str]:
+    yield from exclusions(c, planned=True)
+
+
 def context_is_shared(c: Config, world: int) -> Iterator[str]:
-    """Which kinds of sharing a model's heads, positions and dropout allow."""
+    """Check that a model's heads can be dealt to the ranks that exchange them."""
     cp, kind, inner = c.layout.cp, c.context_kind, c.context.inner
     if cp == 1:
         return
     if inner and cp % inner:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
-    if c.model.attention_dropout:
-        yield (
-            f"layout.cp={cp} can't be combined with dropout inside attention: set model.attention_dropout=0 or "
-            "layout.cp=1"
-        )
-    parts = {"ulysses": cp, "hybrid": inner}.get(kind, 1)
+    parts = (inner or cp) if c.context_plan.inner else 1
     q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
     if q % parts or (kv % parts and parts % kv):
         fix = "use context.kind=gather or ring, with context.inner=0" if inner else "use context.kind=gather or ring"
@@ -52,35 +54,6 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
             f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
             f"don't come out even: {fix}"
         )
-
-
-def kind_fits(c: Config, world: int) -> Iterator[str]:
-    """What an encoder can't be combined with, and what only an encoder has."""
-    m = c.model
-    if m.kind != "bert":
-        if c.objective == "masked" and m.kind == "gpt":
-            yield "data.objective=masked needs an encoder, and model.kind is gpt: set model.kind=bert, or leave it out"
-        for key in ("token_types", "pooler", "predictions") if m.kind == "gpt" else ():
-            if getattr(m, key):
-                yield f"model.{key}={getattr(m, key)} has no effect with model.kind=gpt: leave it out"
-        return
-    if c.objective != "masked":
-        yield f"model.kind=bert learns masked tokens, and data.objective is {c.objective}: set data.objective=masked"
-    if c.layout.cp > 1:
-        yield f"layout.cp={c.layout.cp} can't share the sequences of model.kind=bert yet: set layout.cp=1"
-    if m.position == "alibi":
-        yield "model.position=alibi looks back only, and model.kind=bert looks both ways: use learned, rope or none"
-    if m.experts.count:
-        yield f"model.experts.count={m.experts.count} can't be combined with model.kind=bert yet: set it to 0"
-    if m.latent.kv_rank:
-        yield "model.latent is causal, and model.kind=bert looks both ways: leave it out"
-    if m.pooler and m.token_types == 1:
-        yield "model.token_types=1 can't tell two segments apart: set it to 2, or to 0, or model.pooler=false"
-    if m.predictions > m.seq:
-        yield f"model.predictions={m.predictions} is more than model.seq={m.seq}: lower it"
-    for key in ("mask_eod", "reset_positions", "reset_attention"):
-        if getattr(c.data, key):
-            yield f"data.{key}=true has no effect with data.objective=masked: leave it out"
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
@@ -133,6 +106,70 @@ def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
     o = c.layout
     node = o.node_size or node_size or None
     return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, node, etp=o.etp, replicas=o.replicas)
+
+
+def batch_unit(c: Config, world: int) -> tuple[int, str]:
+    """Returns what a step's samples are a multiple of, on `world` ranks, and this product in words."""
+    dp, micro, replicas = max(1, world // c.layout.least_world), c.train.micro_batch, c.layout.replicas
+    parts = sum(c.train.local.shares) or replicas
+    if parts == 1:
+        return dp * micro, f"dp x micro_batch = {dp} x {micro} = {dp * micro}"
+    name = "the sum of train.local.shares" if c.train.local.shares else "replicas"
+    return dp * micro * parts, f"dp x micro_batch x {name} = {dp} x {micro} x {parts} = {dp * micro * parts}"
+
+
+def batch_problem(c: Config, world: int, samples: int) -> str:
+    """Returns what is wrong with a global batch of so many samples, and its fixes: first what trains the same."""
+    (unit, product), micro = batch_unit(c, world), c.train.micro_batch
+    shares = unit // micro
+    if samples < shares and not c.train.local.shares:
+        single = ", with train.micro_batch=1" if micro > 1 else ""
+        most = world // shares * samples
+        return (
+            f"can't be divided over {shares} data-parallel ranks: use at most {plural(most, 'rank')}, or "
+            f"train.global_batch={shares}{single}"
+        )
+    up = -(-samples // unit) * unit
+    if samples % shares == 0:
+        fits = max(n for n in divisors(samples // shares) if n < micro)
+        experts = c.model.experts
+        by_batch = experts.count and experts.aux_loss and experts.aux_level == "batch"
+        same = "the balance loss is of each micro-batch" if by_batch else "the training stays the same"
+        fix = f"set train.micro_batch={fits} ({same}), or train.global_batch={up}"
+    else:
+        fix = f"try {either(sorted({max(unit, samples // unit * unit), up}))}"
+    return f"is not a multiple of {product}: {fix}"
+
+
+def replicas_fit(c: Config, world: int) -> Iterator[str]:
+    """Check the keys that only replicas have."""
+    replicas, local = c.layout.replicas, c.train.local
+    if replicas == 1:
+        for key in (f.name for f in fields(local)):
+            if getattr(local, key) != getattr(type(local)(), key):
+                yield (
+                    f"train.local.{key} has no effect with layout.replicas=1: leave it out, or set layout.replicas to "
+                    "the number of replicas that take steps of their own"
+                )
+        return
+    if local.shares and len(local.shares) != replicas:
+        yield (
+            f"train.local.shares={list(local.shares)} must have one number for each of layout.replicas={replicas}: "
+            "change one of them"
+        )
+
+
+def server_fits(c: Config, world: int) -> Iterator[str]:
+    """Check that servers share the ranks that sum a gradient evenly."""
+    server, o = c.train.server, c.layout
+    if not server.ranks:
+        return
+    group = world // (o.tp * o.pp * o.replicas)
+    if group % server.ranks:
+        yield (
+            f"train.server.ranks={server.ranks} must divide the {group} ranks that sum a gradient (dp x cp): try "
+            f"{either(divisors(group))}"
+        )
 
 
 def world_divides(c: Config, world: int) -> Iterator[str]:
@@ -263,12 +300,12 @@ def eval_divides(c: Config, world: int) -> Iterator[str]:
 def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
     """The ranks of a node must divide what `zero` shards evenly, and offloaded parameters need stage 3."""
     offload = c.zero.offload
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size > world:
+    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size > world:
         yield (
             f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.shard_group == "node" and c.zero.stage and c.layout.node_size:
+    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size:
         try:
             node_parts(axes_layout(c, world))
         except UserError as error:
@@ -340,11 +377,6 @@ def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
             "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
             f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
         )
-    if c.comm.algorithm.dp != "torch" and c.zero.stage and c.zero.shard_group == "node":
-        yield (
-            f"comm.algorithm={c.comm.algorithm.dp} can't be combined with zero.shard_group=node, which sums inside the "
-            "nodes first: set comm.algorithm=torch or zero.shard_group=dp"
-        )
     nodes = -(-world // (c.layout.node_size or world))
     if c.comm.switches and (not c.layout.node_size or len(c.comm.switches) != nodes):
         yield (
@@ -371,11 +403,8 @@ def gathers_fit(c: Config, world: int) -> Iterator[str]:
             f"{c.zero.stage}: set zero.stage=3, or leave it out"
         )
     if c.comm.gather.node_copy:
-        other = {"zero.stage": (c.zero.stage, 3), "zero.shard_group": (c.zero.shard_group, "dp"),
-                 "layout.cp": (c.layout.cp, 1), "zero.offload.params": (c.zero.offload.params, "none")}  # fmt: skip
-        for key, (value, needed) in other.items():
-            if value != needed:
-                yield f"{NODE_COPY} needs {key}={needed}, not {value}: change one of them"
+        if c.zero.stage != 3:
+            yield f"{NODE_COPY} needs zero.stage=3, not {c.zero.stage}: change one of them"
         if c.layout.node_size and c.zero.stage == 3:
             try:
                 node_parts(axes_layout(c, world), NODE_COPY)
@@ -393,40 +422,54 @@ def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
         yield "comm.emulate.network_gb_s is a rate between nodes: give layout.node_size, the number of ranks on a node"
 
 
-def adapters_fit(c: Config, world: int) -> Iterator[str]:
-    if c.tune.kind == "dora" and c.recompute.pieces > 1:
-        yield "tune.kind=dora can't be combined with recompute.pieces: set recompute.pieces=1, or use tune.kind=lora"
-    if c.tune.adapts and c.tune.dropout and c.recompute.pieces > 1:  # backward would drop other elements
-        yield f"tune.dropout={c.tune.dropout:g} can't be combined with recompute.pieces: set one of the two back"
-    if c.tune.adapts and c.comm.overlap.tensor and c.layout.tp > 1:
-        yield f"comm.overlap.tensor=true can't be combined with tune.kind={c.tune.kind} yet: set it to false"
-    if c.tune.adapts and c.model.experts.bias_balance:
-        yield f"model.experts.bias_balance moves weights that tune.kind={c.tune.kind} leaves alone: set it to 0"
+def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
+    """The rows of a product's weight are stored in blocks, and tp cuts the inputs of some."""
+    if c.tune.quantise == "none":
+        return
+    tp, latent = c.layout.tp, c.model.latent
+    heads = c.model.heads * (latent.v_dim if latent.kv_rank else c.model.head_dim)
+    dense = not c.model.experts.count or c.model.experts.first_dense or c.model.experts.every > 1
+    inputs = {"model.hidden": c.model.hidden, "the width of all heads": heads // tp}
+    inputs |= {"model.ffn": c.model.ffn // tp} if dense else {}
+    inputs |= {"model.latent.kv_rank": latent.kv_rank, "model.latent.q_rank": latent.q_rank}
+    for name, size in inputs.items():
+        if size % BLOCK:
+            cut = name in ("the width of all heads", "model.ffn") and tp > 1
+            yield (
+                f"tune.quantise={c.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}"
+                f"{' on a tp rank: use a smaller layout.tp, or' if cut else ': set'} tune.quantise=none"
+            )
 
 
-def tensor_overlap_fits(c: Config, world: int) -> Iterator[str]:
-    if c.comm.overlap.tensor and c.layout.tp > 1:
-        found = ["train.precision=fp8"] if c.train.precision == "fp8" else []
-        found += [f"recompute.pieces={c.recompute.pieces}"] if c.recompute.pieces > 1 else []
-        for key in found:
-            yield f"comm.overlap.tensor=true can't be combined with {key} yet: set one of the two back"
+def preferences_fit(c: Config, world: int) -> Iterator[str]:
+    if c.compares and (not c.tune.adapts or c.tune.modules_to_save):
+        yield (
+            f"tune.loss={c.tune.loss} compares with the frozen weights, and the run changes them: set tune.kind=lora "
+            "without modules_to_save, or use orpo or simpo"
+        )
+
+
+def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
+    if FEATURES["compiled_together"].used(c) and not c.compiles:
+        yield (
+            f"train.compile_together={c.train.compile_together} needs compiled blocks, which train.compile=false and "
+            "dropout leave out: set it to 1"
+        )
 
 
 def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
     if c.checkpoint.memory_every and not c.faults.elastic:
         yield "checkpoint.memory_every is of use where ranks start again by themselves: set faults.elastic=true too"
-    if c.faults.elastic and c.layout.replicas > 1:
-        yield "faults.elastic=true can't change the number of layout.replicas: set one of the two back"
 
 
 RULES: list[Rule] = [
-    kind_fits, hf_fits, t5_fits, glm_fits, context_is_shared, world_divides, replicas_fit, experts_are_cut,
-    etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
+    features_fit, kind_fits, foreign_model_fits, t5_fits, context_is_shared, world_divides, replicas_fit,
+    experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
     tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    compiles_without_dropout, blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    server_fits, tensor_overlap_fits, links_are_emulated_on_cpus, adapters_fit,
+    blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
+    server_fits, links_are_emulated_on_cpus,
     gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
@@ -440,7 +483,7 @@ EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_w
 TRAINING_RULES = [preset_is_its_model, *RULES]
 
 # The planner also takes published runs, of which some share sequences in ways that ours can't.
-PLANNING_RULES = [rule for rule in RULES if rule is not context_is_shared]
+PLANNING_RULES = [features_are_planned, *(rule for rule in RULES if rule not in (features_fit, context_is_shared))]
 
 # Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16, and read adapters
 # and the weights that they change as one model, which is not trained on preferences any more.

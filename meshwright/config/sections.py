@@ -21,22 +21,23 @@ from meshwright.config.blocks import (
     seconds_of,
 )
 from meshwright.config.comm import CommConfig
-from meshwright.config.data import PACKED, DataConfig
+from meshwright.config.data import OBJECTIVES, DataConfig, Objective
 from meshwright.config.faults import FaultsConfig
 from meshwright.config.grid import check_grid
+from meshwright.config.kinds import MODEL_KINDS, ModelKind
+from meshwright.config.numbers import share_from, whole_number_from
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
-from meshwright.config.run import RunConfig as RunConfig
-from meshwright.config.scales import LossScaleConfig, LRConfig
 from meshwright.config.t5 import T5Config
 from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
-from meshwright.config.zero import OffloadConfig as OffloadConfig
-from meshwright.config.zero import ZeroConfig as ZeroConfig
 from meshwright.errors import UserError, divisors, either, nearest
+from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED, ContextPlan
 from meshwright.spec.layout.grid import Grid
+from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+LOGGER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
 FP8_UNIT = 16  # products in fp8 take multiples of this
 # Of a model: how it is trained, not what it computes.
@@ -56,13 +57,13 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of: gpt, bert, t5, glm; a program may register kinds of its own
+    kind: str = "gpt"  # which parts it is made of: one of config/kinds.py
     preset: str = ""
     hf: str = ""  # a folder that transformers saved a model in: its sizes, and the weights that a run begins with
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: str = "layernorm"  # of the kinds that spec/layout/norms.py lists
     norm_eps: float = 1e-5
     # Before attention and MLP, or after their sums with the residual; deep: the residual is multiplied by
     # sqrt(2 layers) in these sums, and values, output projections and MLPs begin with 1 / sqrt(2 layers) of init_std.
@@ -101,6 +102,7 @@ class ModelConfig:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset", "token_types", "predictions")
         at_most("model", self, MOST_BLOCKS, "layers", "heads")
+        _ = self.kind_facts, self.norm_facts  # raise for names that nobody registered
         for key in ("dropout", "attention_dropout", "embedding_dropout"):
             share = self.dropout if getattr(self, key) is None else getattr(self, key)
             if not 0.0 <= share < 1.0:
@@ -117,19 +119,20 @@ class ModelConfig:
                 f"model.heads={self.heads} does not divide model.hidden={self.hidden}: "
                 "change one of them or give model.head_dim"
             )
+        chosen = max(1, round(0.15 * self.seq)) if self.kind_facts.predicts_chosen else 0
         gated = -(-8 * self.hidden // 3 // 64) * 64
         latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
-        two = self.kind == "glm" and self.position == "learned"  # a second table, of positions in a blank
+        two = self.kind_facts.has_blank_positions and self.position == "learned"
         derived = {
             "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
             "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
-            "predictions": self.predictions or (max(1, round(0.15 * self.seq)) if self.kind == "bert" else 0),
+            "predictions": self.predictions or chosen,
             "token_types": self.token_types or (self.seq + 1 if two else 0),
             "ffn": self.ffn or (gated if self.mlp.endswith("glu") else 4 * self.hidden),
         }
         for key, value in derived.items():
             object.__setattr__(self, key, value)
-        if self.kind == "t5":
+        if self.kind_facts.is_encoder_decoder:
             object.__setattr__(self, "t5", self.t5.completed(self.layers, self.seq, self.tied_embeddings))
         if self.experts.count and not self.experts.ffn:
             object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
@@ -146,6 +149,14 @@ class ModelConfig:
         self._check_window()
 
     @property
+    def kind_facts(self) -> ModelKind:
+        return MODEL_KINDS.named(self.kind)
+
+    @property
+    def norm_facts(self) -> NormKind:
+        return NORMS.named(self.norm)
+
+    @property
     def windowed(self) -> bool:
         """Whether some block looks back over less than a sample."""
         return any(self.window_of(layer) for layer in range(self.layers))
@@ -154,6 +165,11 @@ class ModelConfig:
         """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
         pattern = self.window_pattern or (1,)
         return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
+
+    @property
+    def numbers_positions(self) -> bool:
+        """Whether blocks or the embedding read the numbers of the positions, which packed samples then bring."""
+        return self.position in ("rope", "learned")
 
     @property
     def norm_first(self) -> bool:
@@ -179,9 +195,6 @@ class ModelConfig:
                 f"model.window_pattern={list(self.window_pattern)} must hold a 1 for each block with the window and a "
                 "0 for each without, e.g. [1, 1, 1, 0]"
             )
-        if self.window and (self.kind in ("bert", "t5", "glm") or self.latent.kv_rank):
-            what = "model.latent" if self.latent.kv_rank else f"model.kind={self.kind}"
-            raise UserError(f"model.window={self.window} can't be combined with {what}: set model.window=0")
 
     def _check_positions(self) -> None:
         if not 0.0 < self.rotary_fraction <= 1.0:
@@ -321,6 +334,86 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Where offloaded states are stored. They are brought to the device in pieces, one ahead of its use."""
+
+    optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
+    params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
+    path: str = ""  # folder of the files on disk
+    buffer_mib: float = 64.0  # size of a piece; a few are held at a time
+
+    def __post_init__(self) -> None:
+        positive("zero.offload", self, "buffer_mib")
+        if "disk" in (self.optimizer, self.params) and not self.path:
+            raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded over the data-parallel ranks: optimizer states (1), gradients too (2), parameters too (3)."""
+
+    stage: int = 0
+    shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    @property
+    def stays_in_node(self) -> bool:
+        """Whether states are divided inside each node, and copied across nodes."""
+        return self.shard_group == "node"
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise UserError(f"zero.stage={self.stage} is not one of 0, 1, 2, 3")
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Dynamic loss scaling, used with train.precision=fp16 only."""
+
+    initial: float = 65536.0
+    window: int = 1000  # good steps before the scale doubles
+    min: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("loss_scale", self, "initial", "window", "min")
+        if self.min > self.initial:
+            raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
+
+
+@dataclass(frozen=True)
+class LRConfig:
+    """Learning rate over steps: linear warm-up, then the schedule down to `min`."""
+
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: int | str = 0  # steps, or a share of train.steps such as 2%
+    decay: int = 0  # steps of decay; 0: cosine and linear to the last step, wsd the last tenth
+    min: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("lr", self, "decay", "min")
+        if isinstance(self.warmup, str):
+            steps = whole_number_from(self.warmup, "lr.warmup")
+            if steps is None and share_from(self.warmup) is None:
+                raise UserError(f"lr.warmup={self.warmup} must be a number of steps or a share of them, e.g. 2%")
+            if steps is not None:
+                object.__setattr__(self, "warmup", steps)
+        if not isinstance(self.warmup, str):
+            not_negative("lr", self, "warmup")
+
+    @property
+    def decays_last(self) -> bool:
+        """Whether the rate stays at its peak until the last steps."""
+        return self.schedule == "wsd"
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the steps of the warm-up in a run of `steps` steps. A share above zero is at least one step."""
+        if not isinstance(self.warmup, str):
+            return self.warmup
+        share = share_from(self.warmup) or 0.0
+        return max(1, round(share * steps)) if share else 0
+
+
+@dataclass(frozen=True)
 class RecomputeConfig:
     """Which activations backward computes again instead of keeping them."""
 
@@ -341,6 +434,11 @@ class RecomputeConfig:
             )
 
     @property
+    def core(self) -> bool:
+        """Whether the attention core alone is recomputed."""
+        return self.mode == "selective"
+
+    @property
     def blocks(self) -> int:
         """The number of blocks that are recomputed together; 0: none are."""
         if self.mode == "full":
@@ -352,6 +450,37 @@ class RecomputeConfig:
         stage sent, which waits on the device for its gradient, and not the model's last, whose backward comes next.
         `first` and `last`: whether the model begins or ends in the chunk."""
         return range(int(not first), runs - int(last)) if self.offload else range(0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run is written, and what of it."""
+
+    dir: str = "runs/default"
+    log_every: int = 1
+    eval_every: int = 0  # 0: only after the last step
+    eval_samples: int = 0  # 0: four global batches
+    tensorboard: bool = True
+    loggers: tuple[str, ...] = ()  # where else numbers go: tensorboard, wandb, mlflow, trackio, csv
+    layers_every: int = 50  # steps between the norms by layer in layers.jsonl; 0: none
+    peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, where known
+    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
+    trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    plugins: tuple[str, ...] = ()  # Python modules that register norms, schedules and the like (docs/plugins.md)
+
+    def __post_init__(self) -> None:
+        positive("run", self, "log_every")
+        not_negative("run", self, "eval_every", "eval_samples", "layers_every", "peak_tflops")
+        for name in self.loggers:
+            if name not in LOGGER_NAMES:
+                raise UserError(f"run.loggers has '{name}'{nearest(name, LOGGER_NAMES)}: use {either(LOGGER_NAMES)}")
+        if len(set(self.loggers)) < len(self.loggers):
+            raise UserError(f"run.loggers={list(self.loggers)} names one twice: leave it out")
+        if self.time_limit:
+            seconds_of("run.time_limit", self.time_limit)
+        if not self.dir:
+            raise UserError("run.dir is empty: name a folder for the run")
 
 
 @dataclass(frozen=True)
@@ -411,12 +540,16 @@ class Config:
         """What is learned: the next token (causal), masked ones, or spans that were taken out."""
         if self.data.objective != "auto":
             return self.data.objective
-        return {"bert": "masked", "t5": "spans", "glm": "blanks"}.get(self.model.kind, "causal")
+        return self.model.kind_facts.objectives[0]
+
+    @property
+    def objective_facts(self) -> Objective:
+        return OBJECTIVES[self.objective]
 
     @property
     def has_segments(self) -> bool:
         """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
-        return self.data.reset_attention or self.objective in ("masked", "blanks", *PACKED)
+        return self.data.reset_attention or self.objective_facts.has_segments
 
     @property
     def drops(self) -> bool:
@@ -426,12 +559,12 @@ class Config:
     @property
     def compares(self) -> bool:
         """Whether the loss compares with the frozen weights, which then run forward beside the trained ones."""
-        return self.objective == "preference" and self.tune.loss in NEED_REFERENCE
+        return self.objective_facts.judges_answers and self.tune.loss in NEED_REFERENCE
 
     @property
     def monitored(self) -> tuple[str, ...]:
         """The names of the values that every step of a model of ours reports beside its loss."""
-        return (BETTER,) if self.objective == "preference" and self.tune.loss != "kto" else ()
+        return (BETTER,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
 
     @property
     def context_kind(self) -> str:
@@ -443,6 +576,10 @@ class Config:
         q, kv = self.model.heads // tp, max(1, self.model.kv_heads // tp)
         deals = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
         return "ulysses" if deals and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
+
+    @property
+    def context_plan(self) -> ContextPlan:
+        return CONTEXT_PLANS[self.context_kind] if self.layout.cp > 1 else NOT_SHARED
 
     @property
     def compiles(self) -> bool:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from meshwright.config.sections import Config
+
+
+def _linear(peak: float, low: float, share: float) -> float:
+    return peak + (low - peak) * share
+
+
+# By `lr.schedule`: the rate after a share of the decay, between the peak and the lowest.
+SHAPES: dict[str, Callable[[float, float, float], float]] = {
+    "constant": lambda peak, low, share: peak,
+    "cosine": lambda peak, low, share: low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share)),
+    "linear": _linear,
+    "wsd": _linear,
+}
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -13,19 +27,11 @@ def learning_rate(config: Config, step: int) -> float:
     warmup = c.warmup_steps(steps)
     if step <= warmup:
         return peak * step / warmup
-    if c.schedule == "constant":
-        return peak
-    if c.schedule == "wsd":
-        length = c.decay or max(1, steps // 10)
-        begin = max(warmup, steps - length)
+    begin, length = warmup, c.decay or max(1, steps - warmup)
+    if c.decays_last:
+        begin = max(warmup, steps - (c.decay or max(1, steps // 10)))
         length = max(1, steps - begin)  # a warm-up that reaches into the decay shortens it
-    else:
-        begin = warmup
-        length = c.decay or max(1, steps - warmup)
-    share = min(1.0, max(0.0, (step - begin) / length))
-    if c.schedule == "cosine":
-        return c.min + (peak - c.min) * 0.5 * (1.0 + math.cos(math.pi * share))
-    return peak + (c.min - peak) * share
+    return SHAPES[c.schedule](peak, c.min, min(1.0, max(0.0, (step - begin) / length)))
 
 
 def global_batch(config: Config, consumed: int) -> int:

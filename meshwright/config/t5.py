@@ -1,4 +1,4 @@
-"""What only an encoder-decoder (model.kind=t5) has in its model section, and what that can't be combined with."""
+"""The section `model.t5`, which only an encoder-decoder has, and the rules about it."""
 
 from __future__ import annotations
 
@@ -58,36 +58,15 @@ class T5Config:
 
 
 def t5_fits(c: Config, world: int) -> Iterator[str]:
-    """What an encoder-decoder can't be combined with, and what only it has."""
+    """Check the keys that only an encoder-decoder has."""
     m = c.model
-    if m.kind != "t5":
+    if not m.kind_facts.is_encoder_decoder:
         own = [f"model.t5.{key}" for key, value in vars(T5Config()).items() if getattr(m.t5, key) != value]
         own += ["pipeline.encoder_stages"] if c.pipeline.encoder_stages else []
         own += ["model.position=relative"] if m.position == "relative" else []
-        own += ["data.objective=spans"] if c.objective == "spans" else []
-        if own and m.kind in ("gpt", "bert", "glm"):
-            yield f"{own[0]} needs an encoder-decoder, and model.kind is {m.kind}: set model.kind=t5, or leave it out"
+        for key in own:
+            yield f"{key} needs an encoder-decoder, and model.kind is {m.kind}: set model.kind=t5, or leave it out"
         return
-    if c.objective != "spans":
-        yield f"model.kind=t5 learns spans, and data.objective is {c.objective}: set data.objective=spans"
-    if c.layout.cp > 1:
-        yield f"layout.cp={c.layout.cp} can't share the sequences of model.kind=t5 yet: set layout.cp=1"
-    fixed = {"position": "relative", "bias": False, "qkv_bias": False, "qk_norm": False, "norm_place": "pre",
-             "parallel_residual": False, "embedding_norm": False, "token_types": 0, "pooler": False, "predictions": 0,
-             "kv_heads": m.heads, "embedding_grad": 1.0}  # fmt: skip
-    for key, value in fixed.items():
-        if getattr(m, key) != value:
-            yield f"model.{key}={getattr(m, key)} can't be combined with model.kind=t5: set it to {value}"
-    if m.experts.count or m.latent.kv_rank:
-        key = "experts.count" if m.experts.count else "latent.kv_rank"
-        yield f"model.{key} can't be combined with model.kind=t5 yet: set it to 0"
-    if c.tune.adapts:
-        yield f"tune.kind={c.tune.kind} can't be combined with model.kind=t5 yet: set tune.kind=full"
-    if c.recompute.offload:
-        yield "recompute.offload=true can't be combined with model.kind=t5 yet: set it to false"
-    for key in ("mask_eod", "reset_positions", "reset_attention"):
-        if getattr(c.data, key):
-            yield f"data.{key}=true has no effect with data.objective=spans: leave it out"
     if m.t5.start >= m.vocab:
         yield f"model.t5.start={m.t5.start} is no token of model.vocab={m.vocab}: use one below that"
     yield from _lengths_fit(c)

@@ -57,6 +57,11 @@ class TuneConfig:
         return self.kind != "full"
 
     @property
+    def judges_each(self) -> bool:
+        """Whether the loss takes each answer for itself, and not pairs of them."""
+        return self.loss == "kto"
+
+    @property
     def scale(self) -> float:
         """What the product of an adapter's two factors is multiplied by."""
         return (self.alpha or 2.0 * self.rank) / (self.rank**0.5 if self.rslora else self.rank)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.config.data import PACKED
 from meshwright.config.load import config_from, load_config, set_key, to_mapping
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.sections import (
@@ -52,7 +51,7 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
     layout, ranks = _layout(config.layout, devices)
     tune = small_tune(config.tune)
     tune = replace(tune, base=f"{TWIN_BASES}{name}") if tune.adapts else tune
-    talks = config.objective in PACKED
+    talks = config.objective_facts.packed
     micro, batch = small_batch(config, layout, ranks)
     unit = ranks // layout.least_world * layout.replicas * micro
     train = TrainConfig(
@@ -141,7 +140,7 @@ def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
 
 def _target_tokens(config: Config, tp: int) -> int:
     """Return the tokens of a T5's targets in samples of SEQ tokens, rounded up to what tp divides; 0 for others."""
-    if config.model.kind != "t5":
+    if not config.model.kind_facts.is_encoder_decoder:
         return 0
     spans = config.data.spans
     target = span_lengths(tokens_for(SEQ, spans.share, spans.mean), spans.share, spans.mean)[1]

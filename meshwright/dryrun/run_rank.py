@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
     begin = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(fake_world(rank, world))
-        dry = inside.enter_context(MetaMode(not is_host(config, device))) if device.kind == "meta" else None
+        dry = inside.enter_context(MetaMode(not is_host(config, device))) if device.is_meta else None
         trainer = make_rank(config, world, rank, device)
         built = time.perf_counter()
         most, step_s = _timed_steps(trainer) if dry is None else (_dry_step(trainer, dry), None)
@@ -74,11 +74,11 @@ def run_rank(config: Config, world: int, rank: int, device: Device) -> RankRun:
 def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     """Builds the trainer of one rank inside its `fake_world`."""
     # A device draws its own weights, unsharded at first: the host would take hours to draw those of a large model.
-    ctx = build_context(config, rank, world, device, trains=device.kind == "meta")
+    ctx = build_context(config, rank, world, device, trains=device.is_meta)
     stand_in(ctx.mesh)
     data = samples_of(ctx)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
-    if device.kind == "meta" and is_host(config, device):
+    if device.is_meta and is_host(config, device):
         _keep_host_states(trainer)
     # The tensor-parallel rank that would broadcast the samples may not be there.
     trainer.train_batches.reads = trainer.train_batches.sends = True
@@ -105,13 +105,12 @@ def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | Rand
     rows = vocabulary_rows(c.model.vocab, ctx.at)
     first = min(tp_rank * rows, c.model.vocab - 1)
     held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
-    if c.objective == "masked":
-        return RandomMasked(c.model, held, first)
-    if c.objective == "blanks":
-        return RandomBlanks(c.model, held, first)
-    if c.objective == "spans":
-        return RandomSpans(c.model, held, first)
-    return RandomTokens(held, c.model.seq, first, sorted(more))
+    if c.objective_facts.splits_documents:
+        return RandomTokens(held, c.model.seq, first, sorted(more))
+    kinds: dict[str, Callable[..., RandomMasked | RandomSpans | RandomBlanks]] = {
+        "masked": RandomMasked, "blanks": RandomBlanks, "spans": RandomSpans,
+    }  # fmt: skip
+    return kinds[c.objective](c.model, held, first)
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import autograd_function
 
-from meshwright.config.compile_rules import keeps_blocks_apart
+from meshwright.config.features import keep_blocks_apart
 from meshwright.engine.context import Context
 from meshwright.errors import UserError
 from meshwright.models.gpt import GPTStage
@@ -39,7 +39,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
             fix = "set train.compile_together=1"
             raise UserError(f"train.compile_together={asked} can't take blocks that add to the loss: {fix}")
         return asked
-    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keeps_blocks_apart(c):
+    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keep_blocks_apart(c):
         return 1
     blocks = module.compiled_blocks()
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))

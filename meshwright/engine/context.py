@@ -17,7 +17,7 @@ from meshwright.nn.random import Streams
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
-from meshwright.spec.model.description import CP_INNER, CP_OUTER, layout_of
+from meshwright.spec.model.description import layout_of
 from meshwright.spec.model.grid_products import SHARED_BY
 from meshwright.spec.model.part import Coordinate, coordinate_of
 from meshwright.spec.traffic.ledger import Ledger
@@ -49,9 +49,11 @@ class Context:
     @cached_property
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
-        c = self.config
-        pieces = c.comm.overlap.piece_flops
-        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, pieces)
+        return place_of(self.config, self.layout, self.mesh.rank)
+
+
+def place_of(c: Config, layout: Layout, rank: int) -> Coordinate:
+    return coordinate_of(layout, rank, c.layout.sequence_parallel, c.context_plan, c.comm.overlap.piece_flops)
 
 
 def build_context(
@@ -80,7 +82,7 @@ def build_context(
         mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
         config.recompute, fused=fuses(config, device), products=products_of(config),
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
-        experts=expert_groups(mesh) if config.model.experts.count else None,
+        experts=expert_groups(mesh, place_of(config, layout, rank)) if config.model.experts.count else None,
         context=context_groups(mesh, config),
         piece_flops=config.comm.overlap.piece_flops,
         offload=HostActivations(device.torch) if config.recompute.offload and not is_host(config, device) else None,
@@ -89,10 +91,11 @@ def build_context(
     return Context(config, layout, mesh, device, parallel)
 
 
-def expert_groups(mesh: Mesh) -> ExpertGroups:
+def expert_groups(mesh: Mesh, at: Coordinate) -> ExpertGroups:
     by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
     parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
-    return ExpertGroups(mesh.group("etp"), mesh.group("ep"), mesh.group("tp-cp"), mesh.group("cp"), parts)
+    etp, ep, sequence, cp = (mesh.group(axis) for axis in ("etp", "ep", "tp-cp", "cp"))
+    return ExpertGroups(etp, ep, sequence, cp, at.cuts_experts_alike, parts)
 
 
 def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
@@ -103,17 +106,15 @@ def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
         return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
     if config.layout.cp == 1:
         return None
-    if config.context_kind == "hybrid":
-        return ContextGroups("ring", mesh.group(CP_INNER), mesh.group(CP_OUTER))
-    if config.context_kind == "ulysses":
-        return ContextGroups("gather", mesh.group("cp"), mesh.alone)
-    return ContextGroups(config.context_kind, mesh.alone, mesh.group("cp"))
+    plan = config.context_plan
+    inner, outer = (mesh.group(axis) if axis else mesh.alone for axis in (plan.inner, plan.outer))
+    return ContextGroups(plan, inner, outer)
 
 
 def is_host(config: Config, device: Device) -> bool:
     """Whether a run's device is a CPU. A dry run, on `meta`, is of the device that the config names, so that it keeps
     what the real run keeps."""
-    return (config.run.device if device.kind == "meta" else device.kind) == "cpu"
+    return (config.run.device if device.is_meta else device.kind) == "cpu"
 
 
 def fuses(config: Config, device: Device) -> bool:
@@ -123,7 +124,7 @@ def fuses(config: Config, device: Device) -> bool:
 
 def compiles(config: Config, device: Device) -> bool:
     """Whether blocks are compiled."""
-    return device.kind != "meta" and fuses(config, device)
+    return not device.is_meta and fuses(config, device)
 
 
 def products_of(config: Config) -> str:

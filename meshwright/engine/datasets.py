@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from meshwright.config.data import PACKED, SPECIALS
-from meshwright.config.glm import BLANK_SPECIALS
+from meshwright.config.data import BLANK_SPECIALS, SPECIALS
 from meshwright.config.sections import Config
 from meshwright.data.blanks import BlankOptions
 from meshwright.data.blend import Blend
@@ -142,14 +141,13 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
-    if config.objective in PACKED:
+    if config.objective_facts.packed:
         return _checked(config, packed_of(config))
     if held := [prefix for prefix in d.prefixes if is_chat(prefix)]:
         raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
-    masking = masking_of(config) if config.objective == "masked" else None
-    spans = spans_of(config) if config.objective == "spans" else None
-    blanks = blanks_of(config) if config.objective == "blanks" else None
-    how = (config.model.seq, config.train.seed, options, d.draw_split, masking, spans, blanks)
+    makers: dict[str, Callable[[Config], Any]] = {"masked": masking_of, "spans": spans_of, "blanks": blanks_of}
+    made: list[Any] = [maker(config) if name == config.objective else None for name, maker in makers.items()]
+    how = (config.model.seq, config.train.seed, options, d.draw_split, *made)
     return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *how))
 
 
@@ -158,8 +156,8 @@ def packed_of(config: Config) -> list[PackedStream | None]:
     d, m = config.data, config.model
     if d.weights:
         raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
-    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.loss == "kto" else {"pairs"}
-    placed = m.position in ("rope", "learned")
+    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.judges_each else {"pairs"}
+    placed = m.numbers_positions
     return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
 
 
@@ -168,7 +166,7 @@ def unused_tokens(config: Config, data: Any) -> str:
     up; else an empty string. Objectives that add tokens of their own to the data's are left out."""
     needed, vocab = data.dataset.vocab_needed, config.model.vocab
     unit = VOCAB_MULTIPLE * config.layout.tp
-    if needed is None or vocab <= -(-needed // unit) * unit or config.objective not in ("causal", *PACKED):
+    if needed is None or vocab <= -(-needed // unit) * unit or not config.objective_facts.splits_documents:
         return ""
     return f"the data use {needed:,} of the model's {vocab:,} tokens: the others are never trained (model.vocab)"
 

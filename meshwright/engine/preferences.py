@@ -85,7 +85,7 @@ def preference_output(
     if isinstance(found, Tensor):
         return StageOutput({"hidden": found} | ({REFERENCE: reference} if isinstance(reference, Tensor) else {}))
     before = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(found.sums)
-    losses, there, monitored = (_judged if config.tune.loss == "kto" else _paired)(found, before, config.tune)
+    losses, there, monitored = (_judged if config.tune.judges_each else _paired)(found, before, config.tune)
     total, count = torch.where(there, losses, 0.0).sum(), there.sum()
     if module.tokens.index > 0:
         total, count = total - total.detach(), torch.zeros_like(count)

@@ -18,9 +18,10 @@ from meshwright.spec.model.part import Stage
 
 
 def model_provider(ctx: Context, stage: Stage) -> nn.Module:
-    if ctx.config.model.kind == "hf":
+    facts = ctx.config.model.kind_facts
+    if facts.is_foreign:
         return PlannedStage(ctx.parallel, ctx.config, ctx.at, stage)
-    kind = T5Stage if ctx.config.model.kind == "t5" else GPTStage if ctx.config.layout.grid is None else GridStage
+    kind = T5Stage if facts.is_encoder_decoder else GPTStage if ctx.config.layout.grid is None else GridStage
     return kind(ctx.parallel, ctx.config, ctx.at, stage, ctx.ledger, ctx.mesh.tokens)
 
 
@@ -32,7 +33,7 @@ def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], rece
     if isinstance(module, PlannedStage):
         return planned_step(module, batch, received)
     assert isinstance(module, GPTStage)
-    if ctx.config.objective == "preference":
+    if ctx.config.objective_facts.judges_answers:
         return preference_output(ctx.config, module, batch, received)
     out, losses = module(batch, **received)
     last = module.head is not None

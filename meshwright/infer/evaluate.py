@@ -71,7 +71,7 @@ def with_model(
     with watched(ctx.mesh, config.comm.timeout, device, joined):
         modules = build_modules(ctx, model_provider)
         load_weights(modules, weights)
-        if config.model.kind == "hf" and has_weights(Path(config.model.hf)):
+        if config.model.kind_facts.is_foreign and has_weights(Path(config.model.hf)):
             PlannedFolder(Path(config.model.hf)).fill_buffers(modules)
         result = use(ctx, modules, place)
     if joined:  # after an error the process ends, and leaving could wait for peers that are gone

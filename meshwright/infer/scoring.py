@@ -63,7 +63,7 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
     same texts."""
     if not texts:
         return []
-    data = PackedTexts(texts, ctx.config.model.seq, ctx.config.model.position in ("rope", "learned"))
+    data = PackedTexts(texts, ctx.config.model.seq, ctx.config.model.numbers_positions)
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=ctx.device.torch)
 
     def forward(module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> StageOutput:

@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.hf_files import PRECISION_CODES, HFFolder
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.merged import MergedWeights, open_weights
+from meshwright.checkpoint.merged import MergedWeights, config_in, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.disk import hub_hint, refused
@@ -35,7 +35,7 @@ from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, Saved
 from meshwright.record.companions import ORIGIN, copy_files, copy_tokenizer, end_token
 from meshwright.spec.layout.params import Box, Init, ParamRecord
 from meshwright.spec.model.hf import FAMILIES, family_for
-from meshwright.spec.model.hf.family import Family, model_section
+from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE, has_weights
 from meshwright.spec.model.hf.rows import Mapped, SourceRows
 
@@ -182,8 +182,8 @@ def export_folder(
     follow.
     """
     reader = open_weights(checkpoint)
-    model = model_section(reader.index.config["model"])
-    if model.kind == "hf":
+    model = config_in(reader.index).model
+    if model.kind_facts.is_foreign:
         return export_planned(reader, Path(like or model.hf), to, dtype)
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:

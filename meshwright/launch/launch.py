@@ -38,6 +38,7 @@ from meshwright.launch.signals import (
     stops_handled_by,
     taken_over,
 )
+from meshwright.plugins import load_plugins, loaded_plugins
 from meshwright.record.ending import LAUNCHER_SEES_S, report_losses_by
 
 PRELOAD = [
@@ -95,6 +96,7 @@ class Team:
     address: str = LOOPBACK  # of this node
     job: str = ""  # its name, for all nodes and attempts; empty: this launcher's
     env: Mapping[str, str] = field(default_factory=dict)
+    plugins: tuple[str, ...] = field(default_factory=loaded_plugins)  # that every rank imports
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,13 @@ def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any but loopback; =: this very name
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
-    guarded(folder, stops, main, *args)
+    guarded(folder, stops, _with_plugins, team.plugins, main, *args)
+
+
+def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: object) -> None:
+    """Run `main` of a rank after the plugins that its launcher has loaded: its arguments may hold a resolved config."""
+    load_plugins(plugins)
+    main(*args)
 
 
 def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:

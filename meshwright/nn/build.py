@@ -1,5 +1,5 @@
 """The table of modules that compute the parts, and the block that is made of them: the unit that is split over stages,
-recomputed, compiled, gathered and counted. A program that brings a part of its own adds its module to the table."""
+recomputed, compiled, gathered and counted. A part from outside the package names its module itself (`Part.module`)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from meshwright.nn.norm import BoundNorm, NoNorm, Norm, StreamNorm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import dropout
 from meshwright.nn.rows import ChosenRows, Dense
+from meshwright.plugins import load_object
 from meshwright.spec.layout.params import records_under
 from meshwright.spec.model import bert, experts, gpt, grid, latent, mlp, t5, tuning
 from meshwright.spec.model.part import BlockUnit, Part, Records
@@ -32,6 +33,11 @@ from meshwright.spec.model.part import BlockUnit, Part, Records
 
 def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Records) -> nn.Module:
     return Linear(replace(parallel, products=""), records["weight"], records.get("bias"), "column")  # never in fp8
+
+
+def _norm(parallel: Parallel, part: gpt.NormPart, records: Records) -> Norm:
+    norm: Norm = load_object(part.facts.module)(parallel, part, records)
+    return norm
 
 
 def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
@@ -47,7 +53,7 @@ def _grid_output(parallel: Parallel, part: grid.GridOutputPart, records: Records
 
 
 MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
-    gpt.NormPart: Norm,
+    gpt.NormPart: _norm,
     gpt.AttentionPart: Attention,
     latent.LatentAttentionPart: LatentAttention,
     mlp.MLPPart: MLP,
@@ -73,7 +79,9 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
 
 def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
     """Builds the module of a part, with empty parameters that carry its records."""
-    return MODULES[type(part)](parallel, part, records)
+    build = MODULES[type(part)] if type(part) in MODULES else load_object(part.module)
+    module: nn.Module = build(parallel, part, records)
+    return module
 
 
 def run_blocks(blocks: tuple[Block, ...], x: Tensor, inputs: Inputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last dim: the hidden features of [tokens, hidden], or those of a head."""
+"""Norms over the last dim: the hidden features of [tokens, hidden], or those of a head."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from meshwright.spec.model import gpt
 
 
 class Norm(nn.Module):
-    """A layer norm or an RMS norm. One that `fuses` is computed by the product after it (`Linear.after_norm`)."""
+    """The base of all norms. One that `fuses` is computed by the product after it (`Linear.after_norm`)."""
 
     def __init__(self, parallel: Parallel, part: gpt.NormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.kind, self.eps = part.kind, part.eps
-        self.fuses = part.kind == "rmsnorm" and parallel.fused
+        self.eps = part.eps
+        self.fuses = part.facts.fuses and parallel.fused
         self.weight = parallel.parameter(records["weight"])
         self.bias = parallel.parameter(records["bias"]) if "bias" in records else None
 
+
+class LayerNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        shape = self.weight.shape
-        if self.kind == "rmsnorm":
-            return F.rms_norm(x, shape, self.weight, self.eps)
-        return F.layer_norm(x, shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class StreamNorm(nn.Module):

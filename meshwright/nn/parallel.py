@@ -13,6 +13,7 @@ from meshwright.config.sections import RecomputeConfig
 from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams
+from meshwright.spec.layout.context import ContextPlan
 from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 
 
@@ -20,21 +21,22 @@ from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 class ExpertGroups:
     """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
     ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
-    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp."""
+    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp. `alike`:
+    experts are divided over the same ranks as everything else (`Coordinate.cuts_experts_alike`)."""
 
     etp: Group
     ep: Group
     sequence: Group
     cp: Group
+    alike: bool
     by_node: ByNode | None = None
 
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """The ranks that hold different tokens of the same sequences: `inner` ones exchange heads for tokens, `outer` ones
-    share keys and values, by a `kind` of way: gather or ring."""
+    """The ranks that hold different tokens of the same sequences, along the two axes of a plan."""
 
-    kind: str
+    plan: ContextPlan
     inner: Group
     outer: Group
 
@@ -106,6 +108,10 @@ def initialise(module: nn.Module, seed: int) -> None:
             draw_parameter(record, parameter, seed)
 
 
+# By the kind of `Init`; None where the module has set its values itself. Normal ones are drawn on top.
+FIRST_VALUES = {"ones": 1.0, "zeros": 0.0, "normal": 0.0, "given": None, "placed": None}
+
+
 @torch.no_grad()
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
     """Sets a parameter's first values, which follow from the seed and its global name alone."""
@@ -115,8 +121,9 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
         out.copy_(pack(values))
         return
     kind = record.init.kind
-    if kind not in ("given", "placed"):
-        out.fill_(1.0 if kind == "ones" else 0.0)
+    value = FIRST_VALUES[kind]
+    if value is not None:
+        out.fill_(value)
     if kind != "normal" or out.is_meta:
         return
     generator = torch.Generator()

@@ -147,7 +147,8 @@ def context_balance(job: Job) -> dict[str, Any]:
     has, and that over the mean. Documents, which only the data know, are left out."""
     c, cp = job.config, job.layout.cp
     pairs = causal_pairs(c.context.order, c.model.seq, cp)
-    found = {"kind": job.at.context, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
+    kind = c.context_kind if job.stack.own else "ring"
+    found = {"kind": kind, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
     return found | ({"inner": c.context.inner} if c.context.inner else {})
 
 

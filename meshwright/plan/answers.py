@@ -17,7 +17,7 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
     """Yields the calls of one micro-batch that a unit makes more often than its parts state: for a reference all of a
     forward, without DoRA's norms; of the output layer those of forward once more in backward, and its input is
     gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
-    if job.config.objective != "preference":
+    if not job.config.objective_facts.judges_answers:
         return
     at, batch = unit.seen_by(job.at), unit.own(job.batch)
     for part in (each.part.part if isinstance(each.part, TunedPart) else each.part for each in unit.parts):

@@ -222,7 +222,7 @@ def _context_parallel(unit: Unit, where: Setting, attention: float, again: float
         return AxisUse("cp")
     times = _seconds(unit, where, CONTEXT_AXES)
     forward, backward = times.forward * (1 + again), times.backward
-    if where.at.context in ("gather", "ulysses"):
+    if not where.at.context.passes:
         return AxisUse("cp", 0.0, forward + backward)
     overlapped = (size - 1) / size * attention
     hidden = min(forward, overlapped * (1 + again)) + min(backward, overlapped * ATTENTION_BACKWARD)

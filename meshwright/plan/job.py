@@ -10,8 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
-from meshwright.config.replica_rules import batch_problem, batch_unit
-from meshwright.config.rules import check
+from meshwright.config.rules import batch_problem, batch_unit, check
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
 from meshwright.engine.sharding.reducers import ReducerPlan, mixing
@@ -19,6 +18,7 @@ from meshwright.engine.sharding.server import ServerReducer
 from meshwright.errors import UserError
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
@@ -56,7 +56,7 @@ class Job:
         job = replace(self, config=replace(self.config, **changed))
         if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
             same = ["chunks", "representative_ranks", "known", "model", "batch", "placement", "splits_backwards"]
-            parted = self.config.zero.shard_group == "node" or self.config.comm.gather.node_copy
+            parted = self.config.zero.stays_in_node or self.config.comm.gather.node_copy
             same += [] if parted else ["layout", "at"]
             vars(job).update({name: getattr(self, name) for name in same})
         return job
@@ -115,14 +115,15 @@ class Job:
     @cached_property
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
-        context = self.config.context_kind if self.stack.own else "ring"
+        other = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
+        context = self.config.context_plan if self.stack.own else other
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
         return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, pieces)
 
     @cached_property
     def batch(self) -> MicroBatch:
         c = self.config
-        prefix = c.data.blanks.source_square if c.objective == "blanks" else 0.0
+        prefix = c.data.blanks.source_square if c.objective_facts.fills_blanks else 0.0
         element = BYTES[c.train.precision]
         return MicroBatch(c.train.micro_batch, c.model.seq, element, c.has_segments, self.imbalance, prefix)
 

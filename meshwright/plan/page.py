@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.config.replica_rules import batch_unit
+from meshwright.config.rules import batch_unit
 from meshwright.plan.account import axes_of, layout_of_cost, layout_words, memory_json
 from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.config.replica_rules import batch_unit
+from meshwright.config.rules import batch_unit
 from meshwright.errors import UserError, nearest, plural
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import Cost, blocked_times, predict_cost, timeline_of

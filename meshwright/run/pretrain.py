@@ -189,7 +189,7 @@ def build_modules(
                     # Two stages of a foreign module may use one name for different parameters.
                     parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
             modules.append(module)
-            if ctx.mesh.is_first("dp", "cp", "tp") and config.model.kind != "hf":  # whose folder holds them
+            if ctx.mesh.is_first("dp", "cp", "tp") and not config.model.kind_facts.is_foreign:  # its folder has them
                 _warn_of_buffers(module, index)
     share_tied_parameters(modules)
     for module in modules:

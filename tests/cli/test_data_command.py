@@ -176,7 +176,7 @@ def test_show_prints_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--sample", "-1"], "--sample -1 must not be negative"),
         (["--split", "test"], "leaves no test data"),
         (["model.vocab=260"], "model.vocab=260 leaves no room for the special tokens [257, 258, 259, 260]"),
-        (["layout.cp=2"], "layout.cp=2 can't share the sequences of model.kind=bert yet"),
+        (["layout.cp=2"], "layout.cp=2 can't be combined with model.kind=bert yet: set layout.cp=1"),
         (["data.objective=causal"], "model.kind=bert learns masked tokens, and data.objective is causal"),
         (["model.position=alibi"], "model.position=alibi looks back only"),
         (["model.token_types=1"], "model.token_types=1 can't tell two segments apart"),

@@ -44,7 +44,7 @@ def test_show_prints_a_sample(config: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 MISTAKES = [
-    (["layout.cp=2"], "layout.cp=2 can't share the sequences of model.kind=t5 yet"),
+    (["layout.cp=2"], "layout.cp=2 can't be combined with model.kind=t5 yet: set layout.cp=1"),
     (["data.objective=causal"], "model.kind=t5 learns spans, and data.objective is causal"),
     (["model.position=rope"], "model.position=rope can't be combined with model.kind=t5: set it to relative"),
     (["model.bias=true"], "model.bias=True can't be combined with model.kind=t5"),
@@ -61,7 +61,7 @@ MISTAKES = [
     (["layout.pp=2", "pipeline.encoder_stages=1", "pipeline.split=[1,2]"], "pipeline.split already says where"),
     (["recompute.mode=full", "recompute.offload=true"], "recompute.offload=true can't be combined with model.kind=t5"),
     (["tune.kind=lora"], "tune.kind=lora can't be combined with model.kind=t5 yet"),
-    (["model.experts.count=4"], "model.experts.count can't be combined with model.kind=t5 yet"),
+    (["model.experts.count=4"], "model.experts.count=4 can't be combined with model.kind=t5 yet"),
     (["model.kind=gpt", "pipeline.encoder_stages=1"], "model.t5.encoder_layers needs an encoder-decoder"),
     (["model.seq=4"], "model.seq=4 is too short for model.kind=t5"),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
                "use context.kind=gather or ring, with context.inner=0"),
     "glm's second positions": (2, {"model": {"kind": "glm", "position": "learned"}, "data": {"objective": "blanks"},
                                    "layout": {"tp": 2, "tp_grid": [2, 1]}, "train": {"micro_batch": 2}},
-                               "set model.position=rope model.token_types=0, or leave the grid out"),
+                               "set model.position=rope or layout.tp_grid=[]"),
     "grid's parts": (2, {"layout": {"tp": 2, "tp_grid": [1, 1, 2], "tp_kind": "3d"},
                          "train": {"micro_batch": 3, "global_batch": 12}}, "set train.micro_batch=4"),
     "batch": (4, {"train": {"global_batch": 12, "micro_batch": 2}},

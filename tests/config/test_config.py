@@ -161,8 +161,8 @@ def test_sums_that_make_no_sense(reduce: dict[str, object], sentence: str) -> No
 
 
 def test_algorithms_that_do_not_fit() -> None:
-    with pytest.raises(UserError, match=r"comm.algorithm=ring sums gradients as they are, .* set comm.algorithm=torch"):
-        config_from(SMALL | {"comm": {"algorithm": "ring", "reduce": {"kind": "int8"}}})
+    with pytest.raises(UserError, match=r"compresses gradients, which comm.algorithm.dp=ring sums as they are: set"):
+        check(config_from(SMALL | {"comm": {"algorithm": "ring", "reduce": {"kind": "int8"}}}), 2)
     halving = config_from(SMALL | {"comm": {"algorithm": "halving_doubling"}, "train": {"global_batch": 6}})
     with pytest.raises(UserError, match="needs a power of two of data-parallel ranks, and there are 6: use ring or"):
         check(halving, 6)

@@ -17,7 +17,7 @@ GLM = {"kind": "glm", "position": "rope"}
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"tune": {**LORA, "dropout": 0.1}, "recompute": {"mode": "full", "pieces": 2}}, "tune.dropout=0.1 can't"),
+        ({"tune": {**LORA, "dropout": 0.1}, "recompute": {"mode": "full", "pieces": 2}}, "pieces=2 would drop other"),
         ({"model": GLM, "data": {"objective": "causal", "reset_attention": True}}, "takes a first document for"),
         ({"model": {"kind": "glm", "position": "relative"}}, "needs an encoder-decoder"),
         ({"model": {"kind": "t5", "embedding_grad": 0.1}}, "model.embedding_grad=0.1 can't be combined"),

@@ -17,7 +17,9 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 
 pytestmark = pytest.mark.wide
-EXECUTED = [page for page in PAGES if page.name == "tutorial.md" or page.parent.name in ("how-to", "concepts")]
+EXECUTED = [
+    page for page in PAGES if page.name in ("tutorial.md", "plugins.md") or page.parent.name in ("how-to", "concepts")
+]
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|\[|CONFIG|\bMODEL\b|\bRUN\b|\bDIR\b|\bN\b")
 
 

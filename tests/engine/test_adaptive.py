@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.checkpoint.load import Reader
 from meshwright.config.comm import ReduceConfig
+from meshwright.config.rules import check
 from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer, Trial, best
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
@@ -152,5 +153,5 @@ def test_keys_that_do_not_go_together() -> None:
         ReduceConfig(kind="int8", adaptive=True)
     with pytest.raises(UserError, match=r"comm.reduce.rank has no effect"):
         ReduceConfig(rank=8, adaptive=True)
-    with pytest.raises(UserError, match=r"comm.algorithm=ring sums .*comm.reduce.adaptive=true compresses"):
-        small_config(comm={"algorithm": "ring", "reduce": {"adaptive": True}})
+    with pytest.raises(UserError, match=r"reduce.adaptive=true compresses gradients, which comm.algorithm.dp=ring"):
+        check(small_config(comm={"algorithm": "ring", "reduce": {"adaptive": True}}), 2)

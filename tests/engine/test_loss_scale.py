@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.config.scales import LossScaleConfig
+from meshwright.config.sections import LossScaleConfig
 from meshwright.engine.optim.scaling import LossScale
 from meshwright.engine.sharding.buffers import Bucket
 from meshwright.engine.sharding.reducers import PlainReducer

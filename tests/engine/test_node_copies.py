@@ -79,7 +79,7 @@ def test_less_crosses_nodes_and_a_step_is_predicted_to_be_shorter() -> None:
 
 @pytest.mark.parametrize(("change", "text"), [
     ({"zero": {"stage": 2}}, "needs zero.stage=3, not 2"),
-    ({"zero": {"stage": 3, "shard_group": "node"}}, "needs zero.shard_group=dp, not node"),
+    ({"zero": {"stage": 3, "shard_group": "node"}}, "with zero.shard_group=node yet: set zero.shard_group=dp"),
     ({"layout": {"node_size": 3}}, "comm.gather.node_copy=true: a node of layout.node_size=3 holds 3 of the 4"),
 ])  # fmt: skip
 def test_what_it_needs(change: dict[str, Any], text: str) -> None:

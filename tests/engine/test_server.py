@@ -112,10 +112,10 @@ def test_what_all_ranks_send_is_planned() -> None:
 def test_a_server_knows_what_it_cannot_do() -> None:
     wrong: list[tuple[Sections, str]] = [
         (served(3), r"train.server.ranks=3 must divide the 8 ranks that sum a gradient \(dp x cp\): try 1, 2, 4 or 8"),
-        (served(2, zero={"stage": 1}), "train.server.ranks=2 needs zero.stage=0, not 1"),
-        (served(2, comm={"reduce": {"kind": "int8"}}), "needs comm.reduce.kind=plain, not int8"),
-        (served(2, comm={"algorithm": "ring"}), "needs comm.algorithm=torch, not ring"),
-        (served(2, layout={"replicas": 2}), "needs layout.replicas=1, not 2"),
+        (served(2, zero={"stage": 1}), "ranks=2 can't be combined with zero.stage=1 yet: set zero.stage=0 or"),
+        (served(2, comm={"reduce": {"kind": "int8"}}), "with comm.reduce.kind=int8 yet: set comm.reduce.kind=plain"),
+        (served(2, comm={"algorithm": "ring"}), "with comm.algorithm.dp=ring yet: set comm.algorithm.dp=torch"),
+        (served(2, layout={"replicas": 2}), "with layout.replicas=2 yet: set layout.replicas=1"),
         (served(0, staleness=1), "staleness=1 has no effect without a server"),
     ]  # fmt: skip
     for sections, sentence in wrong:

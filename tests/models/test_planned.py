@@ -172,10 +172,10 @@ def test_a_plan_becomes_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"layout": {"cp": 2}}, "layout.cp=2 can't be used with a model that transformers builds"),
-        ({"tune": {"kind": "lora", "base": "x"}}, "tune.kind=lora can't be used"),
+        ({"layout": {"cp": 2}}, "layout.cp=2 can't be combined with a model that transformers builds"),
+        ({"tune": {"kind": "lora", "base": "x"}}, "tune.kind=lora can't be combined"),
         ({"layout": {"tp": 4}}, "does not divide the 2 key-value heads"),
-        ({"train": {"precision": "fp8"}}, "use bf16"),
+        ({"train": {"precision": "fp8"}}, "set train.precision=bf16"),
     ],
 )
 def test_what_can_not_be_combined_is_refused(tmp_path: Path, sections: dict[str, Any], says: str) -> None:

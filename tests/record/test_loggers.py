@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.run import LOGGER_NAMES
+from meshwright.config.sections import LOGGER_NAMES
 from meshwright.errors import UserError
 from meshwright.record.loggers import LOGGERS, Loggers, Start
 from meshwright.record.run_folder import RunFolder

@@ -15,6 +15,7 @@ import meshwright
 from meshwright.check import checking
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE
+from meshwright.config.kinds import MODEL_KINDS
 from meshwright.infer import evaluate
 from tests.comm.hanging import run_hanging
 
@@ -32,7 +33,7 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
 
     config = SimpleNamespace(
         comm=SimpleNamespace(timeout=7.0, backend="auto"), run=SimpleNamespace(device="cpu"),
-        model=SimpleNamespace(kind="gpt"),
+        model=SimpleNamespace(kind_facts=MODEL_KINDS["gpt"]),
     )  # fmt: skip
     stand_ins: dict[str, Any] = {
         "open_model": lambda source: (None, {}), "config_with": lambda found, sections: config,

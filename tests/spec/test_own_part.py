@@ -16,6 +16,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.cli.dryrun import compare
 from meshwright.comm.ops import all_reduce_
+from meshwright.config.kinds import MODEL_KINDS, ModelKind
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
@@ -27,7 +28,7 @@ from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_parameters
 from meshwright.plan.rank import expected
 from meshwright.spec.layout.params import Init, rows_of
-from meshwright.spec.model.description import MODELS, gpt
+from meshwright.spec.model.description import gpt
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
@@ -136,7 +137,7 @@ def every_second(model: ModelConfig) -> Model:
     return replace(plain, blocks=tuple(other if layer % 2 else plain.blocks[0] for layer in range(model.layers)))
 
 
-MODELS["every-second"] = every_second
+MODEL_KINDS.register("every-second", ModelKind(every_second, ("causal",), MODEL_KINDS["gpt"].supports))
 MODULES[Mixer] = MixerModule
 
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {

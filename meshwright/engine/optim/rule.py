@@ -1,9 +1,9 @@
 """What an optimizer's update rule states of itself, and how it is found by its name. No torch.
 
 A rule knows arithmetic: which states it keeps for a parameter, and how one update changes masters and states. It does
-not know where these are stored, in which precision or on how many ranks: that is `engine/optim/flat.py`. The planner, offload
-and checkpoints read the rule's states; so a new elementwise optimizer is a file with its rule, which must not import
-torch before an update is made, and a line in `RULES` of config/optimizer.py.
+not know where these are stored, in which precision or on how many ranks: that is `engine/optim/flat.py`. The planner,
+offload and checkpoints read the rule's states; so a new elementwise optimizer is a file with its rule, which must not
+import torch before an update is made, and a line in `RULES` of config/optimizer.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from meshwright.config.scales import LossScaleConfig
+from meshwright.config.sections import LossScaleConfig
 
 Number = TypeVar("Number", float, Tensor)
 

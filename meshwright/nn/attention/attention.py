@@ -117,7 +117,7 @@ class Attention(nn.Module):
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
         self.out = out  # registered in the order of forward
-        self.recompute_core = parallel.recompute.mode == "selective"
+        self.recompute_core = parallel.recompute.core
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
         self.window, self.bias = part.window, part.biased
 

@@ -173,7 +173,7 @@ def context_attention(
     if groups.outer.alone:
         y = _natural(q, k, v, given, groups.outer.name, window)
     else:
-        way = _Gathered if groups.kind == "gather" else _Ring
+        way = _Gathered if groups.plan.gathers else _Ring
         y = way.apply(q, k, v, given, groups.outer.name, window)
     return y if n == 1 else _rows_for_heads(y, groups.inner)
 

@@ -13,7 +13,7 @@ from meshwright.nn.attention.documents import Documents
 from meshwright.nn.attention.rotary import rotate
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
-from meshwright.nn.norm import Norm
+from meshwright.nn.norm import Norm, RMSNorm
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, records_under
 from meshwright.spec.model import gpt
@@ -32,14 +32,14 @@ class LatentAttention(nn.Module):
             return Linear(parallel, records[f"{key}.weight"], None, cut)  # type: ignore[arg-type]
 
         def norm(key: str, width: int) -> Norm:
-            return Norm(parallel, gpt.NormPart("rmsnorm", width, part.norm_eps), records_under(records, key))
+            return RMSNorm(parallel, gpt.NormPart("rmsnorm", width, part.norm_eps), records_under(records, key))
 
         self.q_a = linear("q_a", "whole") if part.q_rank else None
         self.q_a_norm = norm("q_a_norm", part.q_rank) if part.q_rank else None
         self.q_b = linear("q_b" if part.q_rank else "q", "column")
         self.kv_a, self.kv_a_norm = linear("kv_a", "whole"), norm("kv_a_norm", part.kv_rank)
         self.kv_b, self.out = linear("kv_b", "column"), linear("out", "row")
-        self.recompute_core = parallel.recompute.mode == "selective"
+        self.recompute_core = parallel.recompute.core
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
         return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)

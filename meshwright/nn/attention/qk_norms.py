@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm.ops import all_reduce_
-from meshwright.nn.norm import Norm
+from meshwright.nn.norm import RMSNorm
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, records_under
 from meshwright.spec.model import gpt
@@ -20,8 +20,8 @@ class HeadNorms(nn.Module):
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         of_head = gpt.NormPart("rmsnorm", part.head_dim, part.norm_eps)
-        self.q = Norm(parallel, of_head, records_under(records, "q_norm"))
-        self.k = Norm(parallel, of_head, records_under(records, "k_norm"))
+        self.q = RMSNorm(parallel, of_head, records_under(records, "q_norm"))
+        self.k = RMSNorm(parallel, of_head, records_under(records, "k_norm"))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return self.q(q), self.k(k)

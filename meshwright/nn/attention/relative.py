@@ -63,7 +63,7 @@ class CrossAttention(nn.Module):
         self.q = Linear(parallel, records["q.weight"], None, "column")
         self.kv = Linear(parallel, records["kv.weight"], None, "column")
         self.out = Linear(parallel, records["out.weight"], None, "row")
-        self.recompute_core = parallel.recompute.mode == "selective"
+        self.recompute_core = parallel.recompute.core
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)

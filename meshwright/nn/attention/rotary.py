@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,20 +48,21 @@ def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
         longer = scaling.factor * model.seq / scaling.original - (scaling.factor - 1)
         theta *= longer ** (width / (width - 2))
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if scaling.kind in ("linear", "llama3", "yarn"):
-        keep = _kept_share(scaling, frequency, width, theta)
+    kept_share = KEPT_SHARES[scaling.kind]
+    if kept_share is not None:
+        keep = kept_share(scaling, frequency, width, theta)
         frequency = keep * frequency + (1 - keep) * frequency / scaling.factor
     return frequency, scaling.attention_factors(latent=False)[0]
 
 
-def _kept_share(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
-    """Returns how much of each frequency stays as it is (1) or is slowed by the factor (0)."""
-    if scaling.kind == "linear":
-        return torch.zeros_like(frequency)
-    if scaling.kind == "llama3":  # a straight line over how often a pair turns
-        turns = scaling.original * frequency / (2 * math.pi)
-        return ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
-    # yarn: a straight line over the pairs' numbers, between those that turn `beta_fast` and `beta_slow` times.
+def _llama3(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
+    """A straight line over how often a pair turns."""
+    turns = scaling.original * frequency / (2 * math.pi)
+    return ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+
+
+def _yarn(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
+    """A straight line over the pairs' numbers, between those that turn `beta_fast` and `beta_slow` times."""
 
     def pair(turns: float) -> float:
         return width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -71,6 +73,17 @@ def _kept_share(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta
     first, last = max(first, 0), min(last, width - 1)
     last += 0.001 if first == last else 0.0  # as everywhere in the field
     return 1 - ((torch.arange(width // 2, dtype=torch.float64) - first) / (last - first)).clamp(0.0, 1.0)
+
+
+# By `model.rope_scaling.kind`: how much of each frequency stays as it is (1) or is slowed by the factor (0). None: all
+# of it stays; dynamic scaling changes theta instead.
+KEPT_SHARES: dict[str, Callable[[RopeScalingConfig, Tensor, int, float], Tensor] | None] = {
+    "none": None,
+    "dynamic": None,
+    "linear": lambda scaling, frequency, width, theta: torch.zeros_like(frequency),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

@@ -213,6 +213,7 @@ class Experts(nn.Module):
         assert parallel.experts is not None
         self.parallel, self.routing, self.kind = parallel, part.routing, part.mlp.kind
         self.etp, self.ep, self.by_node = parallel.experts.etp, parallel.experts.ep, parallel.experts.by_node
+        self.alike = parallel.experts.alike
         self.cp = parallel.experts.cp
         self.router = Router(parallel, part.routing, records_under(records, "router"))
         self.up = ExpertWeights(parallel, records[f"{part.mlp.first}.weight"])
@@ -257,7 +258,7 @@ class Experts(nn.Module):
         held = rows * (tp.size if self.parallel.splits_tokens else 1)  # by these tp ranks, without padding
         part = held // batch  # of each sequence
         is_padded, seq = own * max(1, tp.size) != held, part * max(1, self.cp.size)
-        all_sorted = tp.alone or etp is tp  # the rows of all tp ranks are sorted here
+        all_sorted = tp.alone or self.alike  # the rows of all tp ranks are sorted here
         has_whole = self.cp.alone and own % part == 0 and not is_padded
         alone = tp.alone or (has_whole and not all_sorted)
         known = chosen if alone else all_gather(chosen, tp.name, tp.size)
@@ -287,7 +288,7 @@ class Experts(nn.Module):
     def _gathers(self) -> bool:
         """Whether each rank has only its own rows, so that they are gathered over etp. Where all tp ranks have all
         tokens, and tp cuts the experts too, they have been."""
-        return self.parallel.splits_tokens or self.etp is not self.parallel.tp
+        return self.parallel.splits_tokens or not self.alike
 
     def _own_rows(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows to gather, and those of them that this rank routes."""

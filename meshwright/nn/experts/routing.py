@@ -4,6 +4,7 @@ loss. Everything is computed in float32 (in float64 runs: float64), whatever the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_product_grad
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.experts import Routing
+
+# By `model.experts.router`: how logits [rows, experts] become scores.
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(1), "sigmoid": torch.sigmoid}
 
 
 class _WideProduct(torch.autograd.Function):
@@ -61,7 +65,7 @@ class Router(nn.Module):
         return _WideProduct.apply(x, self.weight, self.sinks.get("weight"))
 
     def scores(self, logits: Tensor) -> Tensor:
-        return logits.softmax(1) if self.routing.scores == "softmax" else logits.sigmoid()
+        return SCORES[self.routing.scores](logits)
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:

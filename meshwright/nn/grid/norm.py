@@ -97,7 +97,8 @@ class GridNorm(Norm):
 
     def __init__(self, parallel: Parallel, part: parts.GridNormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__(parallel, part.part, records)
+        self.centred = part.part.facts.centred
         self.features = Features(part.part.width, side_of(parallel, STREAM.features), self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.bias, self.features, self.kind == "layernorm")
+        return _Norm.apply(x, self.weight, self.bias, self.features, self.centred)

@@ -16,18 +16,17 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
     ulysses: forward 1 all_to_all of queries, keys and values and 1 of the result, backward the same; fewer key-value
     heads than ranks are copied first. hybrid: that over the inner ranks, and a ring over the outer ones.
     """
-    inner = {"ulysses": ("cp", at.size("cp")), "hybrid": ("cp.inner", at.size("cp.inner"))}.get(at.context, ("cp", 1))
-    rows, (axis, n) = batch.tokens(at) * head_dim * batch.element, inner
+    (inner, outer, gathers), rows = at.context, batch.tokens(at) * head_dim * batch.element
+    n, c = at.size(inner), at.size(outer)
     dealt = max(kv, n)
     if n > 1:
         for phase in ("forward", "backward"):
-            yield Collective(phase, axis, "all_to_all", rows * (heads + 2 * dealt))
-            yield Collective(phase, axis, "all_to_all", rows * heads)
-    outer, c = ("cp.outer", at.size("cp.outer")) if at.context == "hybrid" else ("cp", at.size("cp") // n)
-    both = 2 * rows * (dealt if n > 1 else kv)
+            yield Collective(phase, inner, "all_to_all", rows * (heads + 2 * dealt))
+            yield Collective(phase, inner, "all_to_all", rows * heads)
+    both = 2 * rows * dealt
     if c == 1:
         return
-    if at.context == "gather":
+    if gathers:
         yield Collective("forward", outer, "all_gather", c * both)
         yield Collective("backward", outer, "all_gather", c * both)
         yield Collective("backward", outer, "reduce_scatter", c * both)
@@ -37,23 +36,18 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
     yield Collective("backward", outer, "send", 2 * both, c - 2)
 
 
-def _exchanging(at: Coordinate) -> int:
-    """The ranks that exchange heads for tokens."""
-    return {"ulysses": at.size("cp"), "hybrid": at.size("cp.inner")}.get(at.context, 1)
-
-
 def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Kept]:
     """Yields what attention to tokens of other ranks keeps besides its queries, keys, values and result: log-sums and,
     of a ring, the last block that arrived. Ranks that exchange heads keep those that arrived instead of their own, with
     the copies of heads that several ranks need, and the result as the core returns it."""
     tokens, e = batch.tokens(at), batch.element
     each = tokens * head_dim * e
-    n = _exchanging(at)
+    n = at.size(at.context.inner)
     if n > 1:
         yield Kept("result by heads", each * heads)
     yield Kept("log-sums", tokens * heads * batch.wide)
-    dealt = max(kv, n) if n > 1 else kv
-    if at.context in ("ring", "hybrid"):
+    dealt = max(kv, n)
+    if at.context.passes:
         yield Kept("last block", 2 * each * dealt)
     else:
         yield Kept("copied heads", 2 * each * (dealt - kv))
@@ -64,12 +58,12 @@ def context_working(
 ) -> float:
     """Returns the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
     and of one block; of gathered keys and values a copy in order and their gradients, wide."""
-    n = _exchanging(at)
-    if at.size("cp") == n and not (batch.documents or window):
+    n, c = at.size(at.context.inner), at.size(at.context.outer)
+    if c == 1 and not (batch.documents or window):
         return 0.0  # whole sequences, by one kernel
     each = batch.tokens(at) * head_dim
-    keys = 2.0 * each * max(kv, n if n > 1 else 0)
+    keys = 2.0 * each * max(kv, n)
     found = each * heads * (batch.wide + batch.element)
-    if at.context == "gather":
-        return found + at.size("cp") * keys * (2 * batch.element + batch.wide)
+    if at.context.gathers:
+        return found + c * keys * (2 * batch.element + batch.wide)
     return found + keys * (2 * batch.element + batch.wide)

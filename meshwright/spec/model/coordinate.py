@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout.context import NOT_SHARED, ContextPlan
 from meshwright.spec.layout.grid import DEPTH, ROW
 
 
@@ -30,7 +31,7 @@ class Coordinate:
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
-    context: str = "ring"  # how ranks along cp share their tokens (see `context.kind`)
+    context: ContextPlan = NOT_SHARED  # how ranks along cp share their tokens
     piece_flops: float | None = None  # least FLOPs for each send where linear layers communicate over tp in pieces
 
     __hash__ = hash_once
@@ -81,7 +82,11 @@ class Coordinate:
 
 
 def coordinate_of(
-    layout: Layout, rank: int, sequence_parallel: bool, context: str = "ring", piece_flops: float | None = None
+    layout: Layout,
+    rank: int,
+    sequence_parallel: bool,
+    context: ContextPlan = NOT_SHARED,
+    piece_flops: float | None = None,
 ) -> Coordinate:
     """Returns the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
@@ -90,4 +95,4 @@ def coordinate_of(
     shared = dict.fromkeys(("embedding", *(name for name, _ in layout.shared)))
     axes += [(name, layout.size(name), 0) for name in shared if layout.size(name) > 1]
     least = piece_flops if layout.tp > 1 else None
-    return Coordinate(tuple(sorted(axes)), sequence_parallel, context if layout.cp > 1 else "ring", least)
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context, least)

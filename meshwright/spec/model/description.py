@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.config.comm import NODE_COPY
-from meshwright.config.data import PACKED
+from meshwright.config.data import OBJECTIVES
 from meshwright.config.sections import Config, ModelConfig
 from meshwright.config.tune import ALL, TuneConfig
-from meshwright.errors import UserError, nearest
+from meshwright.plugins import load_object
 from meshwright.spec.layout import Layout, Parts, exchange_parts, node_parts
+from meshwright.spec.layout.context import CP_INNER, CP_OUTER
+from meshwright.spec.layout.norms import NORMS
 from meshwright.spec.layout.params import Init
 from meshwright.spec.model.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
 from meshwright.spec.model.experts import ExpertsPart, Routing
@@ -127,7 +129,7 @@ def glm(model: ModelConfig) -> Model:
 
 def norm_part(model: ModelConfig) -> NormPart:
     """Describes the norm of a branch: the product after it keeps its output."""
-    bias = model.norm == "layernorm" and model.bias
+    bias = NORMS.named(model.norm).bias and model.bias
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
@@ -195,7 +197,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
     return AttentionPart(
         model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
         model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
-        model.attention_dropout or 0.0, model.position == "alibi", model.kind != "bert",
+        model.attention_dropout or 0.0, model.position == "alibi", model.kind_facts.causal,
     )  # fmt: skip
 
 
@@ -217,16 +219,10 @@ def hf(model: ModelConfig) -> Model:
     return described
 
 
-# Kinds of models, by the config's `model.kind`. A program may add its own.
-MODELS: dict[str, Callable[[ModelConfig], Model]] = {"gpt": gpt, "bert": bert, "t5": t5, "glm": glm, "hf": hf}
-
-
 def describe(model: ModelConfig) -> Model:
     """Returns the description of the model that a config asks for."""
-    if model.kind not in MODELS:
-        known = ", ".join(MODELS)
-        raise UserError(f"model.kind={model.kind} is not known{nearest(model.kind, MODELS)}: the kinds are {known}")
-    return _described(MODELS[model.kind], model)
+    assemble = model.kind_facts.describe
+    return _described(load_object(assemble) if isinstance(assemble, str) else assemble, model)
 
 
 def model_of(config: Config) -> Model:
@@ -307,9 +303,6 @@ def check_family(model: Model, tp: int, pp: int) -> None:
     check_plan(model, tp, pp)
 
 
-CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
-
-
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
     """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
@@ -327,7 +320,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
     say."""
     c = config.layout
-    if config.model.kind == "hf" and c.tp * c.pp > 1:
+    if config.model.kind_facts.is_foreign and c.tp * c.pp > 1:
         check_family(describe(config.model), c.tp, c.pp)
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
@@ -337,7 +330,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     )  # fmt: skip
     if config.comm.algorithm.ep == "hierarchical" and c.ep > 1:
         layout = replace(layout, parts=(*layout.parts, *exchange_parts(layout)))
-    if config.zero.stage and config.zero.shard_group == "node":
+    if config.zero.stage and config.zero.stays_in_node:
         return replace(layout, parts=(*layout.parts, *node_parts(layout)))
     if config.zero.stage == 3 and config.comm.gather.node_copy:
         return replace(layout, parts=(*layout.parts, *node_parts(layout, NODE_COPY)))
@@ -369,15 +362,10 @@ def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -
 
 def data_fields(config: Config) -> list[str]:
     """Returns the names of the fields of a sample that the data of a config have."""
-    if config.objective == "masked":
-        names = ["tokens", "token_types", "segments", "places", "labels", "loss_mask"]
-        return names + (["swapped"] if config.model.pooler else [])
-    if config.objective == "blanks":
-        names = ["tokens", "labels", "loss_mask", "positions", "segments"]
-        return names + (["token_types"] if config.model.token_types else [])
-    if config.objective == "spans":
-        return ["tokens", "decoder_tokens", "labels", "loss_mask"]
-    names, packed = ["tokens", "labels", "loss_mask"], config.objective in PACKED
-    placed = config.model.position in ("rope", "learned")
-    names += ["positions"] if config.data.reset_positions or (packed and placed) else []
-    return names + (["segments"] if config.data.reset_attention or packed else [])
+    facts, names = config.objective_facts, list(config.objective_facts.fields)
+    names += ["swapped"] if facts is OBJECTIVES["masked"] and config.model.pooler else []
+    names += ["token_types"] if facts.fills_blanks and config.model.token_types else []
+    if facts.splits_documents:
+        positions = config.data.reset_positions or (facts.packed and config.model.numbers_positions)
+        names += ["positions"] * positions + ["segments"] * config.has_segments
+    return names

@@ -121,7 +121,7 @@ class ExpertsPart(Part):
         of them may be empty."""
         if self.routing.capacity is None:
             return self.gathered_rows(at, batch) * self.routing.top_k
-        part, whole = batch.seq // at.size("cp"), at.size("etp") == at.size("tp")
+        part, whole = batch.seq // at.size("cp"), at.cuts_experts_alike
         rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
         return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
 
@@ -249,7 +249,7 @@ class ExpertsPart(Part):
             return
         choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
         shared = cp > 1 or self.own_rows(at, batch) % batch.seq > 0
-        if shared and at.size("etp") != at.size("tp"):
+        if shared and not at.cuts_experts_alike:
             yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.layout.params import Init, ParamRecord, rows_of, whole
 from meshwright.spec.model.context import context_calls, context_kept, context_working
 from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated, row_calls, row_records
@@ -35,8 +36,8 @@ LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
 
 @dataclass(frozen=True)
 class NormPart(Part):
-    """A layer norm or RMS norm over the hidden features. `keeps_output`: the product after it keeps the norm's
-    output."""
+    """A norm over the hidden features, of a kind in `spec/layout/norms.py`. `keeps_output`: the product after it
+    keeps the norm's output."""
 
     kind: str
     width: int
@@ -46,8 +47,15 @@ class NormPart(Part):
     fuses: bool = True  # with the product after it, where kernels do that
     of_mlp: bool = False  # the MLP after it may be computed in pieces, and then it is computed apart
 
+    def __post_init__(self) -> None:
+        NORMS.named(self.kind)
+
+    @property
+    def facts(self) -> NormKind:
+        return NORMS[self.kind]
+
     def records(self, at: Coordinate, name: str) -> Records:
-        shape = (self.width,)
+        shape = (self.width if self.facts.elementwise else 1,)
         records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated(at))}
         if self.bias:
             records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated(at))
@@ -58,25 +66,22 @@ class NormPart(Part):
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the input (on a CPU: its copies in float32) and each row's statistics."""
-        rows, e, wide = batch.rows(at), batch.element, batch.wide
-        stream = rows * self.width * e
-        if self.kind == "layernorm":
-            yield Kept("input", stream)
-            yield Kept("statistics", 2 * rows * (e if kernels.host else wide))
-        elif not kernels.host:
-            yield Kept("input", stream)
-            yield Kept("statistics", rows * wide)
-        else:
+        rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
+        stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
+        if copies:
             yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
-            yield Kept("normed input", rows * self.width * wide)
-            yield Kept("statistics", rows * wide)
+            yield Kept("normed input", (copies - 1) * rows * self.width * wide)
+        else:
+            yield Kept("input", stream)
+        # A CPU's kernel that needs no wide copies keeps its statistics in the precision of its input.
+        yield Kept("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
         if self.keeps_output and not self.fused_by(kernels):
             yield Kept("output", stream)
 
     def fused_by(self, kernels: Kernels) -> bool:
         """Whether the product after it computes it."""
         apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
-        return kernels.fused and self.kind == "rmsnorm" and not apart
+        return kernels.fused and self.facts.fuses and not apart
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""

@@ -71,7 +71,7 @@ class GridNormPart(Part):
         """Yields, per row: layer norm 1 all_gather of each rank's mean and sum of squares, RMS norm 1 all_reduce of the
         squares; in backward 1 all_reduce of two numbers or of one."""
         rows, axis, size = batch.rows(at) * batch.wide, STREAM.features, at.size(STREAM.features)
-        if self.part.kind == "layernorm":
+        if self.part.facts.centred:
             yield Collective("forward", axis, "all_gather", 2 * rows * size)
             yield Collective("backward", axis, "all_reduce", 2 * rows)
         else:
@@ -83,7 +83,7 @@ class GridNormPart(Part):
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
         yield Kept("input", stream)
-        yield Kept("statistics", (2 if self.part.kind == "layernorm" else 1) * rows * batch.wide)
+        yield Kept("statistics", self.part.facts.statistics * rows * batch.wide)
         if self.part.keeps_output and not self.grid.keeps and not self.part.fused_by(kernels):
             yield Kept("output", stream)
 

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from meshwright.spec.layout.context import CONTEXT_PLANS
 from meshwright.spec.layout.grid import Cut, Grid, Roles
 from meshwright.spec.layout.params import Box, ParamRecord, overlap
 from meshwright.spec.model.loss_pieces import piece_rows
 from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch, Product
 
-SHARED_BY = "gather"  # how ranks that share sequences attend to each other's tokens (`nn/attention/context.py`)
+SHARED_BY = CONTEXT_PLANS[
+    "gather"
+]  # how ranks that share sequences attend to each other's tokens (`nn/attention/context.py`)
 
 
 def along(at: Coordinate, axis: str) -> Coordinate:

@@ -171,6 +171,8 @@ class Part:
     """The base of all parts, whose statements are empty. A concrete part is a frozen dataclass of its sizes, and
     `nn/build.py` names the module that computes it."""
 
+    module = ""  # of a part from outside the package: the path `package.module:Class` of the module that computes it
+
     has_experts = False  # whether it is cut along the axes of experts
     defers = True  # whether its weight gradients can be computed after the backward that finds its input's
 

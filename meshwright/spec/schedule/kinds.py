@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError, either, nearest
+from meshwright.plugins import Registry
 from meshwright.spec.schedule.simulate import simulate
 from meshwright.spec.schedule.table import MEANING, RECEIVE_IN, SEND_IN, SENDS, WEIGHT, Action, Op, Placement, Table
 
@@ -110,20 +111,18 @@ def _few_in_flight(pp: int, micro_batches: int, chunks: int, rank: int) -> int:
     return min(micro_batches * chunks, warm_up + 1)
 
 
-KINDS: dict[str, Kind] = {
-    "gpipe": Kind(gpipe, chunks=(1,), in_flight=lambda pp, micro_batches, *_: micro_batches),
+KINDS = Registry("pipeline.schedule", {
+    "gpipe": Kind(gpipe, chunks=(1,), in_flight=lambda pp, micro_batches, chunks, rank: micro_batches),
     "1f1b": Kind(one_forward_one_backward, chunks=(1,), in_flight=_few_in_flight),
     "zb-h1": Kind(zero_bubble_h1, chunks=(1,), in_flight=lambda pp, micro_batches, *_: min(pp, micro_batches)),
     "interleaved": Kind(interleaved, in_flight=_few_in_flight),
     "forward_only": Kind(forward_only, trains=False),
-}
+})  # fmt: skip
 
 
 def register(name: str, kind: Kind) -> None:
-    """Adds a schedule that configs can name. Every process of a run must do so before it reads its config."""
-    if name in KINDS:
-        raise UserError(f"there is a schedule '{name}' already: choose another name")
-    KINDS[name] = kind
+    """Add a schedule that configs can name."""
+    KINDS.register(name, kind)
 
 
 def training_kinds(chunks: int | None = None) -> list[str]:

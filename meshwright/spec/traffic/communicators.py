@@ -15,7 +15,6 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.layout.params import DATA_AXES, EP_ACROSS, EP_NODE
-from meshwright.spec.model.description import CP_INNER, CP_OUTER
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
 from meshwright.spec.model.gpt import KV_COPIES
 from meshwright.spec.schedule.kinds import placement_of
@@ -65,7 +64,7 @@ def used_groups(config: Config, layout: Layout) -> set[str]:
     """Returns the names of the groups over which a step of this config makes collectives, on some rank."""
     parts = {name for _, pieces in layout.parts for name, _ in pieces}
     names = {WORLD, "tp"} | parts & {*GRID_AXES, KV_COPIES}
-    names |= {CP_INNER, CP_OUTER} if config.context_kind == "hybrid" else {"cp"}
+    names |= {config.context_plan.inner, config.context_plan.outer} - {""} or {"cp"}
     names |= _data_groups(config, layout)
     experts = config.model.experts
     if experts.count and experts.capacity is not None:

@@ -23,9 +23,9 @@ WIDE = 8  # bytes of a float64 or an int64
 
 
 def counted_as(config: Config) -> str:
-    if config.objective != "preference":
+    if not config.objective_facts.judges_answers:
         return LEARNED
-    return ANSWERS if config.tune.loss == "kto" else PAIRS
+    return ANSWERS if config.tune.judges_each else PAIRS
 
 
 def sums_length(terms: int) -> int:

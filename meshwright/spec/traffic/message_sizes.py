@@ -191,7 +191,7 @@ def candidates(config: ReduceConfig) -> list[ReduceConfig]:
 
 def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
     """Returns what the planner needs to know of the reducer that a config asks for; `node_size`: ranks per node."""
-    if config.algorithm.dp != "torch":
+    if config.algorithm.sums_itself:
         return AlgorithmReducer(config.algorithm.dp, node_size, config.known_links, config.switches)
     return planned_compression(config.reduce)
 

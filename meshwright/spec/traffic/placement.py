@@ -102,7 +102,7 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
     """
     words = data_axes.split("-")
     shards, replicas = data_axes, ""
-    if zero.shard_group == "node" and "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
+    if zero.stays_in_node and "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
         shards, replicas = SHARD, "-".join(REPLICA if word == "dp" else word for word in words)
     alone = layout.size(shards) == 1 and zero.offload.params == "none"
     if zero.stage == 0 or alone or (zero.stage < 3 and not trained):
@@ -114,7 +114,7 @@ def copy_axis(layout: Layout, zero: ZeroConfig, gather: GatherConfig, data_axes:
     """Returns the axis of the ranks that keep a node's copy of gathered weights, each a part of it; None without one.
     Experts, which are divided over edp, have none."""
     parted = any(axis == "dp" for axis, _ in layout.parts)
-    copies = gather.node_copy and zero.stage == 3 and zero.shard_group == "dp"
+    copies = gather.node_copy and zero.stage == 3 and not zero.stays_in_node
     return SHARD if copies and parted and "dp" in data_axes.split("-") else None
 
 

@@ -17,7 +17,7 @@ def reducer_of(config: Config, node_size: int) -> Reducer:
     server, seed, comm = config.train.server, config.train.seed, config.comm
     if server.ranks:
         return ServerReducer(server.ranks, server.staleness, seed)
-    if comm.algorithm.dp != "torch":
+    if comm.algorithm.sums_itself:
         return AlgorithmReducer(comm.algorithm.dp, node_size, comm.known_links, comm.switches)
     return make_compressing(comm.reduce, seed)
 

@@ -1,0 +1,209 @@
+"""The features that may not work together, each with what it can't be combined with, and the rule that derives the
+sentences from that. No torch.
+
+A feature answers for the features above it in the table; a kind of model (`config/kinds.py`) and a norm
+(`spec/layout/norms.py`) answer for all of them, by naming those that they support. So nothing new is combined
+with anything by default, and `tests/config/test_features.py` tries every pair that is not refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.errors import either
+
+if TYPE_CHECKING:
+    from meshwright.config.sections import Config
+
+# Published runs combine these, so the planner takes them.
+PLANNED_ONLY = ("cp", "attention_dropout")
+
+
+def always(c: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that one config key asks for. `refuses` maps the features above it that it can't be combined with to
+    the reason: a clause that follows the other's key and may name this one as {this}, or nothing if it is only not
+    there yet."""
+
+    key: str
+    plain: tuple[Any, ...]  # the values that don't ask for it; the first is the fix
+    refuses: Mapping[str, str]
+    on: tuple[Any, ...] = ()  # the values that ask for it; empty: all but the plain ones
+    where: Callable[[Config], bool] = always  # elsewhere the key has no effect
+
+    def used(self, c: Config) -> bool:
+        value = attrgetter(self.key)(c)
+        return (value in self.on if self.on else value not in self.plain) and self.where(c)
+
+    def words(self, c: Config) -> str:
+        """Return the key with its value, as a user writes it."""
+        return _word(self.key, attrgetter(self.key)(c))
+
+    @property
+    def fix(self) -> str:
+        """The word of a command line that does without it."""
+        return _word(self.key, self.plain[0])
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{key}={str(value).lower()}"
+    return f"{key}={list(value) if isinstance(value, tuple) else f'{value:g}' if isinstance(value, float) else value}"
+
+
+def none_of(*names: str) -> dict[str, str]:
+    """Return refusals that give no reason but that nobody has built it yet."""
+    return dict.fromkeys(names, "")
+
+
+DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout", "adapter_dropout")
+NOT_COMPILED = "draws from random streams of its own, which torch.compile can't take for {this}"
+FEATURES: dict[str, Feature] = {
+    "dropout": Feature("model.dropout", (0.0,), {}),
+    "attention_dropout": Feature("model.attention_dropout", (0.0,), {}),
+    "embedding_dropout": Feature("model.embedding_dropout", (0.0,), {}),
+    "alibi": Feature("model.position", ("learned",), {}, on=("alibi",)),
+    "window": Feature("model.window", (0,), {}),
+    "latent": Feature("model.latent.kv_rank", (0,), none_of("window")),
+    "experts": Feature("model.experts.count", (0,), {}),
+    "aux_loss": Feature("model.experts.aux_loss", (0.0,), {}),
+    "z_loss": Feature("model.experts.z_loss", (0.0,), {}),
+    "bias_balance": Feature("model.experts.bias_balance", (0.0,), {}),
+    # A glm with learned positions fills in a table of its own for the positions inside a blank.
+    "second_positions": Feature(
+        "model.position", ("rope",), {}, on=("learned",),
+        where=lambda c: c.model.kind_facts.has_blank_positions,
+    ),
+    "token_types": Feature("model.token_types", (0,), {}, where=lambda c: not FEATURES["second_positions"].used(c)),
+    "reset_attention": Feature("data.reset_attention", (False,), {}),
+    "tp": Feature("layout.tp", (1,), {}),
+    "pp": Feature("layout.pp", (1,), {}),
+    "sequence_parallel": Feature("layout.sequence_parallel", (False,), {}),
+    "cp": Feature("layout.cp", (1,), none_of("attention_dropout")),
+    "ep": Feature("layout.ep", (1,), {}),
+    "zero": Feature("zero.stage", (0,), {}),
+    "zero3": Feature("zero.stage", (2,), {}, on=(3,)),
+    "node_shards": Feature("zero.shard_group", ("dp",), {}, where=lambda c: c.zero.stage > 0),
+    "optimizer_offload": Feature("zero.offload.optimizer", ("none",), {}),
+    "parameter_offload": Feature("zero.offload.params", ("none",), {}),
+    "fp16": Feature("train.precision", ("bf16",), {}, on=("fp16",)),
+    "fp8": Feature("train.precision", ("bf16",), {}, on=("fp8",)),
+    "compile": Feature(
+        "train.compile", ("auto",), dict.fromkeys(DROPOUTS[:3], NOT_COMPILED), on=("true",)
+    ),
+    "pieces": Feature("recompute.pieces", (1,), {}),
+    "activation_offload": Feature("recompute.offload", (False,), {}),
+    "some_recomputed": Feature("recompute.mode", ("none", "full"), {}),
+    "tensor_overlap": Feature(
+        "comm.overlap.tensor", (False,), none_of("fp8", "pieces"), where=lambda c: c.layout.tp > 1
+    ),
+    "adapters": Feature(
+        "tune.kind", ("full",),
+        none_of("tensor_overlap") | {"bias_balance": "moves weights that {this} leaves alone"},
+    ),
+    "dora": Feature("tune.kind", ("lora",), none_of("pieces"), on=("dora",)),
+    "adapter_dropout": Feature(
+        "tune.dropout", (0.0,),
+        {
+            "compile": "can't take the random streams of {this}",
+            "pieces": "would drop other elements of {this} when it computes them again",
+        },
+        where=lambda c: c.tune.adapts,
+    ),
+    "preferences": Feature(
+        "data.objective", ("auto",), dict.fromkeys(("aux_loss", "z_loss"), "is a loss that {this} does not take"),
+        on=("preference",),
+    ),
+    "compression": Feature("comm.reduce.kind", ("plain",), {}),
+    "adaptive": Feature("comm.reduce.adaptive", (False,), {}),
+    "algorithm": Feature(
+        "comm.algorithm.dp", ("torch",),
+        {"node_shards": "sums inside the nodes first, which {this} does not do"}
+        | dict.fromkeys(("compression", "adaptive"), "compresses gradients, which {this} sums as they are"),
+    ),
+    "node_copy": Feature("comm.gather.node_copy", (False,), none_of("cp", "node_shards", "parameter_offload")),
+    "replicas": Feature(
+        "layout.replicas", (1,),
+        {"fp16": "has a loss scale that each replica of {this} would change for itself"}
+        | dict.fromkeys(
+            ("compression", "adaptive"), "compresses sums inside a replica of {this}, and train.local.compress.kind "
+            "what replicas send"
+        )
+        | dict.fromkeys(
+            ("optimizer_offload", "parameter_offload"), "moves states that {this} needs on the device to synchronise"
+        ),
+    ),
+    "server": Feature(
+        "train.server.ranks", (0,),
+        none_of("zero", "compression", "adaptive", "algorithm", "replicas", "experts"),
+    ),
+    "elastic": Feature("faults.elastic", (False,), {"replicas": "is a number that {this} can't change"}),
+    "grid": Feature(
+        "layout.tp_grid", ((),),
+        none_of(
+            "cp", "ep", "experts", "latent", "token_types", "fp8", "tensor_overlap", "pieces", "adapters",
+            "preferences",
+        )
+        | {
+            "sequence_parallel": "cuts tokens that {this} has cut already",
+            "second_positions": "needs a second table with model.kind=glm, which {this} can't cut yet",
+        },
+    ),
+    # Between the blocks of one graph nothing can be communicated, gathered or added to the loss.
+    "compiled_together": Feature(
+        "train.compile_together", ("auto", 1),
+        none_of("tp", "cp", "zero3", "experts", "pieces") | dict.fromkeys(DROPOUTS, NOT_COMPILED),
+    ),
+}  # fmt: skip
+
+
+class Owner(NamedTuple):
+    """A choice that every model makes, such as its kind or its norm, and the features that this one works with."""
+
+    words: str
+    supports: frozenset[str]
+    asked: frozenset[str]  # the features that it answers for
+    reasons: Mapping[str, str]  # as `Feature.refuses`
+
+
+def owners_of(c: Config) -> Iterator[Owner]:
+    kind, norm = c.model.kind_facts, c.model.norm_facts
+    yield Owner(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
+    yield Owner(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
+
+
+def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
+    """Yield a sentence for each two choices of a config that can't be combined; with `planned`, not for those that only
+    the planner takes."""
+    used = [name for name, feature in FEATURES.items() if feature.used(c)]
+    for owner in owners_of(c):
+        for name in used:
+            if name in owner.asked - owner.supports:
+                feature = FEATURES[name]
+                yield _sentence(feature.words(c), owner.words, owner.reasons.get(name, ""), [feature.fix], True)
+    for first, second in combinations(used, 2):
+        above, below = FEATURES[first], FEATURES[second]
+        if first in below.refuses and not (planned and (second, first) == PLANNED_ONLY):
+            yield _sentence(above.words(c), below.words(c), below.refuses[first], [above.fix, below.fix], False)
+
+
+def _sentence(one: str, other: str, reason: str, fixes: list[str], owned: bool) -> str:
+    fix = f"set {either(fixes)}"
+    if reason:
+        return f"{one} {reason.format(this=other)}: {fix}"
+    subject, object_ = (one, other) if owned else (other, one)
+    return f"{subject} can't be combined with {object_} yet: {fix}"
+
+
+def keep_blocks_apart(c: Config) -> list[str]:
+    """Return the features of a config that leave no several blocks to one graph, as words that do without them."""
+    refused = FEATURES["compiled_together"].refuses
+    return [FEATURES[name].fix for name in refused if FEATURES[name].used(c)]
