@@ -12,21 +12,18 @@ from meshwright.plan.communication import Traffic, crossings, mean_traffic, pass
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
+from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job, ranks_per_node, senders_across
-from meshwright.plan.memory import Memory, largest, rank_parameters
+from meshwright.plan.memory import Memory, buffer_sizes, largest, rank_parameters
 from meshwright.plan.reduction import (
     AxisTime,
+    RankSums,
     StageCost,
-    divided,
     outer_seconds,
     reduce_seconds,
-    sharded_block,
-    trained_experts,
-    unit_parameters,
+    sharded_seconds,
 )
 from meshwright.plan.stack import States
-from meshwright.spec.layout.params import DATA_AXES
-from meshwright.spec.model.experts import EXPERT_DATA_AXES
 from meshwright.spec.model.part import BlockUnit
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.simulate import Simulation, simulate
@@ -96,9 +93,12 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.hides_sends)
-    reduce = reduce_seconds(job, cluster, stages, axes) + outer_seconds(job, cluster, pipeline, axes)
-    optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
-    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
+    ranks = set(job.representative_ranks)
+    slow = max(ranks, key=lambda rank: stages[rank].params)
+    reduce = reduce_seconds(job, cluster, stages[slow], RankSums(job, cluster, slow), axes)
+    reduce += outer_seconds(job, cluster, pipeline, axes)
+    optimizer = max(_optimizer_seconds(job, cluster, rank) for rank in ranks)
+    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in ranks)
     # A step is longer because nodes vary and all of them wait for each other.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))
     step = (pipeline + reduce + optimizer) * jitter + STEP_FLOOR
@@ -125,26 +125,30 @@ def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost
     """Returns the times of one pipeline rank's chunks, their sums, and its communication inside units."""
     m, times, flops = job.micro_batches, [], 0.0
     inside = {name: AxisTime() for name in TIMED_AXES}
+    extra, blocks = (0.0, 0.0), sum(len(stage.layers) for stage in job.chunks[pp_rank])
+    if job.config.zero.stage >= 2:
+        extra = sharded_seconds(job, where, pp_rank, RankSums(job, where.cluster, pp_rank), inside)
     for stage in job.chunks[pp_rank]:
         # On a rank that holds an end of the model, the batch is one small broadcast over tp.
         reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
         forward, backward = wait_seconds(where.cluster) * (reads and job.layout.tp > 1), 0.0
         inside["tp"].add(m * forward)
+        forward, backward = (part + each * len(stage.layers) / max(1, blocks)
+                             for part, each in zip((forward, backward), extra, strict=True))  # fmt: skip
         for unit, count in job.units(stage):
-            t = unit_time(unit, where)
-            extra, adding = (0.0, 0.0), 0.0
-            if isinstance(unit, BlockUnit):
-                extra = sharded_block(job, where, unit, count, inside)
-                if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
-                    adding = sum(unit_parameters(unit, job.at, True)) * job.stack.accumulate / where.cluster.memory_rate
-            forward += count * (t.whole_forward + extra[0])
-            backward += count * (t.whole_backward + extra[1] + adding)
+            t, adding = unit_time(unit, where), 0.0
+            if isinstance(unit, BlockUnit) and m > 1:
+                # Adding a weight gradient to the sum over micro-batches reads and writes the sum.
+                trained = sum(record.numel for record in unit_records(unit, job.at) if record.trained)
+                adding = trained * job.stack.accumulate / where.cluster.memory_rate
+            forward += count * t.whole_forward
+            backward += count * (t.whole_backward + adding)
             flops += count * t.flops
             for use in t.axes:
                 inside[use.axis].add(count * m * (use.forward + use.backward + use.hidden), count * m * use.hidden)
         times.append((forward, backward))
-    params = (rank_parameters(job, pp_rank), rank_parameters(job, pp_rank, True), trained_experts(job, pp_rank))
-    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, *params), inside
+    sums = (sum(f for f, _ in times), sum(b for _, b in times))
+    return tuple(times), StageCost(*sums, flops, rank_parameters(job, pp_rank)), inside
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
@@ -218,11 +222,9 @@ def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
     return (micro_batches + missing * (chunks - 1) / 2 / chunks) * slowest + (sum(busy) - slowest) / chunks
 
 
-def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
+def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
     """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
-    experts = stage.trained_experts
-    held = {DATA_AXES: stage.trained - experts, EXPERT_DATA_AXES: experts}
-    mine = sum(count / divided(job, axes).shards for axes, count in held.items() if count)
+    mine = sum(sum(one.buckets) / one.shards for one in buffer_sizes(job, pp_rank) if one.trained)
     if job.states.optimizer_on != "device":
         return mine * min(job.node_size, job.world) / cluster.node.host_params_s
     return mine * optimizer_bytes(job.states) / cluster.optimizer_rate

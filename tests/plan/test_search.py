@@ -273,5 +273,5 @@ def test_states_divided_on_nodes_are_those_of_the_ranks_there() -> None:
         target = target_of("llama3-8b", [*words, f"layout.order={order}", "layout.node_size=8"], as_run=False)
         divided = job_of(target.config, 32)
         memory = rank_memory(divided, 0)
-        assert divided.sharding == (1, shards, 16 // shards)
+        assert divided.sharding() == (1, shards, 16 // shards)
         assert memory.optimizer == 4 * memory.parameters // shards  # two moments of 4 bytes for weights of 2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from meshwright.comm.group import Group
     from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-    from meshwright.engine.sharding.reducers import PendingReduction
+    from meshwright.engine.sharding.reducers import Network, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 WIDE_BYTES = 4  # late gradients are kept in float32 at least
@@ -51,6 +51,17 @@ class ServerReducer(PlainReducer):
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         """The mean of all ranks: servers send more than others, which the sum over the ranks does not show."""
         return [("all_to_all", elements * element_bytes)] * 2
+
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        return False
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        """See `ReducerPlan`: each server serves so many ranks."""
+        crowded = ranks / self.servers
+        return crowded * super().seconds(network, op, elements, element_bytes, ranks, records, on_node)
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return self.staleness * elements * max(WIDE_BYTES, element_bytes)
