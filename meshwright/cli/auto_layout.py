@@ -10,12 +10,12 @@ from typing import Any
 from meshwright.config.load import to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice
+from meshwright.plan.account import plain_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
 from meshwright.plan.measured import cluster_for
 from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import own_stack
-from meshwright.plan.words import plain_words
 from meshwright.show.units import seconds
 
 MARGIN = 0.94  # of a device's memory may be planned with

@@ -21,14 +21,16 @@ from typing import Any, NamedTuple, TypeVar
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
-from meshwright.plan.answers import answer_collectives
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
 from meshwright.spec.model.description import REFERENCE, field_elements, fields_read, passed, stages_of
+from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.model.loss_pieces import answers_of
 from meshwright.spec.model.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.spec.model.tuning import TunedPart
 from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
@@ -114,6 +116,23 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
 @lru_cache(maxsize=20_000)
 def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Collective, ...]:
     return tuple(unit.collectives(at, batch))
+
+
+def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
+    """Yields the calls of one micro-batch that a unit makes more often than its parts state: for a reference all of a
+    forward, without DoRA's norms; of the output layer those of forward once more in backward, and its input is
+    gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
+    if job.config.objective != "preference":
+        return
+    at, batch = unit.seen_by(job.at), unit.own(job.batch)
+    for part in (each.part.part if isinstance(each.part, TunedPart) else each.part for each in unit.parts):
+        forward = [call for call in part.collectives(at, batch) if call.phase == "forward" and at.size(call.axis) > 1]
+        if job.config.compares:
+            yield from (replace(call, replayed=True) for call in forward)
+        if isinstance(part, OutputLayerPart):
+            yield from (replace(call, phase="backward") for call in forward)
+            payload = 3 * batch.sequences * answers_of(batch.seq) * batch.wide
+            yield Collective("forward", "cp", "all_reduce", payload, 1 + job.config.compares, replayed=True)
 
 
 def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:

@@ -13,7 +13,7 @@ from meshwright.plan.gathered import Whole, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remembered
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.model.part import BlockUnit, parameter_count
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -27,6 +27,7 @@ DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_param
 # channels take 0.4 to 0.9 GiB, where a node's links need fewer buffers, and two to four channels 0.05 to 0.2 GiB. Not
 # measured: nvidia-smi before and after `Mesh.warm_up` would tell.
 COMMUNICATOR_GIB, SMALL_COMMUNICATOR_GIB = 0.8, 0.1
+PAIRED = 4  # bytes of a master that is stored in two halves, and copied whole
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 
 
@@ -108,6 +109,15 @@ def rank_parameters(job: Job, pp_rank: int, trained: bool = False) -> int:
     ones count once."""
     records = records_once(job.rank_units(pp_rank), job.at)
     return sum(count * record.values.numel for record, count in records if record.trained or not trained)
+
+
+def copied_bytes(job: Job) -> int:
+    """Returns the bytes that all ranks together pass on to the next node with one copy (`checkpoint.memory_every`):
+    masters and moments of every parameter, each once, since ranks that hold the same divide it. As many stay with the
+    ranks' own node. What a compressed reduction keeps comes on top."""
+    s = job.states
+    master = PAIRED if s.paired else s.master or s.param
+    return parameter_count(job.model) * (master + s.moment * s.moments)
 
 
 def is_offloaded(job: Job, place: str) -> bool:

@@ -136,6 +136,20 @@ def test_experts_are_summed_over_their_own_ranks() -> None:
     assert made.axes["edp"].seconds == pytest.approx(sum(each))
 
 
+def test_routers_sums_take_as_long_in_either_order() -> None:
+    """They go over tp and cp together, whose product has another name where cp comes first."""
+    found = []
+    for order, name in (("tp-cp-ep-dp-pp", "tp-cp"), ("cp-tp-ep-dp-pp", "cp-tp")):
+        made, without = (
+            job(MIXTRAL | {"experts": MIXTRAL["experts"] | {"aux_loss": loss}}, 8, {"tp": 2, "cp": 2, "order": order})
+            for loss in (0.01, 0.0)
+        )
+        assert name in by_axis(by_line(stage_calls(made, 0))) and name not in by_axis(by_line(stage_calls(without, 0)))
+        costs = [predict_cost(each, H100).axes["tp"].seconds for each in (made, without)]
+        found.append(costs[0] - costs[1])
+    assert found[0] > 0 and found[1] == pytest.approx(found[0])
+
+
 def test_the_busiest_rank_takes_longer() -> None:
     even = job(MIXTRAL, 64, {"ep": 8, "etp": 1})
     uneven = with_imbalance(even, 1.5)

@@ -36,6 +36,13 @@ def steps_late(seed: int, step: int, rank: int, staleness: int) -> int:
     return stream_seed(seed, "server", step, rank) % (staleness + 1)
 
 
+def rank_bytes(servers: int, ranks: int, index: int, summed: int) -> tuple[int, int]:
+    """Return (payload, bytes that leave it) of one rank of a group that sums so many bytes: a push of everything, and
+    of a server a pull of its piece by every rank. What a server sends to itself stays."""
+    piece, serves = summed // servers, index < servers
+    return (summed + ranks * piece, summed + (ranks - 2) * piece) if serves else (summed, summed)
+
+
 class ServerReducer(PlainReducer):
     """Sums through `servers` ranks of the group."""
 
