@@ -85,7 +85,7 @@ def test_seconds_of_algorithms_by_hand() -> None:
     """Two nodes of four ranks, 80 MB: of a ring 2 x 7/8 go over a node's adapters, of a hierarchy 2 x 1/2."""
     links = EmulateConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1e-3)
     cluster = with_links(load_cluster("laptop"), links, 4)
-    at = {"op": "all_reduce", "payload": 80e6, "size": 8, "on_node": 4}
+    at = {"op": "all_reduce", "payload": 80e6, "ranks": 8, "on_node": 4}
     assert ClusterNetwork(cluster).algorithm("ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
     assert ClusterNetwork(cluster).algorithm("hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
     assert ClusterNetwork(cluster).through_one(80e6, 8, 4) == pytest.approx(8 * 80e-3, rel=0.01)
