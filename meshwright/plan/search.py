@@ -174,16 +174,18 @@ def _schedules(
     say that they are no faster than another one and keep no less."""
     if chosen or pp == 1:
         return tuple(name for name in chosen or (default_kind(chunks),) if KINDS[name].takes(chunks))
+    unknown: list[str] = []
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys([default_kind(chunks), *training_kinds(chunks)]):
         seconds, flying = KINDS[name].seconds, KINDS[name].in_flight
-        figures = [0.0]
-        if seconds is not None and flying is not None:
-            figures = [seconds([PhaseTimes(1.0, 2.0, 1.0)] * pp, micro_batches, chunks)]
-            figures += [flying(pp, micro_batches, chunks, rank) for rank in range(pp)]
-        if not any(all(a <= b for a, b in zip(other, figures, strict=False)) for other in found.values()):
+        if seconds is None or flying is None:
+            unknown.append(name)
+            continue
+        figures = [seconds([PhaseTimes(1.0, 2.0, 1.0)] * pp, micro_batches, chunks)]
+        figures += [flying(pp, micro_batches, chunks, rank) for rank in range(pp)]
+        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in found.values()):
             found[name] = figures
-    return tuple(sorted(found, key=lambda name: found[name][0]))
+    return (*unknown, *sorted(found, key=lambda name: found[name][0]))
 
 
 def _expert_cuts(
