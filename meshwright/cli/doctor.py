@@ -17,9 +17,8 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.launch import local_devices, place_in_launcher, run_as_rank, start, warm_up
 from meshwright.plan.cluster import load_cluster
-from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
-from meshwright.plan.memory import largest
+from meshwright.plan.memory import copied_bytes, largest
 from meshwright.show.terminal import printable
 from meshwright.show.units import seconds
 from meshwright.spec.layout.layout import Layout

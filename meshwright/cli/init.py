@@ -19,11 +19,11 @@ from meshwright.disk import refused
 from meshwright.engine.datasets import VOCAB_MULTIPLE
 from meshwright.errors import UserError, nearest, notice
 from meshwright.launch.this_machine import MARGIN, best_layout
+from meshwright.plan.account import SHARDED, plain_words
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.measured import HOST
 from meshwright.plan.memory import largest
 from meshwright.plan.search import Candidate
-from meshwright.plan.words import SHARDED, plain_words
 from meshwright.show.units import count, seconds, size
 from meshwright.spec.model.part import parameter_count
 

@@ -145,7 +145,9 @@ class MetaMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return True  # a wrapped module asks whether each sample is one document, and here each is
+            # A wrapped module branches on its data, in which nothing is out of the ordinary: each sample is one
+            # document, every mask is full, and no number is infinite. So `all` is true and `any` is false.
+            return not getattr(args[0], "found_by_any", False)
         if func not in self._bodies:
             self._bodies[func] = BODIES.get(func.name())
             self._fresh[func] = _makes_new(func)
@@ -168,6 +170,8 @@ class MetaMode(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and x.is_meta:
                 self.storages.saw(x)
+        if func.overloadpacket is torch.ops.aten.any:
+            out.found_by_any = True
         if self.accelerated and func.name() in ATTENTION_BACKWARDS:
             self.storages.passing(_workspace(*args[1:3]))
         return out

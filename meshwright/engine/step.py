@@ -29,7 +29,7 @@ from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals
 from meshwright.engine.result import StepResult as StepResult
 from meshwright.engine.sharding.buffers import SideState, State
-from meshwright.engine.sharding.compression.make import reducer_of
+from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.stream_waits import Exposure, SampledWaits
@@ -40,7 +40,6 @@ from meshwright.spec.schedule.trace import REDUCED, UPDATED
 from meshwright.spec.schedule.verify import verified
 from meshwright.spec.traffic.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counted_as, counts_bytes
 from meshwright.spec.traffic.ledger import CallTotals, wire_bytes
-from meshwright.spec.traffic.message_sizes import planned_compression
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 
@@ -77,13 +76,13 @@ class Trainer:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
         if reducer is None:
-            reducer = reducer_of(config, ctx.layout.node_size or ctx.layout.world)
+            reducer = gradient_sums(config, ctx.layout.node_size or ctx.layout.world).make()
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, releases_grads=releases_grads(ctx, len(own)),
-            outer=planned_compression(config.train.local.compress), gather=config.comm.gather,
+            outer=replica_sums(config).plan, gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         kernels, updated = not is_host(config, ctx.device), parallel.weights.updated

@@ -13,13 +13,13 @@ from typing import Any
 from meshwright.config.load import config_from, merged, nested, to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, either, notice
+from meshwright.plan.account import plain_words
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job, checked_job
 from meshwright.plan.measured import cluster_for
 from meshwright.plan.memory import Memory, largest
 from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
 from meshwright.plan.stack import own_stack
-from meshwright.plan.words import plain_words
 from meshwright.show.units import seconds, size
 
 OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # what torch's and the system's errors say

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.plan.job import Job, kept_together
+from meshwright.plan.job import Job, kept_together, remembered
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
 from meshwright.spec.schedule.kinds import KINDS, computes
@@ -151,13 +151,10 @@ class RankActivations(NamedTuple):
     offloaded: float  # the most of them in host memory
 
 
+@remembered("recompute")
 def rank_activations(job: Job, pp_rank: int) -> RankActivations:
-    key = ("activations", job.config.recompute, pp_rank)
-    if key not in job.known:
-        chunks = chunks_of(job, pp_rank)
-        job.known[key] = RankActivations(chunks, *bytes_in_flight(job, pp_rank, chunks))
-    found: RankActivations = job.known[key]
-    return found
+    chunks = chunks_of(job, pp_rank)
+    return RankActivations(chunks, *bytes_in_flight(job, pp_rank, chunks))
 
 
 # By chunk, the micro-batches in flight that hold activations, and those that hold factors.

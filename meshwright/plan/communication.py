@@ -13,29 +13,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
-from meshwright.plan.answers import answer_collectives
-from meshwright.plan.held import HeldParameter, dtype_of, packed, parameters
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
+from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
-from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
-from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
 from meshwright.spec.model.description import REFERENCE, field_elements, fields_read, passed, stages_of
+from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.model.loss_pieces import answers_of
 from meshwright.spec.model.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.spec.model.tuning import TunedPart
 from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes
 from meshwright.spec.traffic.message_sizes import gathered_bytes
-from meshwright.spec.traffic.placement import copy_axis, grad_bytes, shard_axes
+from meshwright.spec.traffic.placement import copy_axis
 
 
 class Traffic(NamedTuple):
@@ -68,6 +69,8 @@ class RepeatedCall:
     size: int
     payload: int
     times: int = 1
+    forwards: int = 0  # of these, how many a forward waits for
+    ends: bool = False  # they are of units that are no blocks
 
     @property
     def line(self) -> Line:
@@ -115,6 +118,23 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
     return tuple(unit.collectives(at, batch))
 
 
+def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
+    """Yields the calls of one micro-batch that a unit makes more often than its parts state: for a reference all of a
+    forward, without DoRA's norms; of the output layer those of forward once more in backward, and its input is
+    gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
+    if not job.config.objective_facts.judges_answers:
+        return
+    at, batch = unit.seen_by(job.at), unit.own(job.batch)
+    for part in (each.part.part if isinstance(each.part, TunedPart) else each.part for each in unit.parts):
+        forward = [call for call in part.collectives(at, batch) if call.phase == "forward" and at.size(call.axis) > 1]
+        if job.config.compares:
+            yield from (replace(call, replayed=True) for call in forward)
+        if isinstance(part, OutputLayerPart):
+            yield from (replace(call, phase="backward") for call in forward)
+            payload = 3 * batch.sequences * answers_of(batch.seq) * batch.wide
+            yield Collective("forward", "cp", "all_reduce", payload, 1 + job.config.compares, replayed=True)
+
+
 def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
     """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
     shapes = passed(job.config, job.at, job.batch, stage).items()
@@ -151,18 +171,46 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
             yield _over(job.layout, "pipeline", phase, "tp", "all_gather", payload, count * job.micro_batches)
 
 
-def gradients(
-    params: Iterable[tuple[HeldParameter, str]],
+class GradientSum(NamedTuple):
+    """A sum of gradients: the collective that it replaces, and the reducer that makes it of calls of its own."""
+
+    asked: RepeatedCall
+    reducer: ReducerPlan
+    elements: int
+    element_bytes: int
+    records: list[ParamRecord]  # of a whole bucket's parameters
+    on_node: int
+
+    @property
+    def calls(self) -> Iterator[RepeatedCall]:
+        sizes = (self.elements, self.element_bytes, self.asked.size, self.records, self.on_node)
+        for op, payload in self.reducer.calls(self.asked.op, *sizes):
+            yield replace(self.asked, op=op, payload=payload)
+
+    def seconds(self, network: Network, on_node: int) -> float:
+        """Returns the seconds of one such sum, where so many ranks of its group are on one node."""
+        sizes = (self.elements, self.element_bytes, self.asked.size, self.records, on_node)
+        return self.reducer.seconds(network, self.asked.op, *sizes)
+
+
+def expanded(found: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
+    """Yields the calls as a ledger counts them: those that reducers make in place of sums."""
+    for each in found:
+        yield from each.calls if isinstance(each, GradientSum) else (each,)
+
+
+def bucket_calls(
+    params: Sequence[HeldParameter],
+    buffers: Iterable[Buffer],
     layout: Layout,
-    bucket_mib: float,
     zero: ZeroConfig | None = None,
     micro_batches: int = 1,
-    grad_dtype: str = "fp32",
     reducer: ReducerPlan = PLAIN_REDUCER,
-    align: int = 0,
     gather: GatherConfig | None = None,
-) -> Iterator[RepeatedCall]:
-    """Gradients and weights of parameters (held, dtype), given in the order of forward.
+    fetches: Sequence[int] = (),
+    ends: Container[int] = (),
+) -> Iterator[RepeatedCall | GradientSum]:
+    """Yields what a rank sends of the gradients and weights of its parameters in a step.
 
     Parameters of one dtype, data axes and further partial axes share a buffer, in the order of backward. A
     parameter takes its size rounded up to 16 elements; the one that brings a bucket to the bucket size closes it,
@@ -177,66 +225,103 @@ def gradients(
 
     and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
     along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
-    `gather`: how weights travel in stage 3.
+    `gather`: how weights travel in stage 3; `fetches`: f of each parameter; `ends`: numbers of units that are no
+    blocks. Equal buckets are counted together.
     """
-    zero, align = zero or ZeroConfig(), align or mixing(reducer)
-    for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, align):
-        dtype, data_axes, partial, trained, mixed = shared
-        summing = reducer if mixed or not reducer.mixes else PLAIN_REDUCER
-        stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
-        grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
-        for number, (start, stop) in enumerate(buckets):
-            size = stop - start
-            share = size // (layout.size(shards) if shards else 1)
-            inside = [held for (held, _), (_, where) in zip(items, places, strict=True) if where == number]
-            records = [held.record for held in inside]
+    zero = zero or ZeroConfig()
+    for buffer in buffers:
+        summing = reducer if buffer.mixed or not reducer.mixes else PLAIN_REDUCER
+        stage, shards, replicas = buffer.division(layout, zero)
+        dividing = layout.size(shards) if shards else 1
+        equal = _equal_buckets(params, buffer, fetches, ends, summing.mixes)
+        for (size, fetched, end, records), count in equal.items():
+            share, grad = size // dividing, buffer.gradient
             if shards is None:
-                sums = [("gradients", data_axes, "all_reduce", size, records, 1)]
+                sums = [("gradients", buffer.data_axes, "all_reduce", size, records, 1)]
             else:
                 sums = [("gradients", shards, "reduce_scatter", size, records, micro_batches if stage >= 2 else 1)]
-                sums += [("copies", replicas, "all_reduce", share, [], 1)] if replicas is not None else []
-                times = micro_batches * max(held.fetches for held in inside) if stage == 3 else 1
-                how = gather if gather and stage == 3 else GatherConfig()
-                how = replace(how, kind="plain") if dtype == "nf4" else how  # which is in few bits already
-                payload = gathered_bytes(how, size, weight, layout.size(shards))
-                if node := copy_axis(layout, zero, how, data_axes):
-                    yield _over(layout, "weights", "gather", node, "all_gather", size * weight, times - 1)
-                    times = 1
-                yield _over(layout, "weights", "gather", shards, "all_gather", payload, times)
-            for source, axes, asked, elements, of, times in sums if trained else []:
+                sums += [("copies", replicas, "all_reduce", share, (), 1)] if replicas is not None else []
+                yield from _gathers(buffer, layout, zero, gather, size, micro_batches, fetched, count, end)
+            for source, axes, op, elements, of, times in sums if buffer.trained else []:
                 own = reducer is not PLAIN_REDUCER and "." not in axes
                 on_node = neighbours_on_node(layout.group(axes, 0), layout.node_size or layout.world) if own else 1
-                for op, payload in summing.calls(asked, elements, grad, layout.size(axes), of, on_node):
-                    yield _over(layout, source, "reduce", axes, op, payload, times)
-            for axis in partial:
-                yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad)
+                call = _over(layout, source, "reduce", axes, op, elements * grad, count * times)
+                yield GradientSum(replace(call, ends=end), summing, elements, grad, list(of), on_node)
+            for axis in buffer.partial:
+                yield _over(layout, "shared gradients", "reduce", axis, "all_reduce", share * grad, count)
+
+
+def _equal_buckets(
+    params: Sequence[HeldParameter], buffer: Buffer, fetches: Sequence[int], ends: Container[int], by_records: bool
+) -> Counter[tuple[int, int, bool, tuple[ParamRecord, ...]]]:
+    """Counts a buffer's buckets by their size, how often a micro-batch fetches them, whether they hold no block's
+    parameters and, for a sum that depends on it, by their parameters' records."""
+    held: list[list[int]] = [[] for _ in buffer.buckets]
+    for number, bucket in zip(buffer.params, buffer.places, strict=True):
+        held[bucket].append(number)
+    return Counter(
+        (
+            size, max(fetches[n] for n in inside) if fetches else 2, all(params[n].unit in ends for n in inside),
+            tuple(params[n].record for n in inside) if by_records else (),
+        )
+        for size, inside in zip(buffer.buckets, held, strict=True)
+    )  # fmt: skip
+
+
+def _gathers(
+    buffer: Buffer, layout: Layout, zero: ZeroConfig, gather: GatherConfig | None, size: int, micro_batches: int,
+    fetched: int, count: int, end: bool,
+) -> Iterator[RepeatedCall]:  # fmt: skip
+    """Yields the gathers of `count` buckets of so many elements."""
+    stage, shards, _ = buffer.division(layout, zero)
+    assert shards is not None
+    times, forwards = (micro_batches * fetched, micro_batches) if stage == 3 else (1, 1)
+    how = gather if gather and stage == 3 else GatherConfig()
+    how = replace(how, kind="plain") if buffer.dtype == "nf4" else how  # which is in few bits already
+    if node := copy_axis(layout, zero, how, buffer.data_axes):
+        inside = _over(layout, "weights", "gather", node, "all_gather", size * buffer.weight, count * (times - 1))
+        yield replace(inside, forwards=count * (forwards - 1), ends=end)
+        times = forwards = 1
+    payload = gathered_bytes(how, size, buffer.weight, layout.size(shards))
+    call = _over(layout, "weights", "gather", shards, "all_gather", payload, count * times)
+    yield replace(call, forwards=count * forwards, ends=end)
+
+
+def rank_sums(job: Job, pp_rank: int) -> list[RepeatedCall | GradientSum]:
+    """Returns what a rank of a pipeline stage sends of its gradients and weights; bytes and seconds are folds of it."""
+    c, packing = job.config, packing_of(job, pp_rank)
+    ends = {number for chunk in packing.chunks for number, unit, _ in chunk if not isinstance(unit, BlockUnit)}
+    fetches = fetches_of(job, pp_rank) if c.zero.stage == 3 else ()
+    return list(bucket_calls(
+        packing.params, packing.buffers, job.layout, c.zero, job.micro_batches, job.sums, c.comm.gather, fetches, ends,
+    ))  # fmt: skip
 
 
 def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> RepeatedCall:
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def synchronised(job: Job, params: Iterable[tuple[HeldParameter, str]], moment: Moment) -> Iterator[RepeatedCall]:
-    """What replicas sum of their parameters (held, dtype), given in the order of forward, at this moment.
+def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCall]:
+    """What replicas sum of the parameters of a pipeline rank at this moment.
 
     With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
     multiples of 16 n: 1 all_reduce of them in float32, or what compressing makes of that. What both ends of a tie hold
     is averaged over them when it has arrived.
     """
     c, layout, n = job.config, job.layout, job.layout.replicas
-    for shared, _, _, buckets in packed(params, layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype, job.mixing):
-        dtype, data_axes, partial, trained, mixed = shared
-        shards, wide = shard_axes(layout, c.zero, data_axes, trained).shards, max(4, BYTES[dtype])
-        compresses = mixed and not partial and (job.step or 0) > c.train.local.compress.warmup_steps
+    for buffer in packing_of(job, pp_rank).buffers:
+        shards, wide = buffer.division(layout, c.zero).shards, max(4, buffer.weight)
+        compresses = buffer.mixed and not buffer.partial and (job.step or 0) > c.train.local.compress.warmup_steps
         reducer = job.outer_sums if compresses else PLAIN_REDUCER
-        for size in (stop - start for start, stop in buckets if trained):
+        for size in buffer.buckets if buffer.trained else ():
             share = size // (layout.size(shards) if shards else 1)
             bounds = fragment_bounds(share, c.train.local.fragments, n)
             for low, high in (bounds[f] for f in moment.begin if bounds[f][1] > bounds[f][0]):
                 for op, payload in reducer.calls("all_reduce", high - low, wide, n):
                     yield _over(layout, "synchronised", "outer", REPLICAS, op, payload)
             arrived = (*moment.arrive, *(moment.begin if moment.at_once else ()))
-            for low, high in (bounds[f] for f in arrived if bounds[f][1] > bounds[f][0] and "embedding" in partial):
+            tied = arrived if "embedding" in buffer.partial else ()
+            for low, high in (bounds[f] for f in tied if bounds[f][1] > bounds[f][0]):
                 payload = (min(high, share) - low) * wide
                 yield _over(layout, "synchronised", "outer", "embedding", "all_reduce", payload)
 
@@ -245,9 +330,8 @@ def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Returns what a rank sends to synchronise all of its parameters once, as happens every `train.local.steps`."""
     c = job.config
     everything = Moment((), tuple(range(c.train.local.fragments)), at_once=True)
-    params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, job.chunks[pp_rank])]
     after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
-    found = synchronised(after_warmup, params, everything) if job.layout.replicas > 1 else ()
+    found = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
     return [call for call in found if call.size > 1]
 
 
@@ -301,21 +385,10 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
     held, c = job.chunks[pp_rank], job.config
-    params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
-    calls += gradients(
-        params,
-        job.layout,
-        c.comm.bucket_mib,
-        c.zero,
-        job.micro_batches,
-        c.train.grad_dtype,
-        job.sums,
-        job.mixing,
-        c.comm.gather,
-    )
+    calls += expanded(rank_sums(job, pp_rank))
     if job.step is not None and job.layout.replicas > 1:
-        calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))
+        calls += synchronised(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 

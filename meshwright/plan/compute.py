@@ -45,6 +45,7 @@ class UnitTime:
     backward: float
     again: float  # the part of forward that is recomputed before backward
     flops: float  # in forward
+    weights: float = 0.0  # the part of backward that finds weight gradients that can wait
     axes: tuple[AxisUse, ...] = ()
 
     @property
@@ -115,6 +116,7 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     # Both gradients of every product with a weight; a frozen weight has none.
     linears = [(p, (1,) if p.frozen else (1, 2)) for p in work.products if p.linear]
     gradients = sum(_product_seconds(p, where, gradient) for p, wanted in linears for gradient in wanted)
+    weights = sum(_product_seconds(p, where, 2) for p, wanted in linears if p.defers and 2 in wanted)
     backward = max(gradients + attention * core + rest * MOVED_BACKWARD, 2 * launch) + 2 * calls
     again = share = 0.0
     if block and where.recompute == "selective":
@@ -129,7 +131,7 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
         *_expert_parallel(unit, where, share),
     )
     uses = tuple(use._replace(forward=use.forward * where.forwards) for use in axes if any(use[1:]))
-    return UnitTime(forward * where.forwards, backward, again, work.flops, uses)
+    return UnitTime(forward * where.forwards, backward, again, work.flops, weights, uses)
 
 
 def _forward(work: Work, where: Setting) -> tuple[float, float, float]:

@@ -4,32 +4,32 @@ docs/planner.md has the formulas and the source of every constant. No torch."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Traffic, crossings, mean_traffic, passed_bytes
 from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
+from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job, ranks_per_node, senders_across
-from meshwright.plan.memory import Memory, largest, rank_parameters
+from meshwright.plan.memory import Memory, buffer_sizes, largest, rank_parameters
 from meshwright.plan.reduction import (
     AxisTime,
+    RankSums,
     StageCost,
-    divided,
     outer_seconds,
     reduce_seconds,
-    sharded_block,
-    trained_experts,
-    unit_parameters,
+    sharded_seconds,
 )
 from meshwright.plan.stack import States
-from meshwright.spec.layout.params import DATA_AXES
-from meshwright.spec.model.experts import EXPERT_DATA_AXES
 from meshwright.spec.model.part import BlockUnit
-from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
+from meshwright.spec.schedule.table import PhaseTimes, Table
 
 LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; beyond it the closed formula is used
 NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic
@@ -38,7 +38,7 @@ STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm,
 TIMED_AXES = ("tp", "cp", "ep", "etp", "dp", "edp", "pp", "embedding", "replicas")
 STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
 
-RankTimes = tuple[tuple[float, float], ...]  # (forward, backward) seconds of each chunk
+RankTimes = tuple[PhaseTimes, ...]  # of each chunk
 ChunkTimes = tuple[RankTimes, ...]  # by [pipeline rank][chunk]
 
 
@@ -91,14 +91,17 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     """Predicts a step. With `exact` the pipeline is timed by its own table if that has at most `largest` computes."""
     where = setting_of(job, cluster)
     axes = {name: AxisTime() for name in TIMED_AXES}
-    chunk_times, stages = _stages(job, where, axes)
+    sums = {rank: RankSums(job, cluster, rank) for rank in _ranks_with_sums(job)}
+    chunk_times, stages = _stages(job, where, sums, axes)
     send = _send_seconds(job, cluster)
     pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.hides_sends)
-    reduce = reduce_seconds(job, cluster, stages, axes) + outer_seconds(job, cluster, pipeline, axes)
-    optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
-    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
+    ranks, slow = set(job.representative_ranks), _largest_rank(job)
+    reduce = reduce_seconds(job, cluster, stages[slow], sums[slow], axes)
+    reduce += outer_seconds(job, cluster, pipeline, axes)
+    optimizer = max(_optimizer_seconds(job, cluster, rank) for rank in ranks)
+    compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in ranks)
     # A step is longer because nodes vary and all of them wait for each other.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))
     step = (pipeline + reduce + optimizer) * jitter + STEP_FLOOR
@@ -110,10 +113,22 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     )  # fmt: skip
 
 
-def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkTimes, tuple[StageCost, ...]]:
+def _largest_rank(job: Job) -> int:
+    """Returns the pipeline rank with the most parameters, whose sums of gradients take longest."""
+    return max(dict.fromkeys(job.representative_ranks), key=lambda rank: rank_parameters(job, rank))
+
+
+def _ranks_with_sums(job: Job) -> set[int]:
+    """Returns the pipeline ranks whose sums count: from ZeRO stage 2 on every micro-batch has some."""
+    return {_largest_rank(job), *(job.representative_ranks if job.config.zero.stage >= 2 else ())}
+
+
+def _stages(
+    job: Job, where: Setting, sums: dict[int, RankSums], axes: dict[str, AxisTime]
+) -> tuple[ChunkTimes, tuple[StageCost, ...]]:
     """Returns the forward and backward seconds of one micro-batch by [pipeline rank][chunk], and their sums. The axes
     get the seconds of the rank that communicates longest."""
-    made = {rank: _stage(job, where, rank) for rank in dict.fromkeys(job.representative_ranks)}
+    made = {rank: _stage(job, where, rank, sums.get(rank)) for rank in dict.fromkeys(job.representative_ranks)}
     for name, axis in axes.items():
         longest = max((inside.get(name, AxisTime()) for _, _, inside in made.values()), key=lambda each: each.seconds)
         axis.add(longest.seconds, longest.hidden)
@@ -121,30 +136,42 @@ def _stages(job: Job, where: Setting, axes: dict[str, AxisTime]) -> tuple[ChunkT
     return tuple(made[rank][0] for rank in ranks), tuple(made[rank][1] for rank in ranks)
 
 
-def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost, dict[str, AxisTime]]:
+def _stage(
+    job: Job, where: Setting, pp_rank: int, sums: RankSums | None
+) -> tuple[RankTimes, StageCost, dict[str, AxisTime]]:
     """Returns the times of one pipeline rank's chunks, their sums, and its communication inside units."""
-    m, times, flops = job.micro_batches, [], 0.0
+    m, flops = job.micro_batches, 0.0
+    times: list[PhaseTimes] = []
     inside = {name: AxisTime() for name in TIMED_AXES}
+    blocks = sum(len(stage.layers) for stage in job.chunks[pp_rank])
+    extra = sharded_seconds(job, where, pp_rank, sums, inside) if sums is not None else (0.0, 0.0)
     for stage in job.chunks[pp_rank]:
         # On a rank that holds an end of the model, the batch is one small broadcast over tp.
         reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
-        forward, backward = wait_seconds(where.cluster) * (reads and job.layout.tp > 1), 0.0
-        inside["tp"].add(m * forward)
+        read = wait_seconds(where.cluster) * (reads and job.layout.tp > 1)
+        inside["tp"].add(m * read)
+        own = len(stage.layers) / max(1, blocks)
+        forward, backward, weights = read + own * extra[0], own * extra[1], 0.0
         for unit, count in job.units(stage):
-            t = unit_time(unit, where)
-            extra, adding = (0.0, 0.0), 0.0
-            if isinstance(unit, BlockUnit):
-                extra = sharded_block(job, where, unit, count, inside)
-                if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
-                    adding = sum(unit_parameters(unit, job.at, True)) * job.stack.accumulate / where.cluster.memory_rate
-            forward += count * (t.whole_forward + extra[0])
-            backward += count * (t.whole_backward + extra[1] + adding)
+            t, adding = unit_time(unit, where), 0.0
+            if isinstance(unit, BlockUnit) and m > 1:
+                # Adding a weight gradient to the sum over micro-batches reads and writes the sum.
+                trained = sum(record.numel for record in unit_records(unit, job.at) if record.trained)
+                adding = trained * job.stack.accumulate / where.cluster.memory_rate
+            forward += count * t.whole_forward
+            backward += count * (t.whole_backward + adding)
+            weights += count * (t.weights + adding)
             flops += count * t.flops
             for use in t.axes:
                 inside[use.axis].add(count * m * (use.forward + use.backward + use.hidden), count * m * use.hidden)
-        times.append((forward, backward))
-    params = (rank_parameters(job, pp_rank), rank_parameters(job, pp_rank, True), trained_experts(job, pp_rank))
-    return tuple(times), StageCost(sum(f for f, _ in times), sum(b for _, b in times), flops, *params), inside
+        times.append(PhaseTimes(forward, backward, weights))
+    whole = together(times)
+    return tuple(times), StageCost(whole.forward, whole.backward, flops, rank_parameters(job, pp_rank)), inside
+
+
+def together(times: Iterable[PhaseTimes]) -> PhaseTimes:
+    """Returns the sums of the chunks of a rank."""
+    return PhaseTimes(*(sum(each) for each in zip(*times, strict=True)))
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
@@ -159,7 +186,8 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
         return 0.0
     passed = max(sum(passed_bytes(job, stage)) for stages in job.chunks for stage in stages)
     payload = passed / (layout.tp if job.scatters_sends else 1)
-    away = senders_across(layout, job.config.layout.chunks > 1)
+    ranks = [rank for rank, _ in job.placement]
+    away = senders_across(layout, (layout.pp - 1, 0) in pairwise(ranks))
     # Those that send to another node do so at once, each with its share of the node's adapters.
     share = min(1.0, away / cluster.node.devices) if away else 1.0
     seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2)
@@ -175,14 +203,18 @@ def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) ->
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     blocked = send * (1 - job.hides_sends)
     times = blocked_times(job, times, blocked)
-    busy = [m * sum(f + b for f, b in row) for row in times]
+    ranks = [together(row) for row in times]
+    busy = [m * rank.whole for rank in ranks]
     if pp == 1:
         return busy[0], 0.0, 0.0, True
-    simulated = pp * m * chunks * 2 <= largest
-    if simulated:
-        longest = timeline_of(job, times, blocked).makespan
+    closed = KINDS[job.config.pipeline.schedule].seconds
+    simulated = pp * m * chunks * 2 <= largest or closed is None
+    if closed is not None and not simulated:
+        longest = closed(ranks, m, chunks)
     else:
-        longest = closed_seconds([each / m for each in busy], m, chunks)
+        # Beyond the largest table, more micro-batches repeat the steady state, which the slowest rank fills.
+        few = min(m, max(2 * pp, largest // (pp * chunks * 2)) // pp * pp + m % pp)
+        longest = _table_seconds(job, times, blocked, few) + (m - few) * max(rank.whole for rank in ranks)
     return longest, 1.0 - sum(busy) / (pp * longest), max(0.0, longest - max(busy)), simulated
 
 
@@ -191,38 +223,39 @@ def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, f
     left = slow or {}
     return tuple(
         tuple(
-            (f / left.get(rank, 1.0) + sends[0] * blocked, b / left.get(rank, 1.0) + sends[1] * blocked)
-            for (f, b), sends in zip(row, crossings(job, rank), strict=True)
+            PhaseTimes(
+                each.forward / left.get(rank, 1.0) + sends[0] * blocked,
+                each.backward / left.get(rank, 1.0) + sends[1] * blocked, each.weights / left.get(rank, 1.0),
+            )
+            for each, sends in zip(row, crossings(job, rank), strict=True)
         )
         for rank, row in enumerate(times)
-    )
+    )  # fmt: skip
+
+
+def _table_seconds(job: Job, times: ChunkTimes, blocked: float, micro_batches: int) -> float:
+    """Returns the makespan of the schedule's own table; an exposed send takes `blocked` more seconds."""
+    c = job.config
+    table = compute_table(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks)
+    return _timed(table, times, blocked).makespan
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
-    """Simulates the schedule's own table with these times; an exposed send takes `blocked` more seconds."""
+    """Simulates the schedule's own table, transfers included."""
     c = job.config
-    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks)
-    return simulate(
-        table, lambda rank, chunk: times[rank][chunk][0], lambda rank, chunk: times[rank][chunk][1], blocked
-    )
+    return _timed(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
 
 
-def closed_seconds(busy: list[float], micro_batches: int, chunks: int) -> float:
-    """Returns the makespan by the closed formulas: (M - 1) x the slowest stage, plus one pass through all stages,
-    divided by chunks. If the micro-batches don't fill their last group of p, gaps remain: about half of what the
-    missing ones would have taken in all chunks but one (within 8 % of the tables' makespan where M is at least p)."""
-    slowest = max(busy)
-    if chunks == 1:
-        return (micro_batches - 1) * slowest + sum(busy)
-    missing = -micro_batches % len(busy)
-    return (micro_batches + missing * (chunks - 1) / 2 / chunks) * slowest + (sum(busy) - slowest) / chunks
+def _timed(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
+    def of(phase: int) -> Callable[[int, int], float]:
+        return lambda rank, chunk: times[rank][chunk][phase]
+
+    return simulate(table, of(0), of(1), blocked, of(2))
 
 
-def _optimizer_seconds(job: Job, cluster: Cluster, stage: StageCost) -> float:
+def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
     """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
-    experts = stage.trained_experts
-    held = {DATA_AXES: stage.trained - experts, EXPERT_DATA_AXES: experts}
-    mine = sum(count / divided(job, axes).shards for axes, count in held.items() if count)
+    mine = sum(sum(one.buckets) / one.shards for one in buffer_sizes(job, pp_rank) if one.trained)
     if job.states.optimizer_on != "device":
         return mine * min(job.node_size, job.world) / cluster.node.host_params_s
     return mine * optimizer_bytes(job.states) / cluster.optimizer_rate

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.plan.cluster import Cluster, DeviceSpec
+from meshwright.spec.traffic import pick
 from meshwright.spec.traffic.ledger import bus_factor
 
 # The tiles of product kernels, with the share of the best rate that each can reach: smaller tiles read their factors
@@ -113,3 +115,40 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
         return inside
     adapter = cluster.network.node_gb_s * 1e9 * cluster.efficiency.network / cluster.node.devices
     return max(inside, payload * adapter_share("all_to_all", size, per_node) / (adapter * rate))
+
+
+@dataclass(frozen=True)
+class ClusterNetwork:
+    """The links of a cluster, as reducers ask for them (`sharding.reducers.Network`)."""
+
+    cluster: Cluster
+
+    def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
+        return collective_seconds(self.cluster, op, payload, ranks, on_node)
+
+    def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
+        if kind == "torch":
+            return self.collective(op, payload, ranks, on_node)
+        node, network, share = self.cluster.node, self.cluster.network, self.cluster.ops.get("send", 1.0)
+        links = pick.Links(
+            self._link * share, self._adapters * share * min(on_node, ranks) / node.devices,
+            node.link_latency_us * 1e-6, network.latency_us * 1e-6, START + wait_seconds(self.cluster),
+        )  # fmt: skip
+        return pick.algorithm_seconds(links, kind, op, payload, ranks, on_node)
+
+    def through_one(self, payload: float, ranks: int, on_node: int) -> float:
+        """Everything passes through one rank's link, in and then out, and what comes from and goes to other nodes
+        through adapters."""
+        away = ranks - min(on_node, ranks)
+        taken = max((ranks - 1) * payload / self._link, on_node * payload / self._adapters if away else 0.0)
+        given = max((ranks - 1 - away) * payload / self._link, away * payload / self._adapters)
+        latency = self.cluster.network.latency_us if away else self.cluster.node.link_latency_us
+        return taken + given + 2 * (START + latency * 1e-6 + wait_seconds(self.cluster))
+
+    @property
+    def _link(self) -> float:
+        return self.cluster.node.link_gb_s * 1e9 * self.cluster.efficiency.link
+
+    @property
+    def _adapters(self) -> float:
+        return self.cluster.network.node_gb_s * 1e9 * self.cluster.efficiency.network

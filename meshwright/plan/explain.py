@@ -14,10 +14,8 @@ from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
 from meshwright.plan.grids import PLAIN
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.memory import needed_gib
-from meshwright.plan.reduction import divided
 from meshwright.plan.search import Candidate, divided_otherwise
 from meshwright.show.units import percent, seconds, size
-from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
 
 # The keys that a written config always names, even where they have their default.
@@ -84,10 +82,10 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 def _about_states(job: Job) -> Iterator[str]:
     """Says among how many ranks ZeRO divides what."""
     zero = job.config.zero.stage
-    usual, experts = divided(job, DATA_AXES), divided(job, EXPERT_DATA_AXES)
-    parts = [f"among {usual.shards} ranks"] if usual.stage else []
-    if job.config.model.experts.count and experts != usual and experts.stage:
-        parts.append(f"those of experts among {experts.shards}" + (" ranks" if not parts else ""))
+    usual, experts = job.sharding(), job.sharding(EXPERT_DATA_AXES)
+    parts = [f"among {usual[1]} ranks"] if usual[0] else []
+    if job.config.model.experts.count and experts != usual and experts[0]:
+        parts.append(f"those of experts among {experts[1]}" + (" ranks" if not parts else ""))
     if parts:
         what = {1: "the optimizer states", 2: "optimizer states and gradients", 3: "all states"}[zero]
         yield f"ZeRO stage {zero} divides {what} {', '.join(parts)}."

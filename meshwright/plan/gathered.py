@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.plan.held import unit_records
-from meshwright.plan.job import Job
-from meshwright.plan.packing import Packing, UnitParameters, division_of, packing_of
+from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
+from meshwright.plan.job import Job, remembered
 from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
@@ -45,37 +44,34 @@ class _Bucket:
     allocated: bool = False
 
 
+@remembered("zero")
 def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     """Returns, by chunk of a pipeline rank, what exists while backward works on each unit, in the order of forward."""
-    zero, one, released = job.config.zero, job.micro_batches == 1, job.releases_gradients
-    key = ("whole", zero if (zero.stage >= 2 and job.stack.own) or released else None, one, pp_rank)
-    if key not in job.known:
-        packing = packing_of(job, pp_rank)
-        if key[1] is None:
-            job.known[key] = [[Whole()] * len(units) for units in packing.chunks]
-        else:
-            buckets = _buckets(job, packing)
-            state, found = (0.0, 0.0), []
-            for chunk in reversed(packing.chunks):
-                state, done = _backward(chunk, job.at, buckets, packing.first_units, *state)
-                found.append(done)
-            job.known[key] = found[::-1]
-    answer: list[list[Whole]] = job.known[key]
-    return answer
+    packing = packing_of(job, pp_rank)
+    if not (job.config.zero.stage >= 2 and job.stack.own) and not job.releases_gradients:
+        return [[Whole()] * len(units) for units in packing.chunks]
+    buckets, first_units = _buckets(job, packing), [param.unit for param in packing.params]
+    state, found = (0.0, 0.0), []
+    for chunk in reversed(packing.chunks):
+        state, done = _backward(chunk, job.at, buckets, first_units, *state)
+        found.append(done)
+    return found[::-1]
 
 
 def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
     """Returns the bucket of each parameter."""
-    made: list[list[_Bucket]] = []
+    held: dict[int, _Bucket] = {}
     for buffer in packing.buffers:
-        stage, shards = division_of(buffer, job.layout, job.config.zero)
+        stage, axes, _ = buffer.division(job.layout, job.config.zero)
+        shards = job.layout.size(axes) if axes else 1
         gradient = buffer.gradient if buffer.trained and (stage >= 2 or job.releases_gradients) else 0
         share = gradient / shards if job.micro_batches > 1 else 0.0  # of later micro-batches, to be added
         weight = buffer.weight if stage == 3 else 0
         late = stage == 2 and isinstance(job.model, PlannedModel)
         sizes = [(size * gradient, stage < 2, size * share, size * weight, late) for size in buffer.buckets]
-        made.append([_Bucket(*each) for each in sizes])
-    found = [made[buffer][bucket] for buffer, bucket in packing.places]
+        made = [_Bucket(*each) for each in sizes]
+        held |= {number: made[at] for number, at in zip(buffer.params, buffer.places, strict=True)}
+    found = [held[number] for number in range(len(packing.params))]
     for param, times in Counter(param for chunk in packing.chunks for each in chunk for param in each.params).items():
         found[param].left += times
     return found

@@ -4,32 +4,69 @@ command asks this one value: parameters, FLOPs, bytes, memory and time are folds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from meshwright.config.rules import batch_problem, batch_unit, check
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.reducers import ReducerPlan, mixing
-from meshwright.engine.sharding.server import ServerReducer
 from meshwright.errors import UserError
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
+from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
 from meshwright.spec.schedule.kinds import computes, placement_of
 from meshwright.spec.schedule.table import Op
-from meshwright.spec.traffic.message_sizes import planned_compression, planned_reducer
 from meshwright.spec.traffic.placement import shard_axes
 
 FIELD_BYTES = {
     "int64": 8, "float64": 8, "int32": 4, "float32": 4, "int16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+
+
+Figure = TypeVar("Figure")
+More = ParamSpec("More")
+
+
+def shared(function: Callable[[Job], Figure]) -> cached_property[Figure]:
+    """Makes a property that is computed once for all jobs that differ in ZeRO or recomputation alone: the search tries
+    many of these."""
+
+    @wraps(function)
+    def found(job: Job) -> Figure:
+        if job.origin is None:
+            return function(job)
+        same: Figure = getattr(job.origin, function.__name__)
+        return same
+
+    return cached_property(found)
+
+
+def remembered(
+    *sections: str,
+) -> Callable[[Callable[Concatenate[Job, More], Figure]], Callable[Concatenate[Job, More], Figure]]:
+    """Remembers a function of a job, which depends on these sections of its config among ZeRO and recomputation, for
+    all jobs that share the rest."""
+
+    def made(function: Callable[Concatenate[Job, More], Figure]) -> Callable[Concatenate[Job, More], Figure]:
+        @wraps(function)
+        def asked(job: Job, /, *args: More.args, **kwargs: More.kwargs) -> Figure:
+            key = (function, *(getattr(job.config, section) for section in sections), *args, *kwargs.items())
+            if key not in job.known:
+                job.known[key] = function(job, *args, **kwargs)
+            found: Figure = job.known[key]
+            return found
+
+        return asked
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -49,40 +86,40 @@ class Job:
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     step: int | None = None  # its number, which decides what replicas synchronise in it; None: nothing
     replica: int | None = None  # whose step it is, where they take different numbers of samples
+    origin: Job | None = field(default=None, init=False, repr=False, compare=False)  # see `shared`
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
         """Returns the same job with some keys of its config changed, section by section."""
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
         job = replace(self, config=replace(self.config, **changed))
-        if sections.keys() <= {"zero", "recompute"}:  # the search tries many of these, and this stays as it is
-            same = ["chunks", "representative_ranks", "known", "model", "batch", "placement", "splits_backwards"]
-            parted = self.config.zero.stays_in_node or self.config.comm.gather.node_copy
-            same += [] if parted else ["layout", "at"]
-            vars(job).update({name: getattr(self, name) for name in same})
+        if sections.keys() <= {"zero", "recompute"}:
+            object.__setattr__(job, "origin", self.origin or self)
         return job
 
-    @cached_property
-    def known(self) -> dict[Any, Any]:
-        """Figures that depend on no key of ZeRO, by a key that names what else they depend on."""
+    @shared
+    def known(self) -> dict[object, Any]:
+        """The figures of functions that are `remembered`."""
         return {}
+
+    @property
+    def _placed_alike(self) -> Job | None:
+        """The origin, unless ZeRO's keys cut the layout into parts."""
+        return None if self.config.zero.stays_in_node or self.config.comm.gather.node_copy else self.origin
 
     @cached_property
     def layout(self) -> Layout:
-        return layout_of(self.config, self.world, self.cluster_node)
+        same = self._placed_alike
+        return same.layout if same else layout_of(self.config, self.world, self.cluster_node)
 
-    @property
+    @shared
     def sums(self) -> ReducerPlan:
         """How gradients are summed over the data axes."""
-        if self.reducer is not None:
-            return self.reducer
-        if (server := self.config.train.server).ranks:
-            return ServerReducer(server.ranks, server.staleness)
-        return planned_reducer(self.config.comm, self.layout.node_size or self.layout.world)
+        return self.reducer or gradient_sums(self.config, self.layout.node_size or self.layout.world).plan
 
-    @property
+    @shared
     def outer_sums(self) -> ReducerPlan:
         """How replicas sum their changes."""
-        return planned_compression(self.config.train.local.compress)
+        return replica_sums(self.config).plan
 
     @property
     def mixing(self) -> int:
@@ -91,10 +128,8 @@ class Job:
 
     @property
     def hides_gradients(self) -> float:
-        """The share of the sums over the data axes that can be hidden; our own algorithms sum after backward."""
-        summing = AlgorithmReducer | GatherToOne | ServerReducer
-        overlaps = self.config.comm.overlap.gradients and not isinstance(self.sums, summing)
-        return self.stack.hide_dp if overlaps else 0.0
+        """The share of the sums over the data axes that can be hidden, where their reducer overlaps backward."""
+        return self.stack.hide_dp if self.config.comm.overlap.gradients else 0.0
 
     @property
     def hides_weights(self) -> float:
@@ -108,19 +143,21 @@ class Job:
     def node_size(self) -> int:
         return self.config.layout.node_size or self.cluster_node or self.world
 
-    @cached_property
+    @shared
     def model(self) -> Model:
         return model_of(self.config)
 
     @cached_property
     def at(self) -> Coordinate:
         """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
+        if (same := self._placed_alike) is not None:
+            return same.at
         other = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
         context = self.config.context_plan if self.stack.own else other
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
         return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, pieces)
 
-    @cached_property
+    @shared
     def batch(self) -> MicroBatch:
         c = self.config
         prefix = c.data.blanks.source_square if c.objective_facts.fills_blanks else 0.0
@@ -170,19 +207,19 @@ class Job:
             return self.fields
         return dict.fromkeys(data_fields(self.config), "int64")
 
-    @cached_property
+    @shared
     def placement(self) -> tuple[tuple[int, int], ...]:
         """The (pipeline rank, chunk) of every virtual stage."""
         return placement_of(self.config.pipeline.schedule, self.layout.pp, self.config.layout.chunks)
 
-    @cached_property
+    @shared
     def splits_backwards(self) -> bool:
         """Whether the schedule computes weight gradients apart from input gradients."""
         c = self.config
         order = computes(c.pipeline.schedule, c.layout.pp, 1, c.layout.chunks, 0)
         return any(action.op is Op.INPUT_GRAD for action in order)
 
-    @cached_property
+    @shared
     def chunks(self) -> tuple[tuple[Stage, ...], ...]:
         """The stages of every pipeline rank, by chunk."""
         found: list[dict[int, Stage]] = [{} for _ in range(self.layout.pp)]
@@ -203,18 +240,17 @@ class Job:
         """Whether each tp rank sends only its share to the next stage, where it is gathered again."""
         return self.stack.scatter_sends and self.layout.tp > 1 and not self.at.splits_tokens
 
-    @cached_property
+    @shared
     def representative_ranks(self) -> tuple[int, ...]:
         """For every pipeline rank, the first with the same kinds of units, and so the same compute and memory."""
         first: dict[tuple[object, ...], int] = {}
         held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
         return tuple(first.setdefault(units, rank) for rank, units in enumerate(held))
 
-    @cached_property
-    def sharding(self) -> tuple[int, int, int]:
-        """The effective ZeRO stage, the ranks that shard the states and the replicas of these shards, of everything but
-        experts."""
-        stage, shards, replicas = shard_axes(self.layout, self.config.zero)
+    def sharding(self, data_axes: str = DATA_AXES) -> tuple[int, int, int]:
+        """Returns the effective ZeRO stage of parameters that are summed over these axes, the ranks that divide their
+        states, and the copies of each share."""
+        stage, shards, replicas = shard_axes(self.layout, self.config.zero, data_axes)
         return stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
 
 
@@ -254,9 +290,9 @@ def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) 
     if job.global_batch < 1 or job.global_batch % unit:
         near = max(1, job.global_batch // unit) * unit
         raise UserError(f"samples={job.global_batch} is not a multiple of {product}: try {near}")
-    for field, dtype in job.data_fields.items():
+    for name, dtype in job.data_fields.items():
         if dtype not in FIELD_BYTES:
-            raise UserError(f"field '{field}' has the unknown dtype '{dtype}': use one of {', '.join(FIELD_BYTES)}")
+            raise UserError(f"field '{name}' has the unknown dtype '{dtype}': use one of {', '.join(FIELD_BYTES)}")
     return job
 
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import Whole, whole_bytes
-from meshwright.plan.held import records_once, unit_records
-from meshwright.plan.job import Job
-from meshwright.plan.packing import division_of, packing_of
+from meshwright.plan.held import packing_of, records_once, unit_records
+from meshwright.plan.job import Job, remembered
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.model.part import BlockUnit, parameter_count
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -27,6 +26,7 @@ DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_param
 # channels take 0.4 to 0.9 GiB, where a node's links need fewer buffers, and two to four channels 0.05 to 0.2 GiB. Not
 # measured: nvidia-smi before and after `Mesh.warm_up` would tell.
 COMMUNICATOR_GIB, SMALL_COMMUNICATOR_GIB = 0.8, 0.1
+PAIRED = 4  # bytes of a master that is stored in two halves, and copied whole
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator
 
 
@@ -78,20 +78,17 @@ class BufferSizes(NamedTuple):
     node: int = 0  # ranks of a node that keep a copy of its weights
 
 
+@remembered("zero")
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Returns the flat buffers of a rank."""
-    key = ("buffers", job.config.zero, pp_rank)
-    if key not in job.known:
-        usual = BYTES[job.config.train.precision]
-        job.known[key] = [
-            BufferSizes(
-                one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
-                0 if one.weight == usual else one.weight, one.mixed, one.outer_mixed,
-                job.layout.size(one.data_axes), node_copy_ranks(job, one.data_axes),
-            )
-            for one in packing_of(job, pp_rank).buffers
-        ]  # fmt: skip
-    found: list[BufferSizes] = job.known[key]
+    found, layout, usual = [], job.layout, BYTES[job.config.train.precision]
+    for one in packing_of(job, pp_rank).buffers:
+        stage, axes, _ = one.division(layout, job.config.zero)
+        ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
+        found.append(BufferSizes(
+            one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
+            one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes),
+        ))  # fmt: skip
     return found
 
 
@@ -105,16 +102,21 @@ def rank_stage(job: Job, pp_rank: int) -> int:
     return max(one.stage for one in buffer_sizes(job, pp_rank))
 
 
+@remembered()
 def rank_parameters(job: Job, pp_rank: int, trained: bool = False) -> int:
     """Returns the parameters of a rank at this pipeline rank, or those that are trained, before ZeRO shards them; tied
     ones count once."""
-    key = ("parameters", pp_rank, trained)
-    if key not in job.known:
-        records = records_once(job.rank_units(pp_rank), job.at)
-        counted = (count * record.values.numel for _, record, count in records if record.trained or not trained)
-        job.known[key] = sum(counted)
-    found: int = job.known[key]
-    return found
+    records = records_once(job.rank_units(pp_rank), job.at)
+    return sum(count * record.values.numel for record, count in records if record.trained or not trained)
+
+
+def copied_bytes(job: Job) -> int:
+    """Returns the bytes that all ranks together pass on to the next node with one copy (`checkpoint.memory_every`):
+    masters and moments of every parameter, each once, since ranks that hold the same divide it. As many stay with the
+    ranks' own node. What a compressed reduction keeps comes on top."""
+    s = job.states
+    master = PAIRED if s.paired else s.master or s.param
+    return parameter_count(job.model) * (master + sum(s.rule))
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -232,7 +234,7 @@ def _rows_gradient(job: Job) -> float:
 def gathered_bytes(job: Job, pp_rank: int) -> float:
     """Returns what other programs gather, reduce, send and receive at once: two layers and one layer's gradient, or
     fixed buckets; and the activations that pass between stages."""
-    s, zero = job.states, job.sharding[0]
+    s, zero = job.states, job.sharding()[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in job.rank_units(pp_rank):
         if isinstance(unit, BlockUnit):
@@ -308,18 +310,15 @@ def context_gib(job: Job, cluster: Cluster) -> float:
     return job.stack.base_gib + communicators_gib(job)
 
 
+@remembered("zero")
 def communicators_gib(job: Job) -> float:
     """Returns the GiB of the communicators of the rank that has the most of them."""
     if not job.stack.own:  # another program's are not known: one for each axis
         return COMMUNICATOR_GIB * sum(job.layout.size(axis) > 1 for axis in ("tp", "pp", "dp-cp"))
-    key = ("communicators", job.config.zero)
-    if key not in job.known:
-        # Ranks differ by their stage alone: the ends share an embedding, and the others have two neighbours.
-        stages = {0, min(1, job.layout.pp - 1), job.layout.pp - 1, *job.layout.first_and_last}
-        ranks = [job.layout.rank_at(pp=stage) for stage in stages]
-        job.known[key] = max(sum(map(_gib, communicators(job.config, job.layout, rank))) for rank in ranks)
-    found: float = job.known[key]
-    return found
+    # Ranks differ by their stage alone: the ends share an embedding, and the others have two neighbours.
+    stages = {0, min(1, job.layout.pp - 1), job.layout.pp - 1, *job.layout.first_and_last}
+    ranks = [job.layout.rank_at(pp=stage) for stage in stages]
+    return max(sum(map(_gib, communicators(job.config, job.layout, rank))) for rank in ranks)
 
 
 def _gib(communicator: Communicator) -> float:

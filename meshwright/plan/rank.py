@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.plan.communication import by_line, mean_traffic, stage_calls
+from meshwright.engine.sharding.server import rank_bytes
+from meshwright.plan.communication import Traffic, by_line, mean_traffic, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
 from meshwright.spec.layout.layout import REPLICAS
@@ -75,11 +76,18 @@ def expected(job: Job, rank: int) -> Expected:
     pp_rank = coordinate["pp"]
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
+    calls = by_line(stage_calls(job, pp_rank))
+    if servers := c.train.server.ranks:  # ranks differ there, and `calls` of the reducer is their mean
+        for line, mean in calls.items():
+            if (line.phase, line.op) == ("reduce", "all_to_all"):
+                group = job.layout.group(line.axis, rank)
+                own = rank_bytes(servers, len(group), group.index(rank), mean.payload_bytes // 2)
+                calls[line] = Traffic(mean.calls, *own)
     table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
     return Expected(
         parameters=rank_parameters(job, pp_rank),
         states={kind: memory[kind] for kind in STATES},
-        calls={line: traffic._asdict() for line, traffic in by_line(stage_calls(job, pp_rank)).items()},
+        calls={line: traffic._asdict() for line, traffic in calls.items()},
         schedule=action_counts(table.ranks[pp_rank]),
         most={name: memory[kind] for name, kind in PEAK_KINDS.items()},
         coordinate={axis: coordinate[axis] for axis in axes},

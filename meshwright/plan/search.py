@@ -1,6 +1,7 @@
 """The search: it enumerates every valid layout of a model on a number of devices (configs, made from the given one by
 changing keys), keeps those that fit, and ranks them by predicted step time. Two rules keep it fast without losing
-anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken; and a layout
+anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken, and the fastest
+schedule that fits with nothing recomputed stands for slower ones; and a layout
 whose compute and bubble alone take much longer than the best whole step, or longer than as many whole steps as are
 ranked, is skipped. Experts are divided in powers of two, and less only where that is faster. No torch."""
 
@@ -19,13 +20,14 @@ from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, 
 from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.errors import UserError, divisors
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.compute import UnitTime, setting_of, unit_time
+from meshwright.plan.compute import setting_of, unit_time
 from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.flops import best_split
 from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
-from meshwright.spec.schedule.kinds import KINDS, default_kind
+from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
+from meshwright.spec.schedule.table import PhaseTimes
 
 RECOMPUTE = ("none", "selective", "full")
 NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
@@ -81,7 +83,7 @@ class SearchSpace:
     chunks: tuple[int, ...] = _key("layout.chunks", (1, 2, 3, 4, 5, 6, 7, 8, 10, 12))
     micro_batch: tuple[int, ...] = _key("train.micro_batch", (1, 2, 4, 8, 16, 32))
     sequence_parallel: tuple[bool, ...] = _key("layout.sequence_parallel", (False, True))
-    schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: the default for so many chunks
+    schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: all
     grids: tuple[tuple[int, ...], ...] = _key("layout.tp_grid", ((),))  # empty: all, and tp along one axis
 
 
@@ -159,10 +161,31 @@ def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator
     for chunks in space.chunks:
         if chunks > 1 and (pp == 1 or model.layers % (pp * chunks) or plain.micro_batches < pp):
             continue
-        schedule = space.schedule[0] if space.schedule else default_kind(chunks)
-        if KINDS[schedule].takes(chunks):
+        for schedule in _schedules(space.schedule, pp, plain.micro_batches, chunks, tuple(KINDS)):
             pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
             yield plain.replaced(layout=keys | {"chunks": chunks}, pipeline=pipeline)
+
+
+@lru_cache(maxsize=10_000)
+def _schedules(
+    chosen: tuple[str, ...], pp: int, micro_batches: int, chunks: int, kinds: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns those of `kinds` to try, the fastest first: all that take so many chunks, but those of which formulas
+    say that they are no faster than another one and keep no less."""
+    if chosen or pp == 1:
+        return tuple(name for name in chosen or (default_kind(chunks),) if KINDS[name].takes(chunks))
+    unknown: list[str] = []
+    found: dict[str, list[float]] = {}
+    for name in dict.fromkeys([default_kind(chunks), *training_kinds(chunks)]):
+        seconds, flying = KINDS[name].seconds, KINDS[name].in_flight
+        if seconds is None or flying is None:
+            unknown.append(name)
+            continue
+        figures = [seconds([PhaseTimes(1.0, 2.0, 1.0)] * pp, micro_batches, chunks)]
+        figures += [flying(pp, micro_batches, chunks, rank) for rank in range(pp)]
+        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in found.values()):
+            found[name] = figures
+    return (*unknown, *sorted(found, key=lambda name: found[name][0]))
 
 
 def _expert_cuts(
@@ -237,8 +260,9 @@ def search(
     rough: list[Candidate] = []
     shortest: list[float] = []  # the steps of the best that are kept, negative, the longest first
     too_large: set[object] = set()  # what did not fit will not fit with larger micro-batches, which come later
+    served: set[object] = set()  # fits with a faster schedule, and nothing recomputed
     for shape in sorted(shapes(base, space, cluster), key=_promise):
-        bound = _least_seconds(shape, cluster)
+        bound, c = _least_seconds(shape, cluster), shape.config
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
         for zero in _stages(shape, space):
@@ -251,13 +275,19 @@ def search(
             if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
-            if key in too_large or (rough and states_gib(shape.replaced(zero={"stage": zero})) > limit):
+            alike = (c.layout, c.train.micro_batch, zero)
+            if key in too_large or alike in served:
+                continue
+            if rough and states_gib(shape.replaced(zero={"stage": zero})) > limit:
                 continue
             fitting = _first_that_fits(shape, zero, cluster, limit, space, found)
             if fitting is None:
                 too_large.add(key)
                 continue
             found.fitting += 1
+            recomputes = fitting[0].config.recompute.mode != space.recompute[0]
+            if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
+                served.add(alike)
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
             heappush(shortest, -rough[-1].cost.step_s)
@@ -301,15 +331,19 @@ def _promise(shape: Job) -> tuple[int, int, int]:
 def _least_seconds(shape: Job, cluster: Cluster) -> float:
     """Returns a lower bound for a step of the shape: its blocks' compute, evenly divided, and the bubble of that."""
     where = setting_of(shape, cluster, recompute="none")
-    blocks = sum(count * _least_of(unit_time(block, where)) for block, count in shape.model.kinds)
-    pp = shape.layout.pp
-    return (shape.micro_batches + (pp - 1) / shape.config.layout.chunks) * blocks / pp
-
-
-def _least_of(time: UnitTime) -> float:
-    """Returns what a block takes at least: its compute, and its exchanges with other experts' ranks, which nothing
-    hides."""
-    return time.computed + sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
+    forward = whole = weights = 0.0
+    for block, count in shape.model.kinds:
+        time = unit_time(block, where)
+        # Nothing hides exchanges with other experts' ranks.
+        exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
+        forward, weights = forward + count * time.forward, weights + count * time.weights
+        whole += count * (time.computed + exchanged)
+    pp, m, closed = shape.layout.pp, shape.micro_batches, KINDS[shape.config.pipeline.schedule].seconds
+    if closed is None:
+        return m * whole / pp
+    full = -(-m // pp) * pp  # groups that are not full have gaps, which a formula may overstate
+    each = PhaseTimes(forward / pp, (whole - forward) / pp, weights / pp)
+    return closed([each] * pp, full, shape.config.layout.chunks) - (full - m) * each.whole
 
 
 def _first_that_fits(

@@ -106,14 +106,17 @@ def _with_means(config: Config, traced: Spans) -> Simulation | None:
             times[rank, chunk, name[:1]].append(end - start)
     counts = {len(found) for found in times.values()}
     pp, chunks = config.layout.pp, config.layout.chunks
-    if len(counts) != 1 or len(times) != 2 * pp * chunks:  # backwards in two pieces, or a trace of something else
+    letters = {letter for _, _, letter in times}
+    whole = letters in ({"F", "B"}, {"F", "I", "W"}) and len(times) == len(letters) * pp * chunks
+    if len(counts) != 1 or not whole:  # a trace of something else
         return None
     table = build(config.pipeline.schedule, pp, counts.pop(), chunks)
 
-    def mean(letter: str) -> Any:
-        return lambda rank, chunk: sum(times[rank, chunk, letter]) / len(times[rank, chunk, letter])
+    def mean(*of: str) -> Any:
+        return lambda rank, chunk: sum(sum(times[rank, chunk, each]) / len(times[rank, chunk, each]) for each in of)
 
-    return simulate(table, mean("F"), mean("B"), 0.0)
+    backward = sorted(letters - {"F"})
+    return simulate(table, mean("F"), mean(*backward), 0.0, mean("W") if "W" in letters else None)
 
 
 def bubble_of(spans: Sequence[Sequence[Any]], pp: int) -> float | None:

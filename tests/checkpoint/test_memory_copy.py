@@ -29,8 +29,8 @@ from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReade
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import raw
 from meshwright.engine.sharding.remainders import plain
-from meshwright.plan.copies import copied_bytes
 from meshwright.plan.job import job_of
+from meshwright.plan.memory import copied_bytes
 from meshwright.record.checkpoint_format import DamagedCheckpoint
 from tests.checkpoint.runs import lines, tensors, tiny, train
 from tests.support.oracle import make_trainer, small_config

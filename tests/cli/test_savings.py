@@ -16,9 +16,9 @@ from meshwright.cli.main import main
 from meshwright.config.comm import EmulateConfig, LinkConfig
 from meshwright.config.load import config_from
 from meshwright.engine.sharding.compression.sparse import Sparse
-from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
+from meshwright.plan.efficiency import ClusterNetwork
 from meshwright.plan.job import job_of
 from meshwright.plan.savings import expected, techniques, with_links
 from meshwright.spec.traffic.pick import fastest, links_of
@@ -85,15 +85,15 @@ def test_seconds_of_algorithms_by_hand() -> None:
     """Two nodes of four ranks, 80 MB: of a ring 2 x 7/8 go over a node's adapters, of a hierarchy 2 x 1/2."""
     links = EmulateConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1e-3)
     cluster = with_links(load_cluster("laptop"), links, 4)
-    at = {"op": "all_reduce", "payload": 80e6, "size": 8, "on_node": 4}
-    assert algorithm_seconds(cluster, "ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
-    assert algorithm_seconds(cluster, "hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
-    assert gather_to_one_seconds(cluster, 80e6, 8, 4) == pytest.approx(8 * 80e-3, rel=0.01)
+    at = {"op": "all_reduce", "payload": 80e6, "ranks": 8, "on_node": 4}
+    assert ClusterNetwork(cluster).algorithm("ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
+    assert ClusterNetwork(cluster).algorithm("hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
+    assert ClusterNetwork(cluster).through_one(80e6, 8, 4) == pytest.approx(8 * 80e-3, rel=0.01)
     inside = replace(cluster, node=replace(cluster.node, devices=8, link_gb_s=1.0))
-    assert gather_to_one_seconds(inside, 80e6, 8, 8) == pytest.approx(14 * 80e-3, rel=0.01)
+    assert ClusterNetwork(inside).through_one(80e6, 8, 8) == pytest.approx(14 * 80e-3, rel=0.01)
     slow = replace(cluster.node, link_latency_us=1e3)
     late = replace(cluster, node=slow, network=replace(cluster.network, latency_us=1e3))
-    tree, ring = (algorithm_seconds(late, kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
+    tree, ring = (ClusterNetwork(late).algorithm(kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
     assert ring == pytest.approx(14 / 6 * tree, rel=0.01)
     figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
     chosen = {size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)}

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         "layout": {**SP, "ep": 2}, "zero": {"stage": 3}, "train": BF16, "model": MIXTURE, "tune": OF_EXPERTS,
     }),
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
+    "server": (4, {"train": {"server": {"ranks": 2}}}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "lion": (4, {"optimizer": {"name": "lion"}, "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "lion-offload": (2, {"optimizer": {"name": "lion"}, "zero": {"stage": 3, "offload": DISK}, "train": BF16}),
@@ -174,6 +175,15 @@ def test_storages_are_counted_while_they_live() -> None:
         assert (tally.now, named.now) == (440, 40)
         del view, a
         assert (tally.now, tally.most, named.now) == (0, 1200, 0)
+
+
+def test_a_module_that_branches_on_its_data_meets_nothing_unusual() -> None:
+    """As transformers asks whether a mask is full, or whether a number overflowed; twice, since results are kept."""
+    with MetaMode():
+        x = torch.empty(4, 3, device="meta")
+        for _ in range(2):
+            assert bool((x > 0).all()) and not bool(x.isnan().any())
+            assert (x[:, -1] == 0).all().item() and not torch.any(x < 0).item()
 
 
 def test_results_are_remembered_by_all_that_they_depend_on() -> None:

@@ -24,7 +24,7 @@ from meshwright.engine.step import Trainer
 from meshwright.nn.unit import call_unit
 from meshwright.plan import communication
 from meshwright.plan.communication import Line, Traffic
-from meshwright.plan.held import HeldParameter
+from meshwright.plan.held import HeldParameter, buffers_of
 from meshwright.plan.job import job_of
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
@@ -167,9 +167,12 @@ def lines_of(trainer: Trainer) -> dict[Line, Traffic]:
 def planned(trainer: Trainer) -> dict[Line, Traffic]:
     """What the planner says of the same records."""
     layout, config = trainer.ctx.layout, trainer.ctx.config
-    params = [(HeldParameter(dense_record(), 0, 2), "fp64"), (HeldParameter(expert_record(layout.ep, 0), 1, 2), "fp64")]
+    params = [HeldParameter(dense_record(), "fp64", 0), HeldParameter(expert_record(layout.ep, 0), "fp64", 1)]
+    buffers = buffers_of(params, layout, BUCKET_MIB, config.zero)
     calls = [
-        *communication.gradients(params, layout, BUCKET_MIB, config.zero, trainer.micro_batches),
+        *communication.expanded(
+            communication.bucket_calls(params, buffers, layout, config.zero, trainer.micro_batches)
+        ),
         communication.RepeatedCall(
             "metrics",
             "metrics",

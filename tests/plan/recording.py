@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.sections import Config
-from meshwright.plan import communication
+from meshwright.plan import communication, held
 from meshwright.plan.communication import Line, Traffic, predict_detail, predict_rank, predict_step
 from tests.support.oracle import Made, small_config
 from tests.support.ranks import RankFailed, run_ranks
@@ -132,6 +132,7 @@ def assert_found(
 ) -> None:
     """The prediction equals the record, and no longer with this attribute of `owner` replaced."""
     monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
+    monkeypatch.setattr(held, "_packing", held._packing.__wrapped__)
     assert not list(differences(case, ranks))
     monkeypatch.setattr(owner, attribute, wrong)
     assert list(differences(case, ranks))

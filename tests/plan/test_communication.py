@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from meshwright.config.load import config_from
-from meshwright.config.sections import Config
+from meshwright.config.sections import Config, ZeroConfig
 from meshwright.errors import UserError
 from meshwright.plan import communication, held
 from meshwright.plan.communication import Line, Traffic, predict_step
-from meshwright.plan.held import HeldParameter
+from meshwright.plan.held import HeldParameter, buffers_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model import gpt
@@ -180,13 +180,13 @@ def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "no padding": ("dp-one-bucket", (held, "place", unpadded)),
     "one bucket": ("dp", (held, "bucket_elements", lambda size, element: 10**9)),
-    "gradients in bf16": ("all-bf16", instead("grad_bytes", lambda size, wanted: size)),
+    "gradients in bf16": ("all-bf16", (held, "grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
     "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model, cp: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
-    "no further axes": ("kv-copies", without(communication, "gradients", lambda call: call.axis == "tp.kv")),
-    "a tie counted once": ("pp", without(communication, "gradients", lambda call: call.axis == "embedding")),
+    "no further axes": ("kv-copies", without(communication, "expanded", lambda call: call.axis == "tp.kv")),
+    "a tie counted once": ("pp", without(communication, "expanded", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without(communication, "sums", lambda call: call.phase == "metrics")),
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
@@ -251,9 +251,10 @@ def test_six_parameters_of_two_dtypes(bucket_mib: float, matrix_buckets: list[An
     for packed, lines in run_ranks(2, six, bucket_mib):
         assert packed == [("torch.bfloat16", 128, MATRICES, matrix_buckets), ("torch.float32", 64, NORMS, [(0, 64)])]
         assert lines == {line: traffic}
-    held = [HeldParameter(whole(f"{i}", shape, Init("zeros")), 0, 2) for i, (shape, _) in enumerate(SHAPES)]
-    params = [(one, dtype) for one, (_, dtype) in zip(held, SHAPES, strict=True)]
-    assert communication.by_line(communication.gradients(params, Layout(2), bucket_mib)) == {line: traffic}
+    held = [HeldParameter(whole(f"{i}", shape, Init("zeros")), dtype, 0) for i, (shape, dtype) in enumerate(SHAPES)]
+    buffers = buffers_of(held, Layout(2), bucket_mib, ZeroConfig())
+    found = communication.expanded(communication.bucket_calls(held, buffers, Layout(2)))
+    assert communication.by_line(found) == {line: traffic}
 
 
 def worked(sequence_parallel: bool) -> Config:

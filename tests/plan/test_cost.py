@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
 from meshwright.plan.communication import Traffic, by_axis, predict_rank, predict_step
-from meshwright.plan.cost import Cost, closed_seconds, predict_cost
+from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.efficiency import collective_seconds, tile_share, wire_rate
 from meshwright.plan.flops import best_split, model_flops, unit_work
 from meshwright.plan.job import Job, job_of
@@ -35,9 +35,9 @@ from meshwright.spec.layout.pieces import pieces
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.gpt import AttentionPart
 from meshwright.spec.model.part import ALONE, Kernels, parameter_count
-from meshwright.spec.schedule.kinds import build
+from meshwright.spec.schedule.kinds import KINDS, build, training_kinds
 from meshwright.spec.schedule.simulate import simulate
-from meshwright.spec.schedule.table import Op
+from meshwright.spec.schedule.table import Op, PhaseTimes
 from tests.support.waiting import HANG_S
 
 A100, H100 = load_cluster("a100-80g-dgx"), load_cluster("h100-80g-dgx")
@@ -72,14 +72,34 @@ def test_parameters_and_flops_of_known_models() -> None:
     assert model_flops(model, b * s) == pytest.approx(by_hand, rel=1e-9)
 
 
+def closed(kind: str, ranks: list[PhaseTimes], micro_batches: int, chunks: int = 1) -> float:
+    formula = KINDS[kind].seconds
+    assert formula is not None
+    return formula(ranks, micro_batches, chunks)
+
+
 @settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(1, 24), st.floats(0.1, 3.0))
 def test_closed_formula_equals_the_table_for_equal_stages(pp: int, micro_batches: int, time: float) -> None:
-    made = simulate(build("1f1b", pp, micro_batches), forward=time, backward=2 * time).makespan
-    assert closed_seconds([3 * time] * pp, micro_batches, 1) == pytest.approx(made)
     full = -(-micro_batches // pp) * pp
-    chunked = simulate(build("interleaved", pp, full, 2), forward=time, backward=2 * time).makespan
-    assert closed_seconds([3 * time] * pp, full, 2) == pytest.approx(chunked)
+    cases = [("gpipe", micro_batches, 1), ("1f1b", micro_batches, 1), ("zb-h1", micro_batches, 1)]
+    assert {kind for kind, _, _ in cases} | {"interleaved"} == set(training_kinds())
+    for kind, count, chunks in [*cases, ("interleaved", full, 2)]:
+        made = simulate(build(kind, pp, count, chunks), forward=time, backward=2 * time).makespan
+        assert closed(kind, [PhaseTimes(time, 2 * time, time)] * pp, count, chunks) == pytest.approx(made), kind
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("weights", [0.0, 0.5, 0.9])
+def test_closed_formulas_are_near_the_tables_for_unequal_stages(kind: str, weights: float) -> None:
+    for pp, count in ((2, 3), (4, 4), (4, 9), (8, 24)):
+        ends = PhaseTimes(1.2, 2.5, 1.0)
+        ranks = [ends, *[PhaseTimes(1.0, 2.0, weights)] * (pp - 2), ends]
+        made = simulate(
+            build(kind, pp, count), lambda rank, _, ranks=ranks: ranks[rank].forward,
+            lambda rank, _, ranks=ranks: ranks[rank].backward, 0.0, lambda rank, _, ranks=ranks: ranks[rank].weights,
+        ).makespan  # fmt: skip
+        assert closed(kind, ranks, count) == pytest.approx(made, rel=0.1), (pp, count)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +108,7 @@ def test_closed_formula_equals_the_table_for_equal_stages(pp: int, micro_batches
 def test_the_closed_formula_is_near_the_table_where_groups_are_not_full(pp: int, chunks: int) -> None:
     for count in {pp + 1, pp + pp // 2, 2 * pp - 1, 3 * pp + pp // 2}:
         made = simulate(build("interleaved", pp, count, chunks), 1.0, 2.0, 0.0).makespan
-        assert closed_seconds([3.0] * pp, count, chunks) == pytest.approx(made, rel=0.08)
+        assert closed("interleaved", [PhaseTimes(1.0, 2.0)] * pp, count, chunks) == pytest.approx(made, rel=0.08)
 
 
 def test_the_pipeline_is_timed_by_its_own_table() -> None:

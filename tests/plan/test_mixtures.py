@@ -20,6 +20,7 @@ from meshwright.plan.communication import by_axis, by_line, stage_calls
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.flops import model_flops
+from meshwright.plan.held import packing_of
 from meshwright.plan.job import Job, job_of, ranks_per_node
 from meshwright.plan.memory import needed_gib, rank_memory
 from meshwright.plan.search import RECOMPUTE, SearchSpace, search, shapes
@@ -129,8 +130,24 @@ def test_experts_are_summed_over_their_own_ranks() -> None:
         assert "edp" not in shared.axes and shared.axes["dp"].seconds > cost.axes["dp"].seconds
     made = predict_cost(job(MIXTRAL, 64, {"ep": 8, "etp": 1}), H100)
     experts = 32 * 3 * 4096 * 14336
-    assert {stage.trained_experts for stage in made.stages} == {experts}
-    assert made.axes["edp"].seconds == pytest.approx(collective_seconds(H100, "all_reduce", 4 * experts, 8, 1))
+    buckets = [size for one in packing_of(made.job, 0).buffers if one.data_axes == "edp" for size in one.buckets]
+    assert sum(buckets) == experts and len(buckets) > 32
+    each = [collective_seconds(H100, "all_reduce", 4 * size, 8, 1) for size in buckets]
+    assert made.axes["edp"].seconds == pytest.approx(sum(each))
+
+
+def test_routers_sums_take_as_long_in_either_order() -> None:
+    """They go over tp and cp together, whose product has another name where cp comes first."""
+    found = []
+    for order, name in (("tp-cp-ep-dp-pp", "tp-cp"), ("cp-tp-ep-dp-pp", "cp-tp")):
+        made, without = (
+            job(MIXTRAL | {"experts": MIXTRAL["experts"] | {"aux_loss": loss}}, 8, {"tp": 2, "cp": 2, "order": order})
+            for loss in (0.01, 0.0)
+        )
+        assert name in by_axis(by_line(stage_calls(made, 0))) and name not in by_axis(by_line(stage_calls(without, 0)))
+        costs = [predict_cost(each, H100).axes["tp"].seconds for each in (made, without)]
+        found.append(costs[0] - costs[1])
+    assert found[0] > 0 and found[1] == pytest.approx(found[0])
 
 
 def test_the_busiest_rank_takes_longer() -> None:

@@ -123,7 +123,7 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
     target, world, layout, words = CASES[name]
     given = dict(part.split("=") for part in layout.split(","))
     keys = [f"{SHORT[key]}={value}" for key, value in (FIXED | given).items()]
-    keys += [f"{SHORT['schedule']}=interleaved"] if "chunks" in given else []
+    keys += [f"{SHORT['schedule']}={'interleaved' if 'chunks' in given else '1f1b'}"]
     words = [*words, "model.dropout=0"] if not any("dropout" in word for word in words) else words
     cluster = "laptop" if "run.device=cpu" in words else "h100-80g-dgx"
     devices = ["--cluster", cluster, "--devices", str(world)]

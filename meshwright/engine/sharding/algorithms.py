@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.comm.group import Group
     from meshwright.config.comm import LinkConfig
     from meshwright.engine.sharding.buffers import Bucket
-    from meshwright.engine.sharding.reducers import PendingReduction
+    from meshwright.engine.sharding.reducers import Network, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 
@@ -50,6 +50,17 @@ class AlgorithmReducer(PlainReducer):
             return super().calls(op, elements, element_bytes, ranks, records, on_node)
         return [("send", len(each.sent) * piece) for each, _ in rounds_of(kind, ranks, 0, op, on_node)]
 
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        """See `ReducerPlan`: our own algorithms sum after backward."""
+        return self.chosen(op, payload, ranks, on_node) == "torch"
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        payload = elements * element_bytes
+        return network.algorithm(self.chosen(op, payload, ranks, on_node), op, payload, ranks, on_node)
+
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         rounds = Rounds(self, "all_reduce", grads, grads, group)
         return rounds if rounds.kind != "torch" else super().all_reduce(bucket, grads, group)
@@ -68,6 +79,15 @@ class GatherToOne(PlainReducer):
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [("all_reduce", elements * element_bytes)]
+
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        return False
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        return network.through_one(elements * element_bytes, ranks, on_node)
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         return ThroughOne(grads, grads, group)

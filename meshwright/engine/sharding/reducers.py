@@ -28,6 +28,20 @@ class PendingReduction(Protocol):
     def wait(self) -> None: ...
 
 
+class Network(Protocol):
+    """The links between ranks as the planner prices them: seconds of a sum or another call of `payload` bytes over a
+    group of `ranks`, so many of which are on one node."""
+
+    def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
+        """Return the seconds of a collective of the back end."""
+
+    def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
+        """Return the seconds of one of our own algorithms."""
+
+    def through_one(self, payload: float, ranks: int, on_node: int) -> float:
+        """Return the seconds of a sum for which everything passes through one rank."""
+
+
 class ReducerPlan(Protocol):
     """What the planner needs to know of a reducer."""
 
@@ -54,6 +68,15 @@ class ReducerPlan(Protocol):
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         """The bytes that a rank keeps between steps for a bucket of so many gradients. `gathered`: those of them whose
         sum this rank makes and all others get, where they do."""
+
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        """Return True if a sum of so many bytes begins during backward."""
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        """Return the seconds of the sum whose calls `calls` lists. (Making compressed messages is not in them.)"""
 
 
 class Reducer(ReducerPlan, Protocol):
@@ -92,17 +115,31 @@ class Reducer(ReducerPlan, Protocol):
         """Takes those of a checkpoint, whichever layout saved it, after the states have been filled."""
 
 
-class PlainReducer:
-    """A reducer that makes just the collective that it is asked for."""
-
-    mixes = False
-    align = ALIGN
+class CollectiveSums:
+    """The base of reducers whose sums are collectives of the back end, each as fast as elsewhere."""
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [(op, elements * element_bytes)]
+
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        return True
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        calls = self.calls(op, elements, element_bytes, ranks, records, on_node)
+        return sum(network.collective(each, payload, ranks, on_node) for each, payload in calls)
+
+
+class PlainReducer(CollectiveSums):
+    """A reducer that makes just the collective that it is asked for."""
+
+    mixes = False
+    align = ALIGN
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return 0

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from meshwright.comm.group import Group
     from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-    from meshwright.engine.sharding.reducers import PendingReduction
+    from meshwright.engine.sharding.reducers import Network, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 WIDE_BYTES = 4  # late gradients are kept in float32 at least
@@ -34,6 +34,13 @@ WIDE_BYTES = 4  # late gradients are kept in float32 at least
 def steps_late(seed: int, step: int, rank: int, staleness: int) -> int:
     """Returns how many steps late the gradients of a step reach the servers from a rank of the data-parallel group."""
     return stream_seed(seed, "server", step, rank) % (staleness + 1)
+
+
+def rank_bytes(servers: int, ranks: int, index: int, summed: int) -> tuple[int, int]:
+    """Return (payload, bytes that leave it) of one rank of a group that sums so many bytes: a push of everything, and
+    of a server a pull of its piece by every rank. What a server sends to itself stays."""
+    piece, serves = summed // servers, index < servers
+    return (summed + ranks * piece, summed + (ranks - 2) * piece) if serves else (summed, summed)
 
 
 class ServerReducer(PlainReducer):
@@ -51,6 +58,17 @@ class ServerReducer(PlainReducer):
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         """The mean of all ranks: servers send more than others, which the sum over the ranks does not show."""
         return [("all_to_all", elements * element_bytes)] * 2
+
+    def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
+        return False
+
+    def seconds(
+        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        on_node: int,
+    ) -> float:  # fmt: skip
+        """See `ReducerPlan`: each server serves so many ranks."""
+        crowded = ranks / self.servers
+        return crowded * super().seconds(network, op, elements, element_bytes, ranks, records, on_node)
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return self.staleness * elements * max(WIDE_BYTES, element_bytes)

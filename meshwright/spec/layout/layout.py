@@ -177,13 +177,7 @@ class Layout:
     def without_ones(self, name: str) -> str:
         """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
         ep is 1 too and etp is tp."""
-        if self._is_special(name):
-            return name
-        if self.etp == self.tp and self.views_agree:
-            same = {"etp": "tp"} | ({"edp": "dp-cp"} if self.ep == 1 else {})  # experts then have the usual copies
-            name = "-".join(same.get(word, word) for word in name.split("-"))
-        words = [word for word in name.split("-") if self.size(word) > 1]
-        return self.canonical("-".join(words)) if words else name.split("-")[0]
+        return name if self._is_special(name) else _without_ones(self, name)
 
     @property
     def group_kinds(self) -> tuple[str, ...]:
@@ -343,6 +337,15 @@ def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
         atoms.append(Atom(REPLICAS, REPLICAS, layout.replicas, stride))
     assert stride * layout.replicas == layout.world
     return tuple(atoms)
+
+
+@lru_cache(maxsize=20_000)
+def _without_ones(layout: Layout, name: str) -> str:
+    if layout.etp == layout.tp and layout.views_agree:
+        same = {"etp": "tp"} | ({"edp": "dp-cp"} if layout.ep == 1 else {})  # experts then have the usual copies
+        name = "-".join(same.get(word, word) for word in name.split("-"))
+    words = [word for word in name.split("-") if layout.size(word) > 1]
+    return layout.canonical("-".join(words)) if words else name.split("-")[0]
 
 
 def _strides(layout: Layout, axes: tuple[str, ...]) -> dict[str, int]:

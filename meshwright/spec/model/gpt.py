@@ -362,7 +362,6 @@ class OutputLayerPart(Part):
     forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
     its input."""
 
-    defers = False
     vocab: int
     hidden: int
     init: Init
@@ -379,7 +378,7 @@ class OutputLayerPart(Part):
         """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
         peak."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
-        product = Product("logits", tokens, columns, self.hidden, precise=True)
+        product = Product("logits", tokens, columns, self.hidden, precise=True, defers=False)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:

@@ -100,7 +100,6 @@ class GridAttentionPart(Part):
     """Self-attention: heads over the axis of the inner features, whole sequences over those of the inner rows, or parts
     of sequences where a micro-batch has too few."""
 
-    defers = False
     part: AttentionPart
     grid: Grid
 
@@ -162,7 +161,6 @@ class GridAttentionPart(Part):
 class GridMLPPart(Part):
     """The MLP: inner features over the axis of the inner features, rows over those of the inner rows."""
 
-    defers = False
     part: MLPPart
     grid: Grid
 
@@ -270,7 +268,6 @@ class GridOutputPart(Part):
     """The output layer and the cross entropy, whose gradients are computed in forward, one piece of the rows at a
     time."""
 
-    defers = False
     part: OutputLayerPart
     grid: Grid
 
@@ -284,7 +281,7 @@ class GridOutputPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         m, n, k = self.sizes(at, batch)
         own = m // at.size(self.grid.first.summed)
-        return Work((Product("logits", m, n, k, precise=True),), moved=own * n * LOGIT_BYTES, kernels=6)
+        return Work((Product("logits", m, n, k, precise=True, defers=False),), moved=own * n * LOGIT_BYTES, kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields the calls of a product, all in forward and none repeated, in pieces of the rows for the logits and

@@ -86,7 +86,7 @@ class GridProduct:
         return batch.tokens(at) // rows, self.n // at.size(self.roles.y.features), self.k // at.size(self.roles.summed)
 
     def work(self, at: Coordinate, batch: MicroBatch) -> Product:
-        return Product(self.name, *self.sizes(at, batch))
+        return Product(self.name, *self.sizes(at, batch), defers=False)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yields forward 1 all_gather of x and 1 of W, 1 reduce_scatter of y; backward 1 all_gather of y's gradient, 1

@@ -57,7 +57,7 @@ class Product:
     `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
     the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
     weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
-    `frozen`: its weight has no gradient.
+    `frozen`: its weight has no gradient. `defers`: that gradient can be computed after the backward of the input's.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Product:
     groups: int = 0
     again: bool = False
     frozen: bool = False
+    defers: bool = True
 
     @property
     def flops(self) -> float:
@@ -79,7 +80,7 @@ class Product:
     @property
     def factors(self) -> int:
         """The elements of the input and of the output's gradient, whose product is the weight gradient."""
-        return self.count * self.m * (self.k + self.n) if self.linear and not self.frozen else 0
+        return self.count * self.m * (self.k + self.n) if self.linear and self.defers and not self.frozen else 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,6 @@ class Part:
     module = ""  # of a part from outside the package: the path `package.module:Class` of the module that computes it
 
     has_experts = False  # whether it is cut along the axes of experts
-    defers = True  # whether its weight gradients can be computed after the backward that finds its input's
 
     def records(self, at: Coordinate, name: str) -> Records:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
@@ -213,7 +213,7 @@ class Part:
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes that stay after a backward without weight gradients, until these are computed: the factors
         of every product with a trained weight."""
-        products = self.work(at, batch, kernels).products if self.defers else ()
+        products = self.work(at, batch, kernels).products
         return float(sum(p.factors * (1 if kernels.fp8 and not p.precise else batch.element) for p in products))
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,17 +40,45 @@ class Simulation:
     bubble: float
     busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
-    ranks: tuple[tuple[Timed, ...], ...]
+    times: Times = field(repr=False)
+    arrived: dict[Result, float] = field(repr=False)
+    send: float = 0.0
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Timed, ...], ...]:
+        """Every action with its times, by rank."""
+        return tuple(
+            tuple(self._timed(rank, action) for action in actions if action.op not in SHARDING)
+            for rank, actions in enumerate(self.table.ranks)
+        )
+
+    def _timed(self, rank: int, action: Action) -> Timed:
+        direction = SENDS.get(action.op) or RECEIVES.get(action.op)
+        if direction is None:
+            return Timed(action, *self.times[action.op, action.micro_batch, rank, action.chunk])
+        taker = self.table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
+        assert taker is not None, f"rank {rank}: {action} leaves the pipeline"
+        there = self.arrived[direction, action.micro_batch, taker[0], taker[1]]
+        return Timed(action, there - self.send, there)
 
 
-def simulate(table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0) -> Simulation:
+def simulate(
+    table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0, weights: Duration | None = None
+) -> Simulation:
     """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one micro-batch, so
-    that a chunk takes 1/chunks of it; a function gives that of one (rank, chunk). Parts of a phase take their share."""
+    that a chunk takes 1/chunks of it; a function gives that of one (rank, chunk). Parts of a phase take their share;
+    `weights`: the part of the backward that finds weight gradients."""
     _check_time("send", send)
     phases = {name: _durations(table, name, given) for name, given in (("forward", forward), ("backward", backward))}
     durations = {
         op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]] for op in table.computes
     }
+    if weights is not None and Op.WEIGHT_GRAD in durations:
+        durations[Op.WEIGHT_GRAD] = later = _durations(table, "weights", weights)
+        durations[Op.INPUT_GRAD] = [
+            [max(0.0, whole - part) for whole, part in zip(*rows, strict=True)]
+            for rows in zip(phases["backward"], later, strict=True)
+        ]
     times, arrived = _run(table, durations, send)
     makespan = max(end for _, end in times.values())
     if not math.isfinite(makespan):
@@ -60,11 +89,7 @@ def simulate(table: Table, forward: Duration = 1.0, backward: Duration = 2.0, se
     )
     bubble = max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0
     peaks = tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks)
-    ranks = tuple(
-        tuple(_timed(table, rank, action, times, arrived, send) for action in actions if action.op not in SHARDING)
-        for rank, actions in enumerate(table.ranks)
-    )
-    return Simulation(table, makespan, bubble, busy, peaks, ranks)
+    return Simulation(table, makespan, bubble, busy, peaks, times, arrived, send)
 
 
 def _check_time(name: str, value: float) -> None:
@@ -116,13 +141,3 @@ def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> t
     for rank in waiting.values():
         raise AssertionError(f"rank {rank} never gets the input of {computes[rank][position[rank]]}")
     return times, arrived
-
-
-def _timed(table: Table, rank: int, action: Action, times: Times, arrived: dict[Result, float], send: float) -> Timed:
-    direction = SENDS.get(action.op) or RECEIVES.get(action.op)
-    if direction is None:
-        return Timed(action, *times[action.op, action.micro_batch, rank, action.chunk])
-    taker = table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
-    assert taker is not None, f"rank {rank}: {action} leaves the pipeline"
-    there = arrived[direction, action.micro_batch, taker[0], taker[1]]
-    return Timed(action, there - send, there)

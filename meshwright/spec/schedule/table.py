@@ -56,6 +56,19 @@ MEANING: dict[Op, Compute] = {
     Op.WEIGHT_GRAD: Compute("W", "backward", 0, (INPUT, FACTORS), (WEIGHT,), (FACTORS,), 0.5, uses_weights=False),
 }
 
+
+class PhaseTimes(NamedTuple):
+    """The seconds of one micro-batch. `weights`: those of the backward that find weight gradients that can wait."""
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        return self.forward + self.backward
+
+
 # The transfers of what a compute produces, and the direction in which they go.
 SENDS = {Op.SEND_FORWARD: 1, Op.SEND_BACKWARD: -1}
 RECEIVES = {Op.RECV_FORWARD: 1, Op.RECV_BACKWARD: -1}

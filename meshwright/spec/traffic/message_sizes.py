@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.config.comm import LOW_RANK, SPARSE, CommConfig, GatherConfig, ReduceConfig
-from meshwright.engine.sharding.algorithms import AlgorithmReducer
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PlainReducer, ReducerPlan
+from meshwright.config.comm import LOW_RANK, SPARSE, GatherConfig, ReduceConfig
+from meshwright.engine.sharding.reducers import CollectiveSums, PlainReducer, ReducerPlan
 from meshwright.spec.layout.params import ParamRecord
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
@@ -104,7 +103,7 @@ def matrices_of(record: ParamRecord, rank: int) -> Matrices:
 
 
 @dataclass(frozen=True)
-class CompressionPlan:
+class CompressionPlan(CollectiveSums):
     """What the planner needs to know of a compressed sum."""
 
     config: ReduceConfig
@@ -187,16 +186,3 @@ def candidates(config: ReduceConfig) -> list[ReduceConfig]:
     sparse = replace(fewer[-1], kind="topk")
     ratios = [*(ratio for ratio in RATIOS if ratio > config.ratio), config.ratio]
     return [ReduceConfig(), *fewer, *(replace(sparse, ratio=ratio) for ratio in ratios)]
-
-
-def planned_reducer(config: CommConfig, node_size: int) -> ReducerPlan:
-    """Returns what the planner needs to know of the reducer that a config asks for; `node_size`: ranks per node."""
-    if config.algorithm.sums_itself:
-        return AlgorithmReducer(config.algorithm.dp, node_size, config.known_links, config.switches)
-    return planned_compression(config.reduce)
-
-
-def planned_compression(config: ReduceConfig) -> ReducerPlan:
-    if config.adaptive:
-        return UndecidedPlan(config)
-    return PLAIN_REDUCER if config.kind == "plain" else CompressionPlan(config)

@@ -1,31 +1,100 @@
-"""The reducer of a config."""
+"""The reducers by name: what the planner asks of each, and what sums. Nothing here imports torch before it sums."""
 
 from __future__ import annotations
 
-from meshwright.config.comm import LOW_RANK, ReduceConfig
+from collections.abc import Callable
+from typing import NamedTuple
+
+from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
+from meshwright.config.replicas import ServerConfig
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.algorithms import AlgorithmReducer
-from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer
-from meshwright.engine.sharding.compression.exchange import ExchangeReducer
-from meshwright.engine.sharding.compression.low_rank import LowRankReducer
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerPlan
 from meshwright.engine.sharding.server import ServerReducer
+from meshwright.spec.traffic.message_sizes import CompressionPlan, UndecidedPlan
 
 
-def reducer_of(config: Config, node_size: int) -> Reducer:
-    """Returns the reducer that a config asks for; the run's seed keys its random numbers."""
-    server, seed, comm = config.train.server, config.train.seed, config.comm
-    if server.ranks:
-        return ServerReducer(server.ranks, server.staleness, seed)
-    if comm.algorithm.sums_itself:
-        return AlgorithmReducer(comm.algorithm.dp, node_size, comm.known_links, comm.switches)
-    return make_compressing(comm.reduce, seed)
+class Request(NamedTuple):
+    """All that a config says of a sum. `seed` keys random numbers; for `keeps_sums` see `ExchangeReducer`."""
+
+    reduce: ReduceConfig
+    seed: int = 0
+    keeps_sums: bool = True
+    comm: CommConfig = CommConfig()
+    server: ServerConfig = ServerConfig()
+    node_size: int = 1
+
+    @property
+    def name(self) -> str:
+        """The key of `REDUCERS`."""
+        if self.server.ranks:
+            return "server"
+        if self.comm.algorithm.sums_itself:
+            return "algorithm"
+        if self.reduce.adaptive:
+            return "adaptive"
+        if self.reduce.kind == "plain":
+            return "plain"
+        return "low rank" if self.reduce.kind in LOW_RANK else "exchange"
+
+    @property
+    def plan(self) -> ReducerPlan:
+        return REDUCERS[self.name].plan(self)
+
+    def make(self) -> Reducer:
+        return REDUCERS[self.name].reducer(self)
 
 
-def make_compressing(config: ReduceConfig, seed: int, keeps_sums: bool = True) -> Reducer:
-    """`keeps_sums`: see `ExchangeReducer`."""
-    if config.adaptive:
-        return AdaptiveReducer(config, seed)
-    if config.kind == "plain":
-        return PLAIN_REDUCER
-    return LowRankReducer(config, seed) if config.kind in LOW_RANK else ExchangeReducer(config, seed, keeps_sums)
+class Entry(NamedTuple):
+    """A way to sum gradients. Both are the same object where that needs no torch to be asked."""
+
+    plan: Callable[[Request], ReducerPlan]
+    reducer: Callable[[Request], Reducer]
+
+
+def _server(asked: Request) -> ServerReducer:
+    return ServerReducer(asked.server.ranks, asked.server.staleness, asked.seed)
+
+
+def _algorithm(asked: Request) -> AlgorithmReducer:
+    comm = asked.comm
+    return AlgorithmReducer(comm.algorithm.dp, asked.node_size, comm.known_links, comm.switches)
+
+
+def _adaptive(asked: Request) -> Reducer:
+    from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer
+
+    return AdaptiveReducer(asked.reduce, asked.seed)
+
+
+def _low_rank(asked: Request) -> Reducer:
+    from meshwright.engine.sharding.compression.low_rank import LowRankReducer
+
+    return LowRankReducer(asked.reduce, asked.seed)
+
+
+def _exchange(asked: Request) -> Reducer:
+    from meshwright.engine.sharding.compression.exchange import ExchangeReducer
+
+    return ExchangeReducer(asked.reduce, asked.seed, asked.keeps_sums)
+
+
+REDUCERS: dict[str, Entry] = {
+    "server": Entry(_server, _server),
+    "algorithm": Entry(_algorithm, _algorithm),
+    "plain": Entry(lambda asked: PLAIN_REDUCER, lambda asked: PLAIN_REDUCER),
+    "adaptive": Entry(lambda asked: UndecidedPlan(asked.reduce), _adaptive),
+    "low rank": Entry(lambda asked: CompressionPlan(asked.reduce), _low_rank),
+    "exchange": Entry(lambda asked: CompressionPlan(asked.reduce), _exchange),
+}
+
+
+def gradient_sums(config: Config, node_size: int) -> Request:
+    """Return how gradients are summed over the data-parallel ranks; `node_size`: ranks per node."""
+    train = config.train
+    return Request(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
+
+
+def replica_sums(config: Config) -> Request:
+    """Return how replicas sum their changes."""
+    return Request(config.train.local.compress, config.train.seed, keeps_sums=False)

@@ -148,7 +148,6 @@ class PlannedCall(NamedTuple):
 class PlannedPart(Part):
     """Modules of one unit as a plan places them: their parameters, and what they communicate over tp."""
 
-    defers = False
     parameters: tuple[PlannedParameter, ...]
     calls: tuple[PlannedCall, ...] = ()
     kept_whole: float = 0.0  # elements that are kept for each token, by every tp rank; measured
@@ -183,7 +182,7 @@ class PlannedPart(Part):
             if len(each.shape) >= 2 and STYLES[each.style].before != "ids":
                 *stack, n, k = each.record(at, each.name).local_shape
                 rows = tokens * self.used // stack[0] if stack else tokens
-                products.append(Product(each.name, rows, n, k, stack[0] if stack else 1))
+                products.append(Product(each.name, rows, n, k, stack[0] if stack else 1, defers=False))
         return Work(tuple(products), kernels=len(products))
 
 
