@@ -46,7 +46,7 @@ WITHOUT_TORCH = [
     "config.rules", "models.description", "parts.part", "parts.linear", "parts.gpt", "parts.context", "parts.experts",
     "parts.latent", "parts.tuning", "parts.loss_pieces", "parts.bert", "data.masked", "data.packed",
     "data.chat_prepare", "train.datasets",
-    "optim.schedules", "optim.rule", "optim.adam", "optim.lion", "optim.sgd",
+    "optim.schedules", "optim.rule", "optim.adam", "optim.lion", "optim.sgd", "optim.muon", "optim.matrices",
     "comm.ledger", "comm.algorithms", "config.comm", "sharding.algorithms",
     "sharding.reducers", "sharding.compression.sizes", "schedule.table", "schedule.kinds", "schedule.verify",
     "schedule.simulate", "train.run_folder", "bench.models", "bench.fit", "bench.profile", "bench.request",

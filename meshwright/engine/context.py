@@ -49,9 +49,13 @@ class Context:
     @cached_property
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
+        return self.at_rank(self.mesh.rank)
+
+    def at_rank(self, rank: int) -> Coordinate:
+        """Returns where a rank stands."""
         c = self.config
         pieces = c.comm.overlap.piece_flops
-        return coordinate_of(self.layout, self.mesh.rank, c.layout.sequence_parallel, c.context_kind, pieces)
+        return coordinate_of(self.layout, rank, c.layout.sequence_parallel, c.context_kind, pieces)
 
 
 def build_context(

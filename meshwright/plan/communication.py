@@ -24,6 +24,7 @@ from meshwright.engine.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixi
 from meshwright.plan.answers import answer_collectives
 from meshwright.plan.held import HeldParameter, dtype_of, packed, parameters
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
+from meshwright.plan.matrices import matrix_calls
 from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
@@ -68,6 +69,7 @@ class RepeatedCall:
     size: int
     payload: int
     times: int = 1
+    wire: int | None = None  # bytes that leave the rank, where the op and the payload don't say
 
     @property
     def line(self) -> Line:
@@ -75,9 +77,13 @@ class RepeatedCall:
 
     @property
     def traffic(self) -> Traffic:
-        wire = wire_bytes(self.op, self.payload, self.size)
+        wire = wire_bytes(self.op, self.payload, self.size) if self.wire is None else self.wire
         return Traffic(self.times, self.times * self.payload, self.times * wire)
 
+
+# The most ranks whose calls are counted one by one where they differ; of more, each is taken to send what the first of
+# its stage does.
+LARGEST_COUNTED = 64
 
 Detail = dict[Line, Traffic]
 Key = TypeVar("Key", Line, str)
@@ -181,7 +187,7 @@ def gradients(
     """
     zero, align = zero or ZeroConfig(), align or mixing(reducer)
     for shared, items, places, buckets in packed(params, layout, bucket_mib, zero, grad_dtype, align):
-        dtype, data_axes, partial, trained, mixed = shared
+        dtype, data_axes, partial, trained, mixed, _ = shared
         summing = reducer if mixed or not reducer.mixes else PLAIN_REDUCER
         stage, shards, replicas = shard_axes(layout, zero, data_axes, trained)
         grad, weight = grad_bytes(BYTES[dtype], BYTES[grad_dtype]), BYTES[dtype]
@@ -225,7 +231,7 @@ def synchronised(job: Job, params: Iterable[tuple[HeldParameter, str]], moment: 
     """
     c, layout, n = job.config, job.layout, job.layout.replicas
     for shared, _, _, buckets in packed(params, layout, c.comm.bucket_mib, c.zero, c.train.grad_dtype, job.mixing):
-        dtype, data_axes, partial, trained, mixed = shared
+        dtype, data_axes, partial, trained, mixed, _ = shared
         shards, wide = shard_axes(layout, c.zero, data_axes, trained).shards, max(4, BYTES[dtype])
         compresses = mixed and not partial and (job.step or 0) > c.train.local.compress.warmup_steps
         reducer = job.outer_sums if compresses else PLAIN_REDUCER
@@ -299,7 +305,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
-    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
+    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same, except where
+    the optimizer updates matrices as wholes."""
     held, c = job.chunks[pp_rank], job.config
     params = [(param, dtype_of(param.record, c.train.precision)) for param in parameters(job, held)]
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
@@ -316,6 +323,8 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     )
     if job.step is not None and job.layout.replicas > 1:
         calls += synchronised(job, params, moment_of(c.train.local, job.step, job.step == c.train.steps))
+    for axis, payload in matrix_calls(job, pp_rank):
+        calls.append(replace(_over(job.layout, "matrices", "optimizer", axis, "all_to_all", payload), wire=payload))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 
@@ -338,6 +347,9 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 
 def all_ranks(job: Job) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
+    if job.config.optimizer.whole_matrices and job.world <= LARGEST_COUNTED:
+        each = (stage_calls(replace(job, rank=rank), job.layout.coordinate(rank)["pp"]) for rank in range(job.world))
+        return by_line(call for calls in each for call in calls)
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
@@ -348,7 +360,7 @@ def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
     """Returns one rank's ledger after one training step, by (phase, axis, op)."""
     job = checked_job(config, world, **step)
     at = job.layout.coordinate(rank)
-    return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0)), at["pp"]))
+    return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0), rank=rank), at["pp"]))
 
 
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.plan.job import Job
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.part import ALONE, parameter_count
 
 PAIRED = 4  # bytes of a master that is stored in two halves, and copied whole
 
@@ -14,4 +14,6 @@ def copied_bytes(job: Job) -> int:
     ranks' own node. What a compressed reduction keeps comes on top."""
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    return parameter_count(job.model) * (master + sum(s.rule))
+    matrices = sum(record.numel for record in job.model.records(ALONE).values() if record.matrices)
+    others = parameter_count(job.model) - matrices
+    return others * (master + sum(s.rule)) + matrices * (master + sum(s.matrix_rule))

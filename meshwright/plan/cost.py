@@ -13,6 +13,7 @@ from meshwright.plan.compute import Setting, setting_of, unit_time
 from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
 from meshwright.plan.job import Job, ranks_per_node, senders_across
+from meshwright.plan.matrices import matrix_seconds
 from meshwright.plan.memory import Memory, largest, rank_parameters
 from meshwright.plan.reduction import (
     AxisTime,
@@ -97,7 +98,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.hides_sends)
     reduce = reduce_seconds(job, cluster, stages, axes) + outer_seconds(job, cluster, pipeline, axes)
-    optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages))
+    optimizer = max(_optimizer_seconds(job, cluster, stage) for stage in set(stages)) + matrix_seconds(job, cluster)
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in set(job.representative_ranks))
     # A step is longer because nodes vary and all of them wait for each other.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))

@@ -105,8 +105,9 @@ def dtype_of(record: ParamRecord, precision: str) -> str:
 class PackedBuffer(NamedTuple):
     """A flat buffer and its parameters, which are in the order of backward."""
 
-    # By all: dtype, data axes, further partial axes, whether trained, whether a reducer that mixes elements sums it.
-    shared: tuple[str, str, tuple[str, ...], bool, bool]
+    # By all: dtype, data axes, further partial axes, whether trained, whether a reducer that mixes elements sums it,
+    # and whether the optimizer updates matrices as wholes.
+    shared: tuple[str, str, tuple[str, ...], bool, bool, bool]
     items: list[tuple[HeldParameter, str]]
     places: list[tuple[int, int]]  # (start, bucket) of each parameter
     buckets: list[tuple[int, int]]  # (start, stop) of each

@@ -12,6 +12,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job
+from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
 from meshwright.spec.model.part import BlockUnit
@@ -76,6 +77,7 @@ class BufferSizes(NamedTuple):
     outer_mixed: bool = False  # and what replicas sum of it
     ranks: int = 1  # that sum its gradients
     node: int = 0  # ranks of a node that keep a copy of its weights
+    matrices: bool = False  # the optimizer updates its matrices as wholes
 
 
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
@@ -87,7 +89,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
             BufferSizes(
                 one.buckets, *division_of(one, job.layout, job.config.zero), one.trained,
                 0 if one.weight == usual else one.weight, one.mixed, one.outer_mixed,
-                job.layout.size(one.data_axes), node_copy_ranks(job, one.data_axes),
+                job.layout.size(one.data_axes), node_copy_ranks(job, one.data_axes), one.matrices,
             )
             for one in packing_of(job, pp_rank).buffers
         ]  # fmt: skip
@@ -122,17 +124,18 @@ def is_offloaded(job: Job, place: str) -> bool:
     return place == "disk" or (place == "cpu" and not job.host)
 
 
-def ring_bytes(job: Job, shares: list[int]) -> int:
+def ring_bytes(job: Job, sizes: BufferSizes) -> int:
     """Returns the device bytes of the pieces of one buffer's states that are being updated, where the states are
     offloaded or stored in another precision than they are updated in; an accelerator's kernel takes any."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
     if s.fused and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
         return 0
-    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.rule]
+    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.of_rule(sizes.matrices)]
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
+    shares = [n // sizes.shards for n in sizes.buckets]
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
@@ -147,7 +150,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
-    optimizer = (own if zero >= 1 else whole) * sum(s.rule) + outer_bytes(job, sizes)
+    optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.matrices)) + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:
@@ -205,12 +208,12 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
             most = max(most, Moment.of(total + moment.kept, flying[moment.unit], one.lasting, working + one.shares))
     more: float  # in all moments
     if job.stack.own:
-        more = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
+        more = sum(ring_bytes(job, one) for one in sizes if one.trained)
         buffers += more
     else:
         more = gathered_bytes(job, pp_rank)
         buffers = more + most.total - kept
-    most = max(most, Moment.of(0.0, 0.0, later))  # at the update all gradients are there
+    most = max(most, Moment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))  # at the update all gradients are there
     peak = sum(states) + most.total - later + more
     gradients = most.gradients + states[1] - later
     at_peak = most._replace(total=peak, buffers=most.buffers + more, gradients=gradients)

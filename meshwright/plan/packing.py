@@ -35,6 +35,7 @@ class Buffer(NamedTuple):
     buckets: list[int]
     mixed: bool  # a reducer that mixes elements sums its gradients
     outer_mixed: bool  # and what replicas sum of it
+    matrices: bool  # the optimizer updates its matrices as wholes
 
 
 class Packing(NamedTuple):
@@ -96,10 +97,10 @@ def _packing(
     places = [(0, 0)] * len(held)
     typed = [(one, dtype_of(one.record, dtypes[0])) for one in held]
     for shared, items, where, bounds in packed(typed, layout, bucket_mib, zero, dtypes[1], align):
-        dtype, axes, partial, trained, mixed = shared
+        dtype, axes, partial, trained, mixed, whole = shared
         for (one, _), (_, bucket) in zip(items, where, strict=True):
             places[one.fetches] = (len(buffers), bucket)
         gradient, sizes = grad_bytes(BYTES[dtype], BYTES[dtypes[1]]), [stop - start for start, stop in bounds]
         sums = (mixed and layout.size(axes) > 1, mixed and not partial)
-        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes, *sums))
+        buffers.append(Buffer(BYTES[dtype], gradient, axes, trained, sizes, *sums, whole))
     return Packing(units, buffers, [one.unit for one in held], places)
