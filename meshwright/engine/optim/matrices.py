@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.spec.layout.params import Box, ParamRecord, overlap
-from meshwright.spec.layout.redistribute import Redistribution, redistribution
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
+
+if TYPE_CHECKING:
+    from meshwright.spec.layout.redistribute import Ownership, Redistribution
 
 TOGETHER = 2**22  # elements of matrices of one shape that are transformed at once
 FILL = 4  # a round has at least the work of so many of its most costly matrices for each rank
@@ -75,19 +77,19 @@ class BucketPlan:
 
     @cached_property
     def gather(self) -> Redistribution:
-        return redistribution([self.shares], [self.whole])
+        return _redistribution([self.shares], [self.whole])
 
     @cached_property
     def scatter(self) -> Redistribution:
-        return redistribution([self.whole], [self.shares])
+        return _redistribution([self.whole], [self.shares])
 
     @cached_property
     def assemble(self) -> Redistribution:
-        return redistribution(self.parts, self.owned)
+        return _redistribution(self.parts, self.owned)
 
     @cached_property
     def disperse(self) -> Redistribution:
-        return redistribution(self.owned, self.parts)
+        return _redistribution(self.owned, self.parts)
 
     @property
     def mine(self) -> list[int]:
@@ -107,6 +109,13 @@ class BucketPlan:
         for plan in (self.assemble, self.disperse) if self.matrices else ():
             if plan.communicates:
                 yield 1, sum(plan.sent_counts(self.index[1]))
+
+
+def _redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> Redistribution:
+    # It imports numpy, for which commands that plan no matrices should not wait.
+    from meshwright.spec.layout.redistribute import redistribution
+
+    return redistribution(before, after)
 
 
 def _end(box: Box) -> int:
