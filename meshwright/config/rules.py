@@ -322,6 +322,17 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
         yield f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
 
 
+def matrices_are_known(c: Config, world: int) -> Iterator[str]:
+    """Embeddings and heads look like matrices: an optimizer of whole matrices needs parts that name theirs."""
+    without = {
+        f"model.kind={c.model.kind}": c.model.kind in ("t5", "hf"), "tensor parallelism on a grid": c.layout.grid,
+        f"tune.kind={c.tune.kind}": c.tune.adapts,
+    }  # fmt: skip
+    for what in (what for what, given in without.items() if given and c.optimizer.whole_matrices):
+        name = c.optimizer.name
+        yield f"optimizer.name={name} updates whole matrices, which can't be combined with {what} yet: use adamw"
+
+
 def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
     tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.train.precision == "fp8" and tokens % FP8_UNIT:
@@ -467,8 +478,8 @@ RULES: list[Rule] = [
     experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
     tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
-    dtypes_fit_precision, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset, end_token_is_one,
-    blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
+    dtypes_fit_precision, matrices_are_known, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset,
+    end_token_is_one, blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
     server_fits, links_are_emulated_on_cpus,
     gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip

@@ -49,7 +49,11 @@ class Context:
     @cached_property
     def at(self) -> Coordinate:
         """Where this rank stands, for the parts of its model."""
-        return place_of(self.config, self.layout, self.mesh.rank)
+        return self.at_rank(self.mesh.rank)
+
+    def at_rank(self, rank: int) -> Coordinate:
+        """Return where a rank stands."""
+        return place_of(self.config, self.layout, rank)
 
 
 def place_of(c: Config, layout: Layout, rank: int) -> Coordinate:

@@ -23,18 +23,23 @@ from meshwright.engine.executor import Executor
 from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
+from meshwright.engine.optim.matrices import cut_axis
 from meshwright.engine.optim.outer import OuterOptimizer
+from meshwright.engine.optim.rule import MatrixRule
 from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals
 from meshwright.engine.result import StepResult as StepResult
-from meshwright.engine.sharding.buffers import SideState, State
+from meshwright.engine.sharding.buffers import FlatBuffer, SideState, State
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.stream_waits import Exposure, SampledWaits
+from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, stage_of
 from meshwright.record.rank_figures import RankFigures, check_opened, process_peak_bytes
+from meshwright.spec.model.description import model_of
 from meshwright.spec.schedule.table import Table
 from meshwright.spec.schedule.trace import REDUCED, UPDATED
 from meshwright.spec.schedule.verify import verified
@@ -86,7 +91,13 @@ class Trainer:
         )  # fmt: skip
         self.data_parallel = parallel
         kernels, updated = not is_host(config, ctx.device), parallel.weights.updated
-        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels)
+        exchange = partial(matrix_exchange, ctx, parallel)
+        self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels, exchange)
+        if config.optimizer.whole_matrices and ctx.layout.pp == 1 and not any(b.key.matrices for b in parallel.buffers):
+            raise UserError(
+                f"optimizer.name={config.optimizer.name} updates the matrices that a model's blocks name, and this "
+                "model names none: use adamw"
+            )
         self.outer: OuterOptimizer | None = None
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)
@@ -392,6 +403,17 @@ class Trainer:
         total = sum(sums.loss * sums.tokens for sums in found.values() if sums.tokens)
         by_name = {name: sums.loss for name, sums in found.items()}
         return {"loss": total / tokens if tokens else math.nan, "tokens": math.ceil(tokens), "sources": by_name}
+
+
+def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, rule: MatrixRule) -> MatrixExchange:
+    """Returns what makes the matrices of a buffer whole, among the ranks that shard it and those that cut them."""
+    model, cutting = model_of(ctx.config), ctx.mesh.group(cut_axis(buffer.key.data_axes))
+    of_ranks = [model.records(ctx.at_rank(rank)) for rank in cutting.ranks]
+    own = of_ranks[cutting.index]
+    # Two parameters may hold parts of one global tensor: queries, and key-value heads that several ranks hold.
+    peers = {(record.name, record.boxes): [records[key] for records in of_ranks] for key, record in own.items()}
+    shards = parallel.groups(buffer).shards
+    return MatrixExchange(buffer, shards, cutting, lambda each: peers[each.name, each.boxes], rule.matrix_flops)
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:

@@ -23,6 +23,7 @@ from meshwright.config.sections import Config, ZeroConfig
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
+from meshwright.plan.matrices import matrix_calls
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
@@ -71,6 +72,7 @@ class RepeatedCall:
     times: int = 1
     forwards: int = 0  # of these, how many a forward waits for
     ends: bool = False  # they are of units that are no blocks
+    wire: int | None = None  # bytes that leave the rank, where the op and the payload don't say
 
     @property
     def line(self) -> Line:
@@ -78,9 +80,13 @@ class RepeatedCall:
 
     @property
     def traffic(self) -> Traffic:
-        wire = wire_bytes(self.op, self.payload, self.size)
+        wire = wire_bytes(self.op, self.payload, self.size) if self.wire is None else self.wire
         return Traffic(self.times, self.times * self.payload, self.times * wire)
 
+
+# The most ranks whose calls are counted one by one where they differ; of more, each is taken to send what the first of
+# its stage does.
+LARGEST_COUNTED = 64
 
 Detail = dict[Line, Traffic]
 Key = TypeVar("Key", Line, str)
@@ -383,12 +389,15 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
-    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same."""
+    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same, except where
+    the optimizer updates matrices as wholes."""
     held, c = job.chunks[pp_rank], job.config
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += expanded(rank_sums(job, pp_rank))
     if job.step is not None and job.layout.replicas > 1:
         calls += synchronised(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
+    for axis, payload in matrix_calls(job, pp_rank):
+        calls.append(replace(_over(job.layout, "matrices", "optimizer", axis, "all_to_all", payload), wire=payload))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 
@@ -411,6 +420,9 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 
 def all_ranks(job: Job) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
+    if job.config.optimizer.whole_matrices and job.world <= LARGEST_COUNTED:
+        each = (stage_calls(replace(job, rank=rank), job.layout.coordinate(rank)["pp"]) for rank in range(job.world))
+        return by_line(call for calls in each for call in calls)
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
@@ -421,7 +433,7 @@ def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
     """Returns one rank's ledger after one training step, by (phase, axis, op)."""
     job = checked_job(config, world, **step)
     at = job.layout.coordinate(rank)
-    return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0)), at["pp"]))
+    return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0), rank=rank), at["pp"]))
 
 
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:

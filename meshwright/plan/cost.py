@@ -16,6 +16,7 @@ from meshwright.plan.efficiency import collective_seconds, wait_seconds
 from meshwright.plan.flops import model_flops, recomputed_flops
 from meshwright.plan.held import unit_records
 from meshwright.plan.job import Job, ranks_per_node, senders_across
+from meshwright.plan.matrices import matrix_seconds
 from meshwright.plan.memory import Memory, buffer_sizes, largest, rank_parameters
 from meshwright.plan.reduction import (
     AxisTime,
@@ -100,7 +101,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     ranks, slow = set(job.representative_ranks), _largest_rank(job)
     reduce = reduce_seconds(job, cluster, stages[slow], sums[slow], axes)
     reduce += outer_seconds(job, cluster, pipeline, axes)
-    optimizer = max(_optimizer_seconds(job, cluster, rank) for rank in ranks)
+    optimizer = max(_optimizer_seconds(job, cluster, rank) for rank in ranks) + matrix_seconds(job, cluster)
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in ranks)
     # A step is longer because nodes vary and all of them wait for each other.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))

@@ -54,9 +54,11 @@ class Buffer(NamedTuple):
     partial: tuple[str, ...]  # further axes of sums
     trained: bool
     mixed: bool  # a reducer that mixes elements sums it
+    matrices: bool  # the optimizer updates its matrices as wholes
     gradient: int  # bytes of one
     params: list[int]
     places: list[int]
+    starts: list[int]  # of each parameter in its bucket
     buckets: list[int]
 
     @property
@@ -84,7 +86,7 @@ def buffers_of(
     `ReducerPlan`; 0 if none does."""
     mixed_in = layout if align else None
     keyed = backward_order(range(len(params)), lambda n: (params[n].dtype, *buffer_key(params[n].record, mixed_in)))
-    for (dtype, axes, partial, trained, mixed), numbers in keyed.items():
+    for (dtype, axes, partial, trained, mixed, matrices), numbers in keyed.items():
         gradient = grad_bytes(BYTES[dtype], grad)
         by_unit = shard_axes(layout, zero, axes, trained).stage == 3
         places, buckets = place(
@@ -92,8 +94,10 @@ def buffers_of(
             bucket_elements(bucket_mib * 2**20, gradient), [params[n].unit for n in numbers] if by_unit else None,
             align if mixed else ALIGN,
         )  # fmt: skip
-        sizes = [stop - start for start, stop in buckets]
-        yield Buffer(dtype, axes, partial, trained, mixed, gradient, numbers, [at for _, at in places], sizes)
+        yield Buffer(
+            dtype, axes, partial, trained, mixed, matrices, gradient, numbers, [at for _, at in places],
+            [start - buckets[at][0] for start, at in places], [stop - start for start, stop in buckets],
+        )  # fmt: skip
 
 
 @remembered("zero")

@@ -86,6 +86,7 @@ class Job:
     imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
     step: int | None = None  # its number, which decides what replicas synchronise in it; None: nothing
     replica: int | None = None  # whose step it is, where they take different numbers of samples
+    rank: int | None = None  # whose calls are asked for, where ranks of a stage send different amounts
     origin: Job | None = field(default=None, init=False, repr=False, compare=False)  # see `shared`
 
     def replaced(self, **sections: Mapping[str, Any]) -> Job:
@@ -149,13 +150,14 @@ class Job:
 
     @cached_property
     def at(self) -> Coordinate:
-        """The coordinate of rank 0: the bytes that parts declare are the same for all ranks of a layout."""
+        """The coordinate of rank 0, or of `rank`: the bytes that parts declare are the same for all ranks of a
+        layout."""
         if (same := self._placed_alike) is not None:
             return same.at
         other = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
         context = self.config.context_plan if self.stack.own else other
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
-        return coordinate_of(self.layout, 0, self.config.layout.sequence_parallel, context, pieces)
+        return coordinate_of(self.layout, self.rank or 0, self.config.layout.sequence_parallel, context, pieces)
 
     @shared
     def batch(self) -> MicroBatch:

@@ -12,8 +12,9 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import Whole, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remembered
+from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import BlockUnit, parameter_count
+from meshwright.spec.model.part import ALONE, BlockUnit, parameter_count
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -76,6 +77,7 @@ class BufferSizes(NamedTuple):
     outer_mixed: bool = False  # and what replicas sum of it
     ranks: int = 1  # that sum its gradients
     node: int = 0  # ranks of a node that keep a copy of its weights
+    matrices: bool = False  # the optimizer updates its matrices as wholes
 
 
 @remembered("zero")
@@ -87,7 +89,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
         ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
         found.append(BufferSizes(
             one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
-            one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes),
+            one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.matrices,
         ))  # fmt: skip
     return found
 
@@ -116,7 +118,9 @@ def copied_bytes(job: Job) -> int:
     ranks' own node. What a compressed reduction keeps comes on top."""
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    return parameter_count(job.model) * (master + sum(s.rule))
+    matrices = sum(record.numel for record in job.model.records(ALONE).values() if record.matrices)
+    others = parameter_count(job.model) - matrices
+    return others * (master + sum(s.rule)) + matrices * (master + sum(s.matrix_rule))
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -124,17 +128,18 @@ def is_offloaded(job: Job, place: str) -> bool:
     return place == "disk" or (place == "cpu" and not job.host)
 
 
-def ring_bytes(job: Job, shares: list[int]) -> int:
+def ring_bytes(job: Job, sizes: BufferSizes) -> int:
     """Returns the device bytes of the pieces of one buffer's states that are being updated, where the states are
     offloaded or stored in another precision than they are updated in; an accelerator's kernel takes any."""
     s, wide = job.states, max(4, job.states.param)
     elsewhere = is_offloaded(job, s.optimizer_on)
     if s.fused and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
         return 0
-    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.rule]
+    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.of_rule(sizes.matrices)]
     brought = sum(elsewhere or size != wide for size in kinds)
     if not s.master:  # the weights are their own masters; a CPU reads them in place, even from a file
         brought += s.param != wide or (s.params_on != "device" and not job.host)
+    shares = [n // sizes.shards for n in sizes.buckets]
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
 
@@ -149,7 +154,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
-    optimizer = (own if zero >= 1 else whole) * sum(s.rule) + outer_bytes(job, sizes)
+    optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.matrices)) + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:
@@ -212,12 +217,12 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
                 most = max(most, Moment.of(total + moment.kept, weights + come.gradients, come.lasting, working))
     more: float  # in all moments
     if job.stack.own:
-        more = sum(ring_bytes(job, [n // one.shards for n in one.buckets]) for one in sizes if one.trained)
+        more = sum(ring_bytes(job, one) for one in sizes if one.trained)
         buffers += more
     else:
         more = gathered_bytes(job, pp_rank)
         buffers = more + most.total - kept
-    most = max(most, Moment.of(0.0, 0.0, later))  # at the update all gradients are there
+    most = max(most, Moment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))  # at the update all gradients are there
     peak = sum(states) + most.total - later + more
     gradients = most.gradients + states[1] - later
     at_peak = most._replace(total=peak, buffers=most.buffers + more, gradients=gradients)

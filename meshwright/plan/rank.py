@@ -73,7 +73,7 @@ def expected(job: Job, rank: int) -> Expected:
         job = replace(job, step=job.config.train.local.steps, replica=coordinate[REPLICAS])
     if job.config.model.experts.count:
         coordinate, axes = coordinate | job.layout.expert_coordinate(rank), [*axes, "ep", "etp"]
-    pp_rank = coordinate["pp"]
+    pp_rank, job = coordinate["pp"], replace(job, rank=rank)
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
     calls = by_line(stage_calls(job, pp_rank))

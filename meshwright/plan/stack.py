@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from meshwright.config.sections import Config
-from meshwright.engine.optim.rule import rule_class
+from meshwright.engine.optim.rule import Rule, rules_of
 from meshwright.spec.model.part import Kernels
 
 # Bytes per element of an activation, or of a parameter that a product reads. Of nf4 the elements are bytes.
@@ -25,6 +25,7 @@ class States:
     grad: int = 4
     master: int = 4
     rule: tuple[int, ...] = (4, 4)  # of each state that the optimizer's rule keeps
+    matrix_rule: tuple[int, ...] = ()  # the same of matrices that are updated as wholes
     fused: bool = True  # on an accelerator a kernel updates the states in the precisions they are stored in
     paired: bool = False  # the master is the parameter with the 16 bits that rounding took from it
     keeps_param: bool = True  # besides the master, parameters are kept in the precision of the products
@@ -35,22 +36,29 @@ class States:
     params_on: str = "device"
     checkpoints_on: str = "device"  # where the inputs of recomputed blocks are kept
 
+    def of_rule(self, matrices: bool) -> tuple[int, ...]:
+        """Return the bytes per element of each state of the rule that updates matrices, or of the usual one."""
+        return self.matrix_rule if matrices else self.rule
+
 
 def states_of(config: Config, own: bool = True) -> States:
     """Returns how Meshwright keeps the states of a config; others (not `own`) keep whole masters beside the weights."""
-    precision, master, rule = config.train.precision, config.optimizer.master_dtype, rule_class(config.optimizer.name)
+    precision, master, rules = config.train.precision, config.optimizer.master_dtype, rules_of(config.optimizer)
     param = BYTES[precision]
 
     def wide(name: str) -> int:
         return max(BYTES.get(name, 4), 8 if precision == "fp64" else 0)
+
+    def kept(rule: Rule) -> tuple[int, ...]:
+        return tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states)
 
     places, offload = {"none": "device", "cpu": "cpu", "disk": "disk"}, config.zero.offload
     has_master = param < 4 and BYTES[master] > param
     paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
     return States(
         param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
-        rule=tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states),
-        fused=rule.has_kernel, paired=paired,
+        rule=kept(rules.elements), matrix_rule=kept(rules.matrices) if rules.matrices else (),
+        fused=rules.elements.has_kernel, paired=paired,
         optimizer_on=places[offload.optimizer], params_on=places[offload.params],
     )  # fmt: skip
 

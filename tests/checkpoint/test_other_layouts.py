@@ -259,9 +259,10 @@ def test_all_pairs_of_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_lions_momentum_goes_to_another_layout(tmp_path: Path) -> None:
-    pairs = [(ZERO3, TP2PP2), (DISK1, ZERO3), (TP2PP2, ONE), (CUBE3, ZERO2)]
-    check_pairs(tmp_path, [(replace(a, optimizer="lion"), replace(b, optimizer="lion"), True) for a, b in pairs], 2)
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_another_optimizers_states_go_to_another_layout(name: str, tmp_path: Path) -> None:
+    pairs = [(ZERO3, TP2PP2), (DISK1, ZERO3), (TP2PP2, ONE), (TP4, ZERO2), (CUBE3, TP4)]
+    check_pairs(tmp_path, [(replace(a, optimizer=name), replace(b, optimizer=name), True) for a, b in pairs], 2)
 
 
 def test_one_process_reads_the_samples_in_order() -> None:

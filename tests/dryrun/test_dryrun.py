@@ -60,6 +60,17 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "server": (4, {"train": {"server": {"ranks": 2}}}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "lion": (4, {"optimizer": {"name": "lion"}, "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "muon": (4, {"optimizer": {"name": "muon"}, "layout": SP, "model": LLAMA, "train": BF16}),
+    "muon-zero2": (8, {
+        "optimizer": {"name": "muon"}, "zero": {"stage": 2}, "layout": {**SP, "pp": 2}, "model": LLAMA, "train": BF16,
+    }),
+    "muon-zero3-kv-copies": (8, {
+        "optimizer": {"name": "muon"}, "zero": {"stage": 3}, "layout": {**SP, "tp": 4}, "model": LLAMA, "train": BF16,
+    }),
+    "muon-experts": (4, {
+        "optimizer": {"name": "muon"}, "zero": {"stage": 1}, "layout": {**SP, "ep": 2, "etp": 1}, "train": BF16,
+        "model": MIXTURE,
+    }),
     "lion-offload": (2, {"optimizer": {"name": "lion"}, "zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),

@@ -13,10 +13,10 @@ import torch
 
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
-from meshwright.config.optimizer import RULES, OptimizerConfig
+from meshwright.config.optimizer import RULES, OptimizerConfig, RuleEntry
 from meshwright.engine.optim import flat as storage
 from meshwright.engine.optim.flat import UpdatePart
-from meshwright.engine.optim.rule import Rule, StateSpec, UpdateStep, rule_class
+from meshwright.engine.optim.rule import MatrixRule, Rule, StateSpec, UpdateStep, rules_of
 from meshwright.engine.sharding.remainders import plain
 from meshwright.errors import UserError
 from meshwright.plan.job import job_of
@@ -34,8 +34,14 @@ def test_a_config_accepts_the_names_of_the_registry() -> None:
 
 def test_rules_that_share_a_state_are_the_same_class() -> None:
     """Else a run that changes its optimizer would go on from values of another meaning."""
-    names = [state.name for name in RULES for state in rule_class(name).states]
+    rules = [rule for name in RULES for rule in rules_of(OptimizerConfig(name=name)) if rule is not None]
+    names = [state.name for rule in rules for state in rule.states]
     assert len(set(names)) == len(names) and "param" not in names
+
+
+def test_the_registry_says_which_rules_need_whole_matrices() -> None:
+    for name, entry in RULES.items():
+        assert entry.whole_matrices == isinstance(rules_of(OptimizerConfig(name=name)).matrices, MatrixRule), name
 
 
 @pytest.mark.parametrize("cut", [7, 2**22])
@@ -79,7 +85,7 @@ def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("heavy_ball_of_a_test")
     module.HeavyBall = HeavyBall  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(RULES, "heavy_ball", f"{module.__name__}:HeavyBall")
+    monkeypatch.setitem(RULES, "heavy_ball", RuleEntry(f"{module.__name__}:HeavyBall"))
 
 
 @pytest.mark.usefixtures("heavy_ball")
@@ -104,7 +110,7 @@ def test_a_new_rule_needs_its_class_and_an_entry(tmp_path: Path) -> None:
     assert planned == sum(share.nbytes for store in stores for share in store.shares)
 
 
-@pytest.mark.parametrize("before, after", [("adamw", "lion"), ("lion", "adamw")])
+@pytest.mark.parametrize("before, after", [("adamw", "lion"), ("lion", "adamw"), ("adamw", "muon"), ("muon", "adamw")])
 def test_another_optimizers_states_begin_anew(before: str, after: str, tmp_path: Path) -> None:
     source = make_trainer(small_config(optimizer={"name": before}))
     source.step()

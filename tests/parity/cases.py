@@ -139,3 +139,7 @@ YARN = rope("yarn", 8, beta_fast=2.0, beta_slow=0.1)
 INTERLEAVED = {"schedule": "interleaved"}
 BLOOM: dict[str, Any] = {"model__position": "alibi", "model__embedding_norm": True}
 OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
+# In fp32 the iterations in bf16 would differ between layouts.
+MUON: dict[str, Any] = {
+    "optimizer__name": "muon", "optimizer__muon__precision": "fp32", "optimizer__muon__adamw_lr": 5e-4,
+}  # fmt: skip

@@ -32,7 +32,10 @@ _QUICK_CONTEXTS = (
     "cp2-gather-zigzag", "cp2-ring-striped-documents", "cp4-one-kv-head", "cp4-hybrid-contiguous-documents",
     "cp2-ring-pp", "cp2-alibi-ring",
 )  # fmt: skip
-_QUICK_SHARDED = ("zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank", "lion-zero2", "lion-zero3-disk")
+_QUICK_SHARDED = (
+    "zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank", "lion-zero2", "lion-zero3-disk", "muon-zero2",
+    "muon-kv-copies",
+)  # fmt: skip
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",
     "rank-without-vocabulary", "kv-copies-with-bias", "split-ends-without-layers", "qk-norm", "qk-norm-over-all",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from tests.parity.cases import FAMILIES, INTERLEAVED, LLAMA, OFFLOAD, SCHEDULES, Case, cut, layouts, special
+from tests.parity.cases import FAMILIES, INTERLEAVED, LLAMA, MUON, OFFLOAD, SCHEDULES, Case, cut, layouts, special
 
 # ZeRO stages over every way to cut 4 and 8 ranks; what else may differ is chosen so that every pair of values meets.
 STAGES = (1, 2, 3)
@@ -75,4 +75,15 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("lion-zero2", cut(2, 2, 1, sp=True, **LLAMA), **LION, zero__stage=2),
     special("lion-zero3-disk", cut(2, 1, 2, **LLAMA), **LION, **DISK),
     special("lion-zero3", cut(2, 2, 2, **LLAMA), **LION, zero__stage=3),
+    special("muon", cut(2, 1, 1), **MUON),
+    special("muon", cut(1, 2, 1, sp=True), **MUON),
+    special("muon-kv-copies", cut(1, 4, 1, sp=True, **LLAMA), **MUON),
+    special("muon-zero1-cpu", cut(2, 1, 2, **LLAMA), **MUON, zero__stage=1, zero__offload__optimizer="cpu"),
+    special("muon-zero1-node", cut(4, 1, 1), **MUON, zero__stage=1, zero__shard_group="node", layout__node_size=2),
+    special("muon-zero2", cut(2, 2, 1, sp=True, **LLAMA), **MUON, zero__stage=2),
+    special("muon-zero2-kv-copies", cut(2, 4, 1, **LLAMA), **MUON, zero__stage=2, optimizer__muon__scale="original"),
+    special("muon-zero3-disk", cut(2, 1, 2, **LLAMA), **MUON, **DISK),
+    special("muon-zero3", cut(2, 2, 2, **LLAMA), **MUON, zero__stage=3, optimizer__muon__coefficients="polar_express"),
+    special("muon-zero2-cp", cut(1, 1, 2, cp=2, **LLAMA), **MUON, zero__stage=2, layout__cp=2),
+    special("muon-zero3-chunks", cut(4, 1, 2, **LLAMA, **INTERLEAVED), **MUON, zero__stage=3),
 ]

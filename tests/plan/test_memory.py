@@ -47,6 +47,11 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "grads-bf16": (4, {"train": {"precision": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 2}}),
     "moments-bf16": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16", "master_dtype": "bf16"}}),
     "moments-bf16-with-masters": (4, {"train": {"precision": "bf16"}, "optimizer": {"state_dtype": "bf16"}}),
+    "muon": (4, {"train": {"precision": "bf16"}, "optimizer": {"name": "muon"}, "zero": {"stage": 2}}),
+    "muon-disk": (4, {
+        "zero": {"stage": 3, "offload": {"optimizer": "disk", "params": "disk", "buffer_mib": 0.04, "path": OFFLOAD}},
+        "optimizer": {"name": "muon"}, "layout": {"tp": 2}, "model": LLAMA,
+    }),
     "lion": (4, {"train": {"precision": "bf16"}, "optimizer": {"name": "lion", "state_dtype": "bf16"}}),
     "states-cpu": (4, {"zero": {"stage": 1, "offload": {"optimizer": "cpu"}}, "train": {"precision": "bf16"}}),
     "states-disk": (4, {
@@ -101,7 +106,7 @@ def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
     return found
 
 
-QUICK = ("tp-sp", "documents", "zero2-llama", "moments-bf16-with-masters", "lion", "alibi", "dropout")
+QUICK = ("tp-sp", "documents", "zero2-llama", "moments-bf16-with-masters", "muon", "lion", "alibi", "dropout")
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "llama3-8b-bf16-grads": ("llama3-8b", 8, "zero=2", ["train.global_batch=16", "train.grad_dtype=bf16"]),
     "llama3-8b-sgd": ("llama3-8b", 8, "tp=4", ["train.global_batch=8", "optimizer.name=sgd"]),
     "llama3-8b-lion": ("llama3-8b", 8, "tp=2,zero=1", ["train.global_batch=8", "optimizer.name=lion"]),
+    "llama3-8b-muon": ("llama3-8b", 8, "tp=2,zero=1", ["train.global_batch=8", "optimizer.name=muon"]),
     "llama3-8b-kv": ("llama3-8b", 16, "tp=16", ["train.global_batch=1"]),
     "llama3-70b": ("llama3-70b", 64, "tp=8,sp=true,zero=3,recompute=full", ["train.global_batch=64"]),
     "llama3-70b-kept": ("llama3-70b", 64, "tp=8,sp=true,zero=2", ["train.global_batch=64"]),

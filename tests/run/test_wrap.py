@@ -160,3 +160,8 @@ def test_mistakes_are_told() -> None:
         wrapped().step({"x": torch.zeros(4, 4), "y": torch.zeros(4, 2)})
     with pytest.raises(UserError, match="the plan's style 'sideways' of begin.weight is not known"):
         wrapped({"begin": "sideways"})
+
+
+def test_an_optimizer_of_matrices_needs_a_model_that_names_them() -> None:
+    with pytest.raises(UserError, match="optimizer.name=muon updates the matrices .* names none: use adamw"):
+        wrapped(optimizer={"name": "muon"})

@@ -20,7 +20,8 @@ from torch import Tensor
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.sections import OffloadConfig
 from meshwright.device import PRECISION_DTYPES
-from meshwright.engine.optim.rule import Rule, UpdateStep, rule_of
+from meshwright.engine.optim.exchange import MatrixExchange
+from meshwright.engine.optim.rule import MatrixRule, Rule, UpdateStep, rules_of
 from meshwright.engine.optim.scaling import Scaling
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, State
 from meshwright.engine.sharding.offload import Prefetcher, StateStore, cut_pieces
@@ -194,12 +195,15 @@ class FlatState:
             kept = [self.stores[0].shares[piece.share][at]] if self.paired else []
             master, *states = kept + brought
             weights = None if self.in_place else bucket.own_params[at]
-            whole = UpdatePart(True, master, bucket.own_grads[at].to(self.dtype), tuple(states), weights)
+            grad = bucket.own_grads[at].to(self.dtype)
+            whole = UpdatePart(True, master, grad, tuple(states), weights)
             for _, low, high, decay, _ in (found for found in self._ranges if found.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
                     parts.append(whole.cut(low - piece.low, high - piece.low)._replace(decay=decay))
             yield parts, [bucket] if piece.last and not late else []
+            if isinstance(self.rule, MatrixRule) and grad.dtype != bucket.own_grads.dtype:
+                bucket.own_grads[at].copy_(grad)  # its passes hand gradients on
         if late:
             yield [], list(reversed(self.buffer.buckets))
 
@@ -234,13 +238,27 @@ class FlatOptimizer:
         updated: Callable[[Bucket], None] = lambda bucket: None,
         offload: OffloadConfig | None = None,
         kernels: bool = False,
+        exchange: Callable[[FlatBuffer, MatrixRule], MatrixExchange] | None = None,
     ) -> None:
-        self.rule, self.updated = rule_of(config), updated
+        """`exchange` makes what brings whole matrices to one rank each, for a rule that needs them."""
+        self.rules, self.updated = rules_of(config), updated
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
-        self.states = [FlatState(buffer, self.rule, offload or OffloadConfig(), kernels) for buffer in trained]
+        offload = offload or OffloadConfig()
+        self.states = [FlatState(buffer, self._rule_of(buffer), offload, kernels) for buffer in trained]
         assert len({state.fused for state in self.states}) < 2
+        self._exchanges: dict[FlatState, MatrixExchange] = {}
+        for state in self.states:
+            if isinstance(state.rule, MatrixRule):
+                assert exchange is not None
+                self._exchanges[state] = exchange(state.buffer, state.rule)
         self._updates: int | Tensor = 0
+
+    def _rule_of(self, buffer: FlatBuffer) -> Rule:
+        if not buffer.key.matrices:
+            return self.rules.elements
+        assert self.rules.matrices is not None
+        return self.rules.matrices
 
     @property
     def updates(self) -> int:
@@ -280,38 +298,45 @@ class FlatOptimizer:
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=scaling.norm.device)
         self._updates = self._updates + scaling.updates
-        numbers = [scaling.updates.double(), 1.0 / scaling.divisor, *self.rule.kernel_numbers(self._updates)]
+        numbers = [scaling.updates.double(), 1.0 / scaling.divisor, *self.rules.elements.kernel_numbers(self._updates)]
         self._fused_step(lr, torch.stack(numbers).float())
 
     def _fused_step(self, lr: float, numbers: Tensor) -> None:
         """Makes an update by the rule's kernel."""
-        for parts, done in self._portions(joined=True):
-            for part in parts:
-                self.rule.update_by_kernel(part, lr, numbers)
-            for bucket in done:
-                self.updated(bucket)
-
-    def _portions(self, joined: bool = False) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         for state in reversed(self.states):
-            yield from state.portions(joined)
+            for parts, done in state.portions(joined=True):
+                for part in parts:
+                    state.rule.update_by_kernel(part, lr, numbers)
+                for bucket in done:
+                    self.updated(bucket)
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:
         """Makes one update with gradients / divisor."""
         self.updates += 1
         if self.on_device:
-            numbers = [1.0, 1.0 / divisor, *self.rule.kernel_numbers(self.updates)]
+            numbers = [1.0, 1.0 / divisor, *self.rules.elements.kernel_numbers(self.updates)]
             self._fused_step(lr, torch.tensor(numbers, device=self.states[0].buffer.device))
             return
         step = UpdateStep(self.updates, lr, divisor)
-        for parts, done in self._portions():
-            for whole in _joined(parts):
-                for decay in (True, False):
-                    chosen = [part for part in whole if part.decay == decay and not part.master.is_meta]
-                    if chosen:
-                        self.rule.update(chosen, self.rule.config.weight_decay if decay else 0.0, step)
-                for part in whole:
-                    if part.weights is not None:
-                        part.weights.copy_(part.master)
-            for bucket in done:
-                self.updated(bucket)
+        for state, exchange in self._exchanges.items():
+            assert isinstance(state.rule, MatrixRule)
+            for parts, _ in state.portions():
+                state.rule.direct([part for part in parts if not part.master.is_meta], step)
+            exchange.run(state.rule.transform)
+        for state in reversed(self.states):
+            for parts, done in state.portions():
+                self._update(state.rule, parts, step)
+                for bucket in done:
+                    self.updated(bucket)
+
+    def _update(self, rule: Rule, parts: list[UpdatePart], step: UpdateStep) -> None:
+        """Updates some ranges by a rule, and the weights that stand for them."""
+        for whole in _joined(parts):
+            for decay in (True, False):
+                chosen = [part for part in whole if part.decay == decay and not part.master.is_meta]
+                if chosen:
+                    rule.update(chosen, rule.config.weight_decay if decay else 0.0, step)
+            for part in whole:
+                if part.weights is not None:
+                    part.weights.copy_(part.master)

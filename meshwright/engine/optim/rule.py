@@ -69,13 +69,45 @@ class Rule(ABC):
         raise NotImplementedError
 
 
+class MatrixRule(Rule):
+    """A rule that updates the matrices of blocks, each as a whole, and leaves all other parameters to the rule
+    `others`. An update has three passes: `direct`, on ranges of elements; `transform`, on whole matrices, which the
+    storage brings to one rank each; and `update`, on ranges again."""
+
+    others: ClassVar[type[Rule]]
+
+    @abstractmethod
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Return the FLOPs of `transform` for one matrix, by which ranks share the work."""
+
+    @abstractmethod
+    def matrix_bytes(self, rows: int, columns: int, element: int) -> float:
+        """Return the bytes that `transform` needs beside one matrix of this element size, its result included."""
+
+    @abstractmethod
+    def direct(self, parts: Sequence[UpdatePart], step: UpdateStep) -> None:
+        """Replace the gradients of some ranges by what `transform` takes."""
+
+    @abstractmethod
+    def transform(self, x: Tensor) -> Tensor:
+        """Return what takes the place of matrices [count, rows, columns] in the gradients."""
+
+
+class Rules(NamedTuple):
+    """The rules of an optimizer: for parameters whose elements are updated alike, and for matrices if it has one."""
+
+    elements: Rule
+    matrices: MatrixRule | None
+
+
 def rule_class(name: str) -> type[Rule]:
     """Return the rule of an optimizer's name."""
-    module, rule = RULES[name].split(":")
+    module, rule = RULES[name].rule.split(":")
     found: type[Rule] = getattr(import_module(module), rule)
     return found
 
 
-def rule_of(config: OptimizerConfig) -> Rule:
-    """Return the rule that a config asks for."""
-    return rule_class(config.name)(config)
+def rules_of(config: OptimizerConfig) -> Rules:
+    """Return the rules that a config asks for."""
+    rule = rule_class(config.name)(config)
+    return Rules(rule.others(config), rule) if isinstance(rule, MatrixRule) else Rules(rule, None)

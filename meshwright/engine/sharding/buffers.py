@@ -52,6 +52,7 @@ class BufferKey(NamedTuple):
     partial: tuple[str, ...]
     trained: bool = True
     compressed: bool = False  # a reducer that mixes elements may sum them
+    matrices: bool = False  # the optimizer updates their matrices as wholes
 
 
 class NamedParameter(NamedTuple):

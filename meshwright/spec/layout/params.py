@@ -59,6 +59,7 @@ class ParamRecord:
     trained: bool = True  # a frozen one has no gradient, master or moments (at run time `requires_grad` decides)
     wide: bool = False  # in fp32 (in fp64 runs: fp64) whatever the model's precision
     adapters: tuple[AdapterRecord, ...] = ()  # of a frozen matrix: the trained changes of its rows
+    matrices: tuple[int, ...] = ()  # the rows of those in it, one below the other, that the optimizer updates as wholes
     packs: ParamRecord | None = (
         None  # this is of bytes (spec/layout/packed.py), which stand for the values of that record
     )

@@ -231,7 +231,13 @@ def model_of(config: Config) -> Model:
     model, grid = describe(config.model), config.layout.grid
     if grid is not None:
         return _on_grid(model, grid)
-    return _tuned(model, config.tune) if config.tune.adapts else model
+    model = _tuned(model, config.tune) if config.tune.adapts else model
+    return _with_whole_matrices(model) if config.optimizer.whole_matrices else model
+
+
+@lru_cache(maxsize=256)
+def _with_whole_matrices(model: Model) -> Model:
+    return replace(model, blocks=tuple(replace(block, whole_matrices=True) for block in model.blocks))
 
 
 _on_grid = lru_cache(maxsize=256)(on_grid)

@@ -100,6 +100,11 @@ class ExpertsPart(Part):
             for each in self.mlp.linears()
         )
 
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        shared = self.shared.matrices() if self.shared is not None else {}
+        own = {"router.weight": (self.routing.count,)} | {f"shared.{name}": rows for name, rows in shared.items()}
+        return super().matrices() | own
+
     def experts(self, at: Coordinate) -> int:
         """The experts of one rank."""
         return self.routing.count // at.size("ep")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -185,6 +185,11 @@ class Part:
         """Returns its linear layers, in the order of forward."""
         return ()
 
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Returns, by the end of a weight's global name, the rows of the matrices that stand one below the other in it:
+        queries, keys and values are three. An optimizer may update each of them as a whole."""
+        return {f"{layer.name}.weight": tuple(rows for _, rows in layer.pieces) for layer in self.linears()}
+
     def losses(self) -> Iterable[LossTerm]:
         """Returns the terms that the part adds to the loss."""
         return ()
@@ -297,8 +302,16 @@ class BlockUnit(Unit):
     post_norm: bool = False
     residual: float = 1.0  # what x is multiplied by in the sums
     sandwich: bool = False
+    whole_matrices: bool = False  # the optimizer updates its matrices as wholes
 
     __hash__ = hash_once
+
+    def records(self, at: Coordinate, prefix: str = "") -> Records:
+        found = super().records(at, prefix)
+        if not self.whole_matrices:
+            return found
+        rows = {f"{prefix}{name}.{own}": each for _, name, part in self.parts for own, each in part.matrices().items()}
+        return {key: replace(record, matrices=rows.get(record.name, ())) for key, record in found.items()}
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:

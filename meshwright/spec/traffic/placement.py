@@ -34,12 +34,14 @@ def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
     return max(1, int(bucket_bytes // element_bytes))
 
 
-def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool]:
+def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool, bool]:
     """Returns what the parameters of one flat buffer have in common besides their dtype: data axes, further partial
-    axes, whether they are trained, and whether a reducer that mixes elements may sum them; `mixed_in` is the layout
-    where there is such a reducer. (A frozen parameter has no gradient to sum over further axes.)"""
+    axes, whether they are trained, whether a reducer that mixes elements may sum them, and whether the optimizer
+    updates their matrices as wholes; `mixed_in` is the layout where there is such a reducer. (A frozen parameter has no
+    gradient to sum over further axes.)"""
     mixed = mixed_in is not None and record.trained and may_be_mixed(record, mixed_in)
-    return record.data_axes, record.partial if record.trained else (), record.trained, mixed
+    whole = record.trained and bool(record.matrices)
+    return record.data_axes, record.partial if record.trained else (), record.trained, mixed, whole
 
 
 def may_be_mixed(record: ParamRecord, layout: Layout) -> bool:

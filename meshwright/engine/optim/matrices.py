@@ -1,0 +1,245 @@
+"""Which rank makes which matrix whole, for rules that update matrices and not elements. No torch.
+
+A matrix may be cut twice: over the ranks that shard its flat buffer (ZeRO), anywhere, and over those that divide the
+product (tp, or etp for experts), by rows or columns. It is put together in the same two hops. First each parameter of
+a bucket goes whole to one of the ranks that shard it. Then, among the ranks that cut the parameter and hold it now,
+each of its matrices (queries, keys and values are three, every expert has its own) goes to one owner. The results
+return the same way. The plan is a pure function of sizes and records: every rank finds the same one, and so does the
+planner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.spec.layout.params import Box, ParamRecord, overlap
+from meshwright.spec.model.experts import EXPERT_DATA_AXES
+
+if TYPE_CHECKING:
+    from meshwright.spec.layout.redistribute import Ownership, Redistribution
+
+TOGETHER = 2**22  # elements of matrices of one shape that are transformed at once
+FILL = 4  # a round has at least the work of so many of its most costly matrices for each rank
+
+
+class MatrixParameter(NamedTuple):
+    """A parameter that holds matrices: its first element in its bucket, and the records of the ranks that cut it
+    together, in the order of their group."""
+
+    start: int
+    peers: tuple[ParamRecord, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.peers[0].numel
+
+
+class Matrix(NamedTuple):
+    """A matrix: the number of its parameter in the bucket, and its rectangle of the global tensor, whose leading dims,
+    if there are any, are 1."""
+
+    parameter: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.shape[-1] * self.shape[-2]
+
+
+BucketParameters = tuple[int, Sequence[MatrixParameter]]  # the elements of a bucket, and its parameters
+Cost = Callable[[int, int], float]  # of a matrix of so many rows and columns
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """How one rank takes part in making the matrices of a bucket whole.
+
+    `shares` and `whole` are the ranges of the bucket that each of the ranks that shard it has before and after the
+    first hop: parts of parameters, and whole ones in a flat tensor of `held` elements, where the parameter of each of
+    `matrices` begins at `offsets`. `parts` and `owned` are the same for the second hop: by matrix and rank, the
+    rectangles of its parameter, and the whole matrix.
+    """
+
+    index: tuple[int, int]  # of this rank among those that shard the bucket and those that cut its parameters
+    shares: list[list[Box]]
+    whole: list[list[Box]]
+    held: int
+    matrices: list[Matrix]
+    offsets: list[int]
+    parts: list[list[list[Box]]]
+    owned: list[list[list[Box]]]
+
+    @cached_property
+    def gather(self) -> Redistribution:
+        return _redistribution([self.shares], [self.whole])
+
+    @cached_property
+    def scatter(self) -> Redistribution:
+        return _redistribution([self.whole], [self.shares])
+
+    @cached_property
+    def assemble(self) -> Redistribution:
+        return _redistribution(self.parts, self.owned)
+
+    @cached_property
+    def disperse(self) -> Redistribution:
+        return _redistribution(self.owned, self.parts)
+
+    @property
+    def mine(self) -> list[int]:
+        """The numbers of the matrices that this rank updates."""
+        return [number for number, ranks in enumerate(self.owned) if ranks[self.index[1]]]
+
+    def calls(self) -> Iterator[tuple[int, int]]:
+        """Yield (hop, elements that this rank sends) of each call. The first hop is counted without its plan, which
+        takes long for thousands of ranks."""
+        kept = [
+            sum(max(0, min(_end(a), _end(b)) - max(a.start[0], b.start[0])) for a in own for b in wanted)
+            for own, wanted in zip(self.shares, self.whole, strict=True)
+        ]
+        if sum(kept) < sum(box.numel for own in self.shares for box in own):
+            for sides in (self.shares, self.whole):
+                yield 0, sum(box.numel for box in sides[self.index[0]]) - kept[self.index[0]]
+        for plan in (self.assemble, self.disperse) if self.matrices else ():
+            if plan.communicates:
+                yield 1, sum(plan.sent_counts(self.index[1]))
+
+
+def _redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> Redistribution:
+    # It imports numpy, for which commands that plan no matrices should not wait.
+    from meshwright.spec.layout.redistribute import redistribution
+
+    return redistribution(before, after)
+
+
+def _end(box: Box) -> int:
+    return box.start[0] + box.shape[0]
+
+
+def cut_axis(data_axes: str) -> str:
+    """Return the axis that cuts the matrices whose gradients are summed over `data_axes`."""
+    return "etp" if data_axes == EXPERT_DATA_AXES else "tp"
+
+
+def plan_rounds(
+    buckets: Sequence[BucketParameters], shards: tuple[int, int], cuts: tuple[int, int], cost: Cost
+) -> Iterator[list[BucketPlan]]:
+    """Yield the plans of buckets for the rank at this (size, index) of the ranks that shard them and of those that cut
+    their parameters: round by round, since all ranks wait for each other at the end of one. The most costly matrices
+    of a round are assigned first, each to the rank with the least work so far."""
+    for chosen in _rounds(buckets, shards[0] * cuts[0], cost):
+        costs = {
+            (number, at): _cost(parameter, cost)
+            for number, (_, parameters) in enumerate(chosen)
+            for at, parameter in enumerate(parameters)
+        }
+        owners = _assigned(costs, shards[0])
+        plans = [
+            _first_hop(bucket, [owners[number, at] for at in range(len(bucket[1]))], shards, cuts[1])
+            for number, bucket in enumerate(chosen)
+        ]
+        _assign_matrices(plans, cuts[0], cost)
+        yield plans
+
+
+def _rounds(buckets: Sequence[BucketParameters], ranks: int, cost: Cost) -> Iterator[list[BucketParameters]]:
+    """Yield runs of buckets with so many matrices that all ranks have about as much to do."""
+    chosen: list[BucketParameters] = []
+    total = largest = 0.0
+    for bucket in buckets:
+        chosen.append(bucket)
+        total += sum(_cost(parameter, cost) for parameter in bucket[1])
+        matrices = (matrix for parameter in bucket[1] for matrix in matrices_of(0, parameter))
+        largest = max(largest, max((cost(*matrix.shape[-2:]) for matrix in matrices), default=0.0))
+        if total >= FILL * ranks * largest:
+            yield chosen
+            chosen, total, largest = [], 0.0, 0.0
+    if chosen:
+        yield chosen
+
+
+def _cost(parameter: MatrixParameter, cost: Cost) -> float:
+    return sum(cost(*matrix.shape[-2:]) for matrix in matrices_of(0, parameter))
+
+
+def _assigned(costs: Mapping[tuple[int, int], float], ranks: int) -> dict[tuple[int, int], int]:
+    """Return a rank for each item: the most costly first, each to the rank with the least work so far."""
+    work = [(0.0, rank) for rank in range(ranks)]
+    found = {}
+    for item in sorted(costs, key=lambda item: (-costs[item], item)):
+        done, rank = heapq.heappop(work)
+        found[item] = rank
+        heapq.heappush(work, (done + costs[item], rank))
+    return found
+
+
+def _first_hop(bucket: BucketParameters, owners: Sequence[int], shards: tuple[int, int], index: int) -> BucketPlan:
+    """Return the plan of a bucket whose parameters have these owners; those of its matrices are left open."""
+    size, parameters = bucket
+    whole: list[list[Box]] = [[] for _ in range(shards[0])]
+    held = [0] * shards[0]
+    offsets: list[int] = []
+    for parameter, owner in zip(parameters, owners, strict=True):
+        offsets.append(held[owner])
+        whole[owner].append(Box((parameter.start,), (parameter.numel,), (held[owner],)))
+        held[owner] += parameter.numel
+    shares = [list(_share(parameters, size // shards[0], shard)) for shard in range(shards[0])]
+    mine = [number for number, owner in enumerate(owners) if owner == shards[1]]
+    matrices = [matrix for number in mine for matrix in matrices_of(number, parameters[number])]
+    parts = [[_held_parts(m, peer) for peer in parameters[m.parameter].peers] for m in matrices]
+    starts = [offsets[matrix.parameter] for matrix in matrices]
+    return BucketPlan((shards[1], index), shares, whole, held[shards[1]], matrices, starts, parts, [])
+
+
+def _assign_matrices(plans: Sequence[BucketPlan], ranks: int, cost: Cost) -> None:
+    """Choose the owners of all matrices among the ranks that cut them."""
+    costs = {}
+    for number, plan in enumerate(plans):
+        for at, (matrix, parts) in enumerate(zip(plan.matrices, plan.parts, strict=True)):
+            # A matrix that all of these ranks hold is computed by all of them: sending the result would take longer.
+            if any(sum(box.numel for box in boxes) < matrix.numel for boxes in parts):
+                costs[number, at] = cost(*matrix.shape[-2:])
+    owners = _assigned(costs, ranks)
+    for number, plan in enumerate(plans):
+        for at, matrix in enumerate(plan.matrices):
+            box = Box(matrix.start, matrix.shape, (0,) * len(matrix.shape))
+            chosen = owners.get((number, at))
+            plan.owned.append([[box] if chosen in (None, rank) else [] for rank in range(ranks)])
+
+
+def _share(parameters: Sequence[MatrixParameter], width: int, shard: int) -> Iterator[Box]:
+    """Yield the ranges of a bucket that are parameters and in a rank's share, and where they are in that."""
+    for start, peers in parameters:
+        low, high = max(start, shard * width), min(start + peers[0].numel, (shard + 1) * width)
+        if low < high:
+            yield Box((low,), (high - low,), (low - shard * width,))
+
+
+def matrices_of(number: int, parameter: MatrixParameter) -> Iterator[Matrix]:
+    """Yield the matrices of which the ranks that cut a parameter hold parts."""
+    record = parameter.peers[0]
+    *leading, _, columns = record.shape
+    bounds = list(accumulate(record.matrices, initial=0))
+    for index in product(*(range(n) for n in leading)):
+        for low, high in zip(bounds, bounds[1:], strict=False):
+            found = Matrix(number, (*index, low, 0), (*(1 for _ in index), high - low, columns))
+            if _held_parts(found, record):
+                yield found
+
+
+def _held_parts(matrix: Matrix, record: ParamRecord) -> list[Box]:
+    """Return the parts of a matrix that a rank's parameter holds."""
+    found = []
+    for box in record.boxes:
+        if where := overlap(matrix.start, matrix.shape, box):
+            inside, local = where
+            start = tuple(at + part.start for at, part in zip(matrix.start, inside, strict=True))
+            shape = tuple(part.stop - part.start for part in inside)
+            found.append(Box(start, shape, tuple(part.start for part in local)))
+    return found

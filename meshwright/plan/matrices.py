@@ -1,0 +1,109 @@
+"""What it takes to update matrices as wholes: what ranks send to make them whole, and the seconds. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.engine.optim.matrices import FILL, TOGETHER, MatrixParameter, cut_axis, plan_rounds
+from meshwright.engine.optim.rule import MatrixRule, rules_of
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.efficiency import collective_seconds
+from meshwright.plan.held import Packing, packing_of, records_once
+from meshwright.plan.job import Job, ranks_per_node
+from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.traffic.placement import shard_axes
+
+
+def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
+    """Yield the axis and the bytes that a rank sends of each all_to_all around an update: of `job.rank`, or of the
+    first rank of the pipeline stage. (What a rank sends depends on which matrices it owns.)"""
+    rule, layout, c = rules_of(job.config.optimizer).matrices, job.layout, job.config
+    if rule is None:
+        return
+    rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
+    peers = {
+        axis: [_packing_at(job, pp_rank, other).params for other in layout.group(axis, rank) or (rank,)]
+        for axis in ("tp", "etp")
+    }
+    for buffer in _packing_at(job, pp_rank, rank).buffers:
+        if not buffer.matrices:
+            continue
+        axes = (buffer.division(layout, c.zero).shards or "", cut_axis(buffer.data_axes))
+        buckets: list[tuple[int, list[MatrixParameter]]] = [(size, []) for size in buffer.buckets]
+        for number, bucket, start in zip(buffer.params, buffer.places, buffer.starts, strict=True):
+            records = tuple(params[number].record for params in peers[axes[1]])
+            buckets[bucket][1].append(MatrixParameter(start, records))
+        size, index = zip(*(_place(job, axis, rank) for axis in axes), strict=True)
+        rounds = plan_rounds(buckets, (size[0], index[0]), (size[1], index[1]), rule.matrix_flops)
+        for plan in (plan for plans in rounds for plan in plans):
+            yield from ((axes[hop], sent * buffer.gradient) for hop, sent in plan.calls())
+
+
+def _packing_at(job: Job, pp_rank: int, rank: int) -> Packing:
+    return packing_of(replace(job, rank=rank), pp_rank)
+
+
+def _place(job: Job, axis: str, rank: int) -> tuple[int, int]:
+    """Return the size of a rank's group, and its index there."""
+    ranks = job.layout.group(axis, rank) if axis and job.layout.size(axis) > 1 else (rank,)
+    return len(ranks), ranks.index(rank)
+
+
+def matrix_bytes(job: Job, pp_rank: int) -> float:
+    """Return about the bytes that an update needs temporarily: a round's parameters and matrices of a rank, and what
+    transforms some of them at once."""
+    rule, element = rules_of(job.config.optimizer).matrices, job.states.grad
+    if rule is None:
+        return 0.0
+    share, shapes = 0.0, set[tuple[int, int]]()
+    for record, count, ranks in _shared_records(job, pp_rank):
+        share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks
+        shapes |= {(rows, record.shape[-1]) for rows in record.matrices}
+    largest = max((rows * columns for rows, columns in shapes), default=0)
+    held = max(largest, min(share, (FILL + 1) * largest))
+
+    def worked(rows: int, columns: int) -> float:
+        together = max(1, int(min(TOGETHER, held)) // (rows * columns))
+        return together * (rows * columns * element + rule.matrix_bytes(rows, columns, element))
+
+    return 2 * held * element + max((worked(*shape) for shape in shapes), default=0.0)
+
+
+def _shared_records(job: Job, pp_rank: int) -> Iterator[tuple[ParamRecord, int, int]]:
+    """Yield a stage's records that hold matrices, how often each stands there, and how many ranks share the work."""
+    for record, count in records_once(job.rank_units(pp_rank), job.at):
+        if record.matrices:
+            shards = shard_axes(job.layout, job.config.zero, record.data_axes).shards
+            axes = [axis for axis in (shards, cut_axis(record.data_axes)) if axis]
+            yield record, count, math.prod(job.layout.size(axis) for axis in axes)
+
+
+def matrix_seconds(job: Job, cluster: Cluster) -> float:
+    """Return the seconds of making matrices whole and transforming them, for the pipeline rank with the most work,
+    whose matrices are shared evenly if there are enough of them. (The passes over elements cost what AdamW's do.)"""
+    rule = rules_of(job.config.optimizer).matrices
+    if rule is None:
+        return 0.0
+    return max(_stage_seconds(job, cluster, rule, rank) for rank in set(job.representative_ranks))
+
+
+def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int) -> float:
+    layout, precision = job.layout, job.config.train.precision
+    rate = cluster.device.rate("bf16" if precision == "fp8" else precision) * cluster.efficiency.product
+    mean = largest = 0.0
+    sent = dict[str, float]()
+    for record, count, ranks in _shared_records(job, pp_rank):
+        each = [rule.matrix_flops(rows, record.shape[-1]) for rows in record.matrices]
+        mean += count * math.prod(record.local_shape[:-2]) * sum(each) / ranks
+        largest = max(largest, *each)
+        shards = shard_axes(layout, job.config.zero, record.data_axes).shards
+        share = record.numel / (layout.size(shards) if shards else 1)
+        for axis in (axis for axis in (shards, cut_axis(record.data_axes)) if axis and layout.size(axis) > 1):
+            sent[axis] = sent.get(axis, 0.0) + 2 * count * share * job.states.grad
+    exchanged = (
+        collective_seconds(cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis))
+        for axis, payload in sent.items()
+    )
+    return max(mean, largest) / rate + sum(exchanged)
