@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.nn.grid.sides import gather_input, gather_output_grad, scatter_input_grad, sum_output
 from meshwright.nn.inputs import Inputs
-from meshwright.nn.linear import Linear, sum_input_grad
+from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import piece_of_contribution
@@ -100,22 +100,19 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mlp: MLP, *trained: Tensor) -> Tensor:
-        ctx.mlp, up, down = mlp, mlp.up, mlp.down
-        ctx.mode, ctx.group, ctx.size = up.mode, up.group, up.size
+        ctx.mlp = mlp
         ctx.save_for_backward(x, *trained)
-        full = all_gather(x, up.group, up.size) if up.mode == "gather" else x
+        full = gather_input(x, mlp.up.sides)
         y = torch.empty_like(full)
         for at in _rows(full, mlp.pieces):
             y[at] = mlp.piece(full[at])
-        if down.mode == "row":
-            all_reduce_(y, down.group, "sum")
-        return reduce_scatter(y, down.group, down.size) if down.mode == "scatter" else y
+        return sum_output(y, mlp.down.sides)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, *trained), mlp = ctx.saved_tensors, ctx.mlp
-        grad = all_gather(grad, ctx.group, ctx.size) if mlp.down.mode == "scatter" else grad
-        full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
+        grad = gather_output_grad(grad, mlp.down.sides)
+        full = gather_input(x, mlp.up.sides, again=True)
         grad_x, rows = torch.empty_like(full), _rows(full, mlp.pieces)
         sums: list[Tensor | None] = [None] * len(trained)
         handles = (mlp.up.sinks.get("weight"), mlp.down.sinks.get("weight"))
@@ -131,7 +128,7 @@ class _InPieces(torch.autograd.Function):
                     before = sums[number]
                     sums[number] = new if before is None else before + new
             del y, found, own  # otherwise they would exist beside the next piece's
-        return sum_input_grad(ctx, grad_x), None, *sums
+        return scatter_input_grad(grad_x, mlp.up.sides), None, *sums
 
 
 def _rows(x: Tensor, pieces: int) -> list[slice]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshwright.spec.layout.params import Init, ParamRecord, rows_of, whole
 from meshwright.spec.model.context import context_calls, context_kept, context_working
 from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated, row_calls, row_records
-from meshwright.spec.model.loss_pieces import piece_rows
+from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
@@ -340,7 +340,7 @@ class PositionEmbeddingPart(Part):
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
+    forward, one tile of logits at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
     its input."""
 
     vocab: int
@@ -366,18 +366,14 @@ class OutputLayerPart(Part):
         """Yields the calls of a column product whose input is not gathered again, since its gradients are computed in
         forward.
 
-        The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
+        The loss takes, per tile of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
         numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
         """
         calls = column_calls(at.at_once, batch, self.hidden, 0)
         yield from (call for call in calls if not call.repeated)
-        tokens = batch.tokens(at)
-        rows = piece_rows(tokens, vocabulary_rows(self.vocab, at))
-        full, rest = divmod(tokens, rows)
-        for count, times in ((rows, full), (rest, min(rest, 1))):
-            if times:
-                yield Collective("forward", "tp", "all_reduce", count * batch.wide, times)
-                yield Collective("forward", "tp", "all_reduce", 2 * count * batch.wide, times)
+        for rows, times in tile_counts(batch.tokens(at), vocabulary_rows(self.vocab, at)):
+            yield Collective("forward", "tp", "all_reduce", rows * batch.wide, times)
+            yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the input gradient, which the loss computes in forward. If the embedding on this stage has the same
@@ -390,10 +386,10 @@ class OutputLayerPart(Part):
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the logits of one piece, which a CPU also holds in float32; in other programs, of all
-        tokens."""
+        """Returns the bytes of one tile of logits, which a CPU also holds in float32; in other programs, of all
+        logits."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
         each = batch.element + (batch.wide if kernels.host else 0)
-        return float(piece_rows(tokens, columns) * columns * each)
+        return float(tile_rows(tokens, columns) * columns * each)
