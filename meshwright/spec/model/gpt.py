@@ -84,6 +84,33 @@ class NormPart(Part):
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
 
 
+def core_work(
+    batch: MicroBatch, kernels: Kernels, heads: int, d: int, lengths: tuple[int, int], pairs: float, dropout: float
+) -> Work:
+    """Returns the work of the core of attention: scores and mix of `heads`, `d` wide, for so many queries and keys
+    (`lengths`) of a sequence, of which a fused kernel computes `pairs`."""
+    if kernels.fused_attention:
+        # Scores and mix: 4 d for each pair of a query and a key that it sees.
+        return Work(attention_flops=4.0 * batch.sequences * heads * d * pairs, kernels=10)
+    count, (queries, keys) = batch.sequences * heads, lengths
+    products = (
+        Product("scores", queries, keys, d, count, linear=False),
+        Product("mix", queries, d, keys, count, linear=False),
+    )
+    # The fused scale-mask-softmax kernel reads and writes once; dropout after it reads and writes, with a mask.
+    passes = 2 * batch.element + ((2 * batch.element + 1) if dropout else 0)
+    return Work(products, softmax=float(count * queries * keys * passes), kernels=16)
+
+
+def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
+    """Returns what the core of attention keeps of so many `rows` of scores (queries times heads): the log-sum of each,
+    or all scores."""
+    if kernels.fused_attention:
+        return Kept("log-sums", rows * batch.wide, core=True)
+    e = batch.element
+    return Kept("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
+
+
 @dataclass(frozen=True)
 class AttentionPart(Part):
     """Self-attention with grouped key-value heads, cut over tp by heads and over cp by tokens."""
@@ -163,24 +190,14 @@ class AttentionPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         heads, kv = self.own_heads(at)
         d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
-        products = [
+        products = (
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
-        ]
+        )
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
-        if kernels.fused_attention:
-            # Scores and mix: 4 d for each pair of a query and a key that it sees.
-            core = 4.0 * batch.sequences * heads * d * self.pairs(batch.seq) * (1.0 + batch.prefix) / cp
-            return Work(tuple(products), core, rotary, kernels=10)
-        s, count = batch.seq, batch.sequences * heads
-        products += [
-            Product("scores", s // cp, s, d, count, linear=False),
-            Product("mix", s // cp, d, s, count, linear=False),
-        ]
-        # The fused scale-mask-softmax kernel reads and writes once; dropout after it reads and writes, with a mask.
-        passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
-        softmax = float(count * (s // cp) * s * passes)
-        return Work(tuple(products), 0.0, rotary, softmax, kernels=16)
+        pairs = self.pairs(batch.seq) * (1.0 + batch.prefix) / cp
+        core = core_work(batch, kernels, heads, d, (batch.seq // cp, batch.seq), pairs, self.dropout)
+        return Work(products, moved=rotary) + core
 
     def pairs(self, seq: int) -> float:
         """Returns the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
@@ -227,12 +244,8 @@ class AttentionPart(Part):
         if kernels.own and at.size("cp") > 1:
             yield from context_kept(at, batch, h, k, self.core_dim)
             return
-        if kernels.fused_attention:
-            if not self._in_tiles(batch, host):
-                yield Kept("log-sums", tokens * h * wide, core=True)
-        else:
-            scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
-            yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
+        if not (kernels.fused_attention and self._in_tiles(batch, host)):
+            yield core_kept(batch, kernels, tokens * h, batch.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
