@@ -29,11 +29,11 @@ from meshwright.nn.grid.sides import (
     sum_output,
 )
 from meshwright.nn.norm import Norm
-from meshwright.nn.overlap import column_backward, gather_in_pieces, gather_product, product_scatter, product_sum
+from meshwright.nn.overlap import column_backward, gather_in_chunks, gather_product, product_scatter, product_sum
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import give_grad
 from meshwright.spec.layout.params import ParamRecord
-from meshwright.spec.model.pieces import in_pieces, summed_pieces
+from meshwright.spec.model.pieces import in_chunks, summed_chunks
 
 # The handle of the weight gradient's sink, the groups over which things travel, the precision of the products (see
 # `products`), and the least FLOPs for each send where they communicate while they multiply (see `spec/model/pieces.py`).
@@ -140,7 +140,7 @@ def product_forward(
 def _overlaps(sides: Sides, rows: int, weight: int, least: float) -> bool:
     """Whether a product communicates while it multiplies. `rows` are those of its input on this rank."""
     size = sides.x[1] * sides.summed[1]
-    return sides.all_rows or (size > 1 and in_pieces(rows * sides.x[1], weight, size, least))
+    return sides.all_rows or (size > 1 and in_chunks(rows * sides.x[1], weight, size, least))
 
 
 def _overlapped(sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, least: float | None) -> Tensor:
@@ -148,7 +148,7 @@ def _overlapped(sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, le
     if sides.x[1] > 1:
         return gather_product(x, weight, bias, False, *sides.x)[0]
     if sides.all_rows:
-        return product_sum(x, weight, sides.summed[0], summed_pieces(x.shape[0], weight.numel(), least))
+        return product_sum(x, weight, sides.summed[0], summed_chunks(x.shape[0], weight.numel(), least))
     return product_scatter(x, weight, False, *sides.summed)
 
 
@@ -174,7 +174,7 @@ def _column_grads(
         grad_x, full = scatter_input_grad(grad @ weight, ctx.sides), x
     else:
         grad_x = product_scatter(grad.contiguous(), weight, True, group, size)
-        full = gather_in_pieces(x, group, size) if needs_weight else x
+        full = gather_in_chunks(x, group, size) if needs_weight else x
     return grad_x, grad.t() @ full if needs_weight else None
 
 

@@ -44,7 +44,7 @@ class NormPart(Part):
     bias: bool = False
     keeps_output: bool = True
     fuses: bool = True  # with the product after it, where kernels do that
-    of_mlp: bool = False  # the MLP after it may be computed in pieces, and then it is computed apart
+    of_mlp: bool = False  # the MLP after it may be computed in chunks, and then it is computed apart
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.width,)

@@ -264,7 +264,7 @@ class GridPositionsPart(Part):
 
 @dataclass(frozen=True)
 class GridOutputPart(Part):
-    """The output layer and the cross entropy, whose gradients are computed in forward, one piece of the rows at a
+    """The output layer and the cross entropy, whose gradients are computed in forward, one tile of logits at a
     time."""
 
     part: OutputLayerPart
