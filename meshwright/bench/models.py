@@ -12,7 +12,7 @@ from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import rank_parameters
 from meshwright.plan.stack import COMPILED
 from meshwright.spec.model.part import BlockUnit, Product, Work
-from meshwright.spec.model.pieces import in_pieces
+from meshwright.spec.model.pieces import in_chunks
 
 LLAMA_ARCHITECTURE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
 BENCH_MODELS: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ def products_in_pieces(config: Config) -> dict[str, bool]:
     size, least = job.at.size("tp"), job.at.piece_flops
     blocks = [unit for unit, _ in job.rank_units(0) if isinstance(unit, BlockUnit)]
     found = [p for unit in blocks for p in unit_work(unit, job.at, job.batch, job.kernels).products if p.linear]
-    return {p.name: in_pieces(p.m, p.n * p.k, size, least) for p in found}
+    return {p.name: in_chunks(p.m, p.n * p.k, size, least) for p in found}
 
 
 def parameters(config: Config) -> int:

@@ -21,7 +21,8 @@ from meshwright.engine.output import LOSS, StageOutput, Term
 from meshwright.engine.step import fields_of, mean_loss, validation_unit
 from meshwright.models.gpt import GPTStage
 from meshwright.models.heads import Head
-from meshwright.spec.model.loss_pieces import piece_rows
+from meshwright.nn.grid.sides import gather_input
+from meshwright.nn.loss import logit_tiles
 
 
 class Continued(NamedTuple):
@@ -87,13 +88,12 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
 def _score_rows(head: Head, hidden: Tensor, labels: Tensor, mask: Tensor, sums: Tensor) -> None:
     """Adds the log-probabilities of the scored tokens, and the number of those that are not the likeliest."""
     x, output, tp = head.ended(hidden), head.output, head.parallel.tp
-    full = all_gather(x, tp.name, tp.size) if output.mode == "gather" else x
     rows = (mask > 0).nonzero().flatten()
-    for part in rows.split(piece_rows(max(1, len(rows)), output.weight.shape[0] * tp.size)):
-        logits = F.linear(full[part], output.weight, output.bias).t().contiguous()
-        logits = all_gather(logits, tp.name, tp.size)[: head.vocab].t()
+    for at, logits in logit_tiles(gather_input(x, output.sides)[rows], output.weight, output.bias, copies=tp.size):
+        logits = all_gather(logits.t().contiguous(), tp.name, tp.size)[: head.vocab].t()
         wide = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1)
-        label, number = labels[part], mask[part] - 1
+        label, number = labels[rows[at]], mask[rows[at]] - 1
         found = wide.gather(1, label[:, None])[:, 0].double()
         missed = (wide.argmax(1) != label).double()
         sums.index_add_(0, number, torch.stack((found, missed), 1))
+        del logits, wide

@@ -20,8 +20,8 @@ from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents
 from meshwright.nn.attention.pieces import Rows
-from meshwright.nn.grid.loss import grid_output_loss
 from meshwright.nn.grid.sides import group_of, own_rows
+from meshwright.nn.loss import grid_output_loss
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.rows import ORDERS
 from meshwright.spec.model.part import Coordinate, Stage

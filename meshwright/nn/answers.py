@@ -1,6 +1,6 @@
-"""The log-probability of each answer in packed conversations, from the last activations, one piece of the tokens at a
+"""The log-probability of each answer in packed conversations, from the last activations, one tile of logits at a
 time. A loss of several answers decides only when all are known how much each token counts, so the logits, of which only
-one piece exists at a time, are computed once more in backward."""
+one tile exists at a time, are computed once more in backward."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.group import Group
-from meshwright.comm.ops import all_gather, reduce_from
-from meshwright.nn.linear import Linear, sum_input_grad
-from meshwright.nn.loss import Vocabulary, loss_and_grad_
+from meshwright.comm.ops import reduce_from
+from meshwright.nn.grid.sides import Sides, gather_input, scatter_input_grad
+from meshwright.nn.linear import Linear
+from meshwright.nn.loss import OutputGrads, Vocabulary, logit_tiles, loss_and_grad_
 from meshwright.nn.parallel import Parallel
-from meshwright.spec.model.loss_pieces import answers_of, piece_rows
+from meshwright.spec.model.loss_pieces import answers_of
 
 BAD = 2  # the mark of a token of an answer that was judged bad
 
@@ -61,54 +61,41 @@ class _AnswerLogps(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor, answers: Answers,
-        mode: str, vocabulary: Vocabulary,
+        sides: Sides, vocabulary: Vocabulary,
     ) -> Tensor:  # fmt: skip
-        ctx.mode, ctx.group, ctx.size = mode, vocabulary.group, vocabulary.size
-        ctx.vocabulary, ctx.answers = vocabulary, answers
+        ctx.sides, ctx.vocabulary, ctx.answers = sides, vocabulary, answers
         ctx.save_for_backward(x, weight, bias, labels, mask)
-        full = all_gather(x, ctx.group, ctx.size) if mode == "gather" else x
+        full = gather_input(x, sides)
         wide = torch.promote_types(x.dtype, torch.float32)
         sums = torch.zeros(answers.samples * answers.each, dtype=wide, device=x.device)
-        for part in _pieces(full, weight):
-            logits = F.linear(full[part], weight, bias)
-            losses = loss_and_grad_(logits, labels[part], mask[part], None, vocabulary)
-            sums.index_add_(0, answers.places[part], -losses)
+        for at, logits in logit_tiles(full, weight, bias):
+            losses = loss_and_grad_(logits, labels[at], mask[at], None, vocabulary)
+            sums.index_add_(0, answers.places[at], -losses)
             del logits
         return sums
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels, mask = ctx.saved_tensors
-        full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
+        full = gather_input(x, ctx.sides, again=True)
         weights = -grad[ctx.answers.places] * mask
-        grad_x = torch.empty_like(full)
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=grad.dtype) if needs_bias else None
-        for part in _pieces(full, weight):
-            logits = F.linear(full[part], weight, bias)
-            loss_and_grad_(logits, labels[part], weights[part], 1.0, ctx.vocabulary)
-            torch.mm(logits, weight, out=grad_x[part])
-            if grad_weight is not None:
-                grad_weight += logits.t() @ full[part]
-            if grad_bias is not None:
-                grad_bias += logits.sum(0)
+        grads = OutputGrads(full, weight, ctx.needs_input_grad[:3])
+        for at, logits in logit_tiles(full, weight, bias):
+            loss_and_grad_(logits, labels[at], weights[at], 1.0, ctx.vocabulary)
+            grads.add(at, logits)
             del logits
-        grad_x = sum_input_grad(ctx, grad_x)
-        found = [None if each is None else each.to(weight.dtype) for each in (grad_weight, grad_bias)]
+        grad_x = None if grads.x is None else scatter_input_grad(grads.x, ctx.sides)
+        found = [None if each is None else each.to(weight.dtype) for each in (grads.weight, grads.bias)]
         return grad_x, *found, None, None, None, None, None
-
-
-def _pieces(full: Tensor, weight: Tensor) -> list[slice]:
-    rows = piece_rows(len(full), weight.shape[0])
-    return [slice(begin, begin + rows) for begin in range(0, len(full), rows)]
 
 
 def answer_logps(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, answers: Answers, vocab: int, parallel: Parallel
 ) -> Tensor:
     """Returns the log-probability of the learned tokens of each conversation, from hidden states x [tokens, hidden]."""
-    vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
+    vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel.tp, parallel.host)
     learned = (mask > 0).to(torch.promote_types(x.dtype, torch.float32))
-    found: Tensor = _AnswerLogps.apply(x, output.weight, output.bias, labels, learned, answers, output.mode, vocabulary)
+    found: Tensor = _AnswerLogps.apply(
+        x, output.weight, output.bias, labels, learned, answers, output.sides, vocabulary
+    )
     return found

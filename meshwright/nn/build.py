@@ -141,12 +141,12 @@ class Block(nn.Module):
         return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The block as one graph; beside experts, whose rows no compiler can count before, and MLPs in pieces only the
+        """The block as one graph; beside experts, whose rows no compiler can count before, and MLPs in chunks only the
         other bodies, and without attention where that waits for other ranks' tokens."""
         bodies = [getattr(self, body) for _, body in self.branches]
         if self.shares_sequences:
             bodies = [body for body in bodies if isinstance(body, MLP)]
-        elif not self.has_experts and not any(isinstance(body, MLP) and body.pieces > 1 for body in bodies):
+        elif not self.has_experts and not any(isinstance(body, MLP) and body.chunks > 1 for body in bodies):
             return [self]
         left = [body for body in bodies if not isinstance(body, Experts)]
         return [body.compiled_part if isinstance(body, MLP) else body for body in left]

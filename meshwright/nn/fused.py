@@ -45,11 +45,11 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((x.shape[0], 1), dtype=wide(x).dtype)
 
 
-def norm_of_product(x: Tensor, weight: Tensor, eps: float, mode: str, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns `rms_norm` for a product of that mode and precision (see `nn/linear.py`). Where x is a sum that no
+def norm_of_product(x: Tensor, weight: Tensor, eps: float, plain: bool) -> tuple[Tensor, Tensor]:
+    """Returns `rms_norm` for a product; a `plain` one neither communicates nor quantises. Where x is a sum that no
     product takes in, the compiler makes that sum and its norm in one pass. A dry run counts no intermediate results of
     a norm, since no compiled one has any."""
-    one_pass = x.is_meta or (x.is_cuda and mode == "plain" and not kind)
+    one_pass = x.is_meta or (x.is_cuda and plain)
     found: tuple[Tensor, Tensor] = (rms_norm_in_one_pass if one_pass else rms_norm)(x, weight, eps)
     return found
 

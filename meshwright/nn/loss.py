@@ -1,26 +1,42 @@
-"""The output layer and the cross entropy over a vocabulary that may be cut over tp, one piece of the tokens at a time.
+"""The output layer and the cross entropy over a vocabulary that may be cut over tp or a grid, one tile of logits at a
+time.
 
-Only the logits of one piece exist at a time, in the model's precision, and their gradient overwrites them: the
-gradients of the input and of the weight are computed in forward. A piece has so many tokens that its logits stay small
-beside the model. The full logits are never gathered: each rank reduces its own columns to one number per token (the
+Only one tile of logits exists at a time, in the model's precision, and their gradient overwrites them: the gradients of
+the input and of the weight are computed in forward. A tile has so few tokens that its logits stay small beside the
+model. The full logits are never gathered: each rank reduces its own columns to one number per token (the
 logarithm of its sum of exponentials), and only those numbers are communicated. Sums are taken in float32 at least.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.comm.ops import all_gather, all_reduce_
+from meshwright.comm.group import Group
+from meshwright.comm.ops import all_reduce_
 from meshwright.kernels import kernels_take
-from meshwright.nn.linear import Linear, sum_input_grad
+from meshwright.nn.grid.products import GridLinear
+from meshwright.nn.grid.sides import (
+    PLAIN,
+    Side,
+    Sides,
+    gather,
+    gather_input,
+    group_of,
+    own_rows,
+    scatter,
+    scatter_input_grad,
+    side_of,
+)
+from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.weight_grad import add_product, sink_of, write_product
-from meshwright.spec.model.loss_pieces import piece_rows
+from meshwright.spec.model.loss_pieces import tile_rows
 
 
 @dataclass(frozen=True)
@@ -34,10 +50,10 @@ class Vocabulary:
     host: bool = False  # without kernels of our own
 
     @staticmethod
-    def of(width: int, vocab: int, parallel: Parallel) -> Vocabulary:
-        tp = parallel.tp
-        first = 0 if tp.alone else tp.index * width
-        return Vocabulary(first, max(0, min(width, vocab - first)), tp.name, tp.size, parallel.host)
+    def of(width: int, vocab: int, group: Group, host: bool) -> Vocabulary:
+        """Returns those of a rank with `width` columns, where the ranks of the group hold the others."""
+        first = 0 if group.alone else group.index * width
+        return Vocabulary(first, max(0, min(width, vocab - first)), group.name, group.size, host)
 
 
 def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | None, vocabulary: Vocabulary) -> Tensor:
@@ -106,48 +122,108 @@ def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: fl
         logits.copy_(out)
 
 
+def logit_tiles(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1, copies: int = 1
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields the logits of some rows of x at a time, with these rows: as many as fit where the caller scatters a tile
+    in `parts`, or gathers `copies` of its size. The caller deletes a tile before it asks for the next one; otherwise
+    both would exist at the same time."""
+    rows = max(1, tile_rows(len(x), len(weight) * copies, parts))
+    for begin in range(0, len(x), rows):
+        at = slice(begin, min(begin + rows, len(x)))
+        yield at, F.linear(x[at], weight, bias)
+
+
+class OutputGrads:
+    """The gradients of the output layer's input, weight and bias, as far as they are needed, which grow tile by tile.
+    With a `sink`, that of the weight is added there."""
+
+    def __init__(self, x: Tensor, weight: Tensor, needs: Sequence[bool], sink: Tensor | None = None) -> None:
+        needs_x, needs_weight, needs_bias = needs
+        self._x, self._weight, self._sink = x, weight, sink if needs_weight else None
+        self.x = torch.empty_like(x) if needs_x else None
+        keeps = needs_weight and sink is None
+        self.weight = torch.empty_like(weight, dtype=_wide(weight.dtype)) if keeps else None
+        self.bias = x.new_zeros(weight.shape[0], dtype=_wide(x.dtype)) if needs_bias else None
+
+    def add(self, at: slice, grad: Tensor) -> None:
+        """Adds what comes from the gradient of a tile of logits."""
+        if self.x is not None:
+            torch.mm(grad, self._weight, out=self.x[at])
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        if self._sink is not None:
+            add_product(sink_of(self._sink), grad, self._x[at], last=at.stop == len(self._x))
+        elif self.weight is not None:
+            write_product(self.weight, grad, self._x[at], add=at.start > 0)
+
+
+class LossSettings(NamedTuple):
+    """How a rank computes the loss. `scale` announces the gradient of the sum of losses, if known; if the weight's
+    gradient is then `direct`, it goes to the `sink` in forward. On a grid, a tile of logits is scattered: `part` of it
+    is this rank's, and the losses are summed over `row_sides`."""
+
+    sides: Sides
+    vocabulary: Vocabulary
+    sink: Tensor | None
+    scale: float | None
+    direct: bool
+    training: bool
+    part: int = 0
+    row_sides: tuple[Side, ...] = ()
+
+    @staticmethod
+    def of(output: Linear, vocabulary: Vocabulary, scale: float | None, *on_grid: Any) -> LossSettings:
+        record, sink = record_of(output.weight), output.sinks.get("weight")
+        # A tied embedding adds to the same place in backward. Written in forward, the order of the two sums would
+        # depend on the schedule, and with it the last bits. (Tied weights on two stages have two places, summed over
+        # their own axis.)
+        alone = record is None or not record.tied or "embedding" in record.partial
+        direct = alone and scale is not None and (sink is not None or not output.weight.requires_grad)
+        return LossSettings(output.sides, vocabulary, sink, scale, direct, torch.is_grad_enabled(), *on_grid)
+
+
 class _OutputLoss(torch.autograd.Function):
     """Computes the sum of the losses from the hidden states, and its gradients already in forward.
 
     Backward would have to keep the logits of all tokens or compute them once more. Forward therefore needs the factor
-    that backward will multiply by: `scale`, where the caller knows it. Then, with `direct`, the weight gradient is
+    that backward will multiply by: `scale`, where the caller knows it. Then, if it is `direct`, the weight gradient is
     written straight into the gradient buffer, so this forward is a part of the step and must not run twice. Otherwise
     the weight gradient is kept until backward brings the factor.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor, sink: Tensor | None,
-        mode: str, vocabulary: Vocabulary, scale: float | None, direct: bool, training: bool,
-    ) -> Tensor:  # fmt: skip
-        v = vocabulary
-        full = all_gather(x, v.group, v.size) if mode == "gather" else x
-        needs_x, needs_weight, needs_bias = (training and needed for needed in ctx.needs_input_grad[:3])
-        grad_x = torch.empty_like(full) if needs_x else None
-        kept = None
-        direct = direct and scale is not None and (sink is not None or not needs_weight)
-        if needs_weight and not direct:
-            kept = torch.empty(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
-        grad_bias = full.new_zeros(weight.shape[0], dtype=_wide(full.dtype)) if needs_bias else None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor, how: LossSettings
+    ) -> Tensor:
+        sides, on_grid = how.sides, how.sides.weight is not None
+        full, table = gather_input(x, sides), gather(weight, sides.weight)
+        needs = [how.training and needed for needed in ctx.needs_input_grad[:3]]
+        grads = OutputGrads(full, table, needs, how.sink if how.direct and not on_grid else None)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = (1.0 if scale is None else scale) if training else None
-        rows = piece_rows(len(full), weight.shape[0])
-        for begin in range(0, len(full), rows):
-            part = slice(begin, begin + rows)
-            logits = F.linear(full[part], weight, bias)
-            total = total + loss_and_grad_(logits, labels[part], mask[part], factor, v).sum()
-            if grad_x is not None:
-                torch.mm(logits, weight, out=grad_x[part])
-            if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=grad_bias.dtype)
-            if needs_weight and direct and sink is not None:
-                add_product(sink_of(sink), logits, full[part], last=begin + rows >= len(full))
-            elif kept is not None:
-                write_product(kept, logits, full[part], add=begin > 0)
-            del logits  # otherwise the next piece's logits would be allocated while these still exist
+        factor = (1.0 if how.scale is None else how.scale) if how.training else None
+        for at, logits in logit_tiles(full, table, bias, sides.summed[1]):
+            logits = scatter(logits, sides.summed)
+            first = at.start + how.part * len(logits)
+            own = slice(first, first + len(logits))
+            total = total + loss_and_grad_(logits, labels[own], mask[own], factor, how.vocabulary).sum()
+            if how.training:
+                logits = gather(logits, sides.summed)
+                grads.add(at, logits)
+            del logits
+        grad_x, kept, grad_bias = grads.x, grads.weight, grads.bias
+        del full, table, grads
+        for name, _ in how.row_sides:
+            all_reduce_(total, name, "sum")
+        if on_grid:  # each rank takes its blocks at once, so that nothing gathered is kept until backward
+            grad_x = scatter_input_grad(grad_x, sides) if grad_x is not None else None
+            kept = scatter(kept, sides.weight) if kept is not None else None
+            if how.direct and kept is not None and how.sink is not None:
+                sink_of(how.sink).add(kept)
+                kept = None
         ctx.save_for_backward(grad_x, kept, grad_bias)
-        ctx.mode, ctx.group, ctx.size = mode, v.group, v.size
-        ctx.sink, ctx.scale, ctx.direct, ctx.dtype = sink, factor, direct, weight.dtype
+        ctx.sides = PLAIN if on_grid else sides
+        ctx.sink, ctx.scale, ctx.direct, ctx.dtype = how.sink, factor, how.direct, weight.dtype
         return total
 
     @staticmethod
@@ -160,7 +236,7 @@ class _OutputLoss(torch.autograd.Function):
         if grad_x is not None:
             if not ctx.direct:  # in float32: a factor rounded to bf16 would bias every gradient before this layer
                 grad_x = (grad_x.to(_wide(grad_x.dtype)) * ratio).to(grad_x.dtype)
-            grad_x = sum_input_grad(ctx, grad_x)
+            grad_x = scatter_input_grad(grad_x, ctx.sides)
         grad_weight = None
         if kept is not None:
             kept = kept.mul_(ratio.to(kept.dtype))
@@ -170,7 +246,7 @@ class _OutputLoss(torch.autograd.Function):
                 sink_of(ctx.sink).add(kept)
         if grad_bias is not None:
             grad_bias = (grad_bias * ratio).to(ctx.dtype)
-        return grad_x, grad_weight, grad_bias, *([None] * 8)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def output_loss(
@@ -178,13 +254,22 @@ def output_loss(
 ) -> Tensor:
     """Returns the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden]. `vocab` is the
     true size of the vocabulary, beyond which columns are padding; `scale` announces this sum's gradient, if known."""
-    vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel)
-    sink = output.sinks.get("weight")
-    record = record_of(output.weight)
-    # A tied embedding adds to the same place in backward. Written in forward, the order of the two sums would depend on
-    # the schedule, and with it the last bits. (Tied weights on two stages have two places, summed over their own axis.)
-    direct = record is None or not record.tied or bool(record.partial)
-    training = torch.is_grad_enabled()
-    return _OutputLoss.apply(
-        x, output.weight, output.bias, labels, mask, sink, output.mode, vocabulary, scale, direct, training
-    )
+    vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel.tp, parallel.host)
+    how = LossSettings.of(output, vocabulary, scale)
+    return _OutputLoss.apply(x, output.weight, output.bias, labels, mask, how)
+
+
+def grid_output_loss(
+    x: Tensor, output: GridLinear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns what `output_loss` does, the sum over all tokens of a micro-batch, of which `labels` and `mask` are those
+    of all; x is this rank's block."""
+    roles = output.roles
+    width = output.weight.shape[0] * side_of(parallel, roles.weight)[1]
+    vocabulary = Vocabulary.of(width, vocab, group_of(parallel, roles.y.features), parallel.host)
+    row_sides = tuple(side for side in (side_of(parallel, axis) for axis in roles.y.rows) if side[1] > 1)
+    part = group_of(parallel, roles.summed).index if roles.summed else 0
+    how = LossSettings.of(output, vocabulary, scale, part, row_sides)
+    labels, mask = (own_rows(each.flatten(), parallel, roles.rows) for each in (labels, mask))
+    return _OutputLoss.apply(x, output.weight, None, labels, mask, how)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a block, cut over tp by its inner features; on request, a piece of the tokens at a time."""
+"""The feed-forward part of a block, cut over tp by its inner features; on request, a chunk of the tokens at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.nn.grid.sides import gather_input, gather_output_grad, scatter_input_grad, sum_output
 from meshwright.nn.inputs import Inputs
-from meshwright.nn.linear import Linear, sum_input_grad
+from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import piece_of_contribution
 from meshwright.spec.layout.params import ParamRecord
-from meshwright.spec.model.mlp import MLPPart, rows_of_piece
+from meshwright.spec.model.mlp import MLPPart, rows_of_chunk
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -49,8 +49,8 @@ class MLP(nn.Module):
         super().__init__()
         self.up, self.down = self.products(parallel, part.first, records)
         self.activation = None if part.kind == "swiglu" else ACTIVATIONS[part.kind]
-        self.pieces = parallel.recompute.pieces
-        self.piece = _Piece(self)
+        self.chunks = parallel.recompute.pieces
+        self.chunk = _TokenChunk(self)
 
     def products(self, parallel: Parallel, first: str, records: dict[str, ParamRecord]) -> tuple[Any, Any]:
         """Returns both projections; `first` is the name of the first one's parameters."""
@@ -59,9 +59,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Returns x, for the residual, and the MLP of its norm."""
-        if self.pieces > 1:
+        if self.chunks > 1:
             trained = [each for each in self.parameters() if each.requires_grad]
-            return x, self.down.biased(_InPieces.apply(norm(x), self, *trained))
+            return x, self.down.biased(_InChunks.apply(norm(x), self, *trained))
         x, inner = self.up.after_norm(x, norm)
         return x, self._down(inner)
 
@@ -74,11 +74,11 @@ class MLP(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """What a compiler takes as one graph: the loop over pieces and its collectives stay outside."""
-        return self.piece if self.pieces > 1 else self
+        """What a compiler takes as one graph: the loop over chunks and its collectives stay outside."""
+        return self.chunk if self.chunks > 1 else self
 
 
-class _Piece(nn.Module):
+class _TokenChunk(nn.Module):
     """This rank's own part of the MLP of some tokens, without collectives."""
 
     def __init__(self, mlp: MLP) -> None:
@@ -92,37 +92,34 @@ class _Piece(nn.Module):
         return self.down.alone(self.activation(inner))
 
 
-class _InPieces(torch.autograd.Function):
-    """The MLP of all tokens, of which only x is kept. Each piece is computed again in its backward, so nothing as wide
-    as the inner features exists for more than one piece. Tokens are gathered and sums taken for all pieces at once,
-    with the same calls as without pieces. Weight gradients go to their sinks piece by piece, as one contribution; those
+class _InChunks(torch.autograd.Function):
+    """The MLP of all tokens, of which only x is kept. Each chunk is computed again in its backward, so nothing as wide
+    as the inner features exists for more than one chunk. Tokens are gathered and sums taken for all chunks at once,
+    with the same calls as without chunks. Weight gradients go to their sinks chunk by chunk, as one contribution; those
     of `trained` parameters that have no sink are summed here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mlp: MLP, *trained: Tensor) -> Tensor:
-        ctx.mlp, up, down = mlp, mlp.up, mlp.down
-        ctx.mode, ctx.group, ctx.size = up.mode, up.group, up.size
+        ctx.mlp = mlp
         ctx.save_for_backward(x, *trained)
-        full = all_gather(x, up.group, up.size) if up.mode == "gather" else x
+        full = gather_input(x, mlp.up.sides)
         y = torch.empty_like(full)
-        for at in _rows(full, mlp.pieces):
-            y[at] = mlp.piece(full[at])
-        if down.mode == "row":
-            all_reduce_(y, down.group, "sum")
-        return reduce_scatter(y, down.group, down.size) if down.mode == "scatter" else y
+        for at in _rows(full, mlp.chunks):
+            y[at] = mlp.chunk(full[at])
+        return sum_output(y, mlp.down.sides)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, *trained), mlp = ctx.saved_tensors, ctx.mlp
-        grad = all_gather(grad, ctx.group, ctx.size) if mlp.down.mode == "scatter" else grad
-        full = all_gather(x, ctx.group, ctx.size, again=True) if ctx.mode == "gather" else x
-        grad_x, rows = torch.empty_like(full), _rows(full, mlp.pieces)
+        grad = gather_output_grad(grad, mlp.down.sides)
+        full = gather_input(x, mlp.up.sides, again=True)
+        grad_x, rows = torch.empty_like(full), _rows(full, mlp.chunks)
         sums: list[Tensor | None] = [None] * len(trained)
         handles = (mlp.up.sinks.get("weight"), mlp.down.sinks.get("weight"))
         for at in rows:
             part = full[at].detach().requires_grad_()
             with torch.enable_grad():
-                y = mlp.piece(part)
+                y = mlp.chunk(part)
             with piece_of_contribution(handles, last=at is rows[-1]):
                 found, *own = torch.autograd.grad(y, [part, *trained], grad[at], allow_unused=True)
             grad_x[at] = found
@@ -130,10 +127,10 @@ class _InPieces(torch.autograd.Function):
                 if new is not None:
                     before = sums[number]
                     sums[number] = new if before is None else before + new
-            del y, found, own  # otherwise they would exist beside the next piece's
-        return sum_input_grad(ctx, grad_x), None, *sums
+            del y, found, own  # otherwise they would exist beside the next chunk's
+        return scatter_input_grad(grad_x, mlp.up.sides), None, *sums
 
 
-def _rows(x: Tensor, pieces: int) -> list[slice]:
-    each = rows_of_piece(x.shape[0], pieces)
+def _rows(x: Tensor, chunks: int) -> list[slice]:
+    each = rows_of_chunk(x.shape[0], chunks)
     return [slice(begin, begin + each) for begin in range(0, x.shape[0], each)]

@@ -1,10 +1,10 @@
 """Linear layers that communicate over tp while they multiply (`comm.overlap.tensor`).
 
-With sequence parallelism each rank has a piece of the rows. A column product multiplies its own piece first and the
-others as they arrive; a row product multiplies the pieces of other ranks first and sends each of them while it goes on.
-Pieces go straight to the rank that needs them, so the bytes are the same as those of the collectives. Those of a run of
+With sequence parallelism each rank has a chunk of the rows. A column product multiplies its own chunk first and the
+others as they arrive; a row product multiplies the chunks of other ranks first and sends each of them while it goes on.
+Chunks go straight to the rank that needs them, so the bytes are the same as those of the collectives. Those of a run of
 ranks (`spec/model/pieces.py`, which also says which products are cut) are one call and one product: the host is slow
-to launch and small products are slow. Without sequence parallelism a row product is summed in pieces of its rows. In
+to launch and small products are slow. Without sequence parallelism a row product is summed in chunks of its rows. In
 backward the input gradient travels while the weight gradient is multiplied. Each function is one registered operator,
 whose results have arrived when it returns.
 """
@@ -27,7 +27,7 @@ class Scattered(NamedTuple):
     """A scatter under way: this rank's own rows and those of the others as they arrive, [ranks by distance, rows,
     features]; and what is on its way to others, which must not change before it has arrived."""
 
-    pieces: Tensor
+    chunks: Tensor
     pendings: list[Pending]
     sent: Tensor
 
@@ -55,34 +55,34 @@ def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, list[Pending]]:
     """Begins to gather the rows of all ranks, run by run. Returns where they arrive, with this rank's own."""
     size, at, x = group.size, group.index, x.contiguous()
     full = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    pieces = full.chunk(size)
-    pieces[at].copy_(x)
-    return full, [group.shifts([(x, by, pieces[(at - by) % size]) for by in run]) for run in runs(size)[1:]]
+    chunks = full.chunk(size)
+    chunks[at].copy_(x)
+    return full, [group.shifts([(x, by, chunks[(at - by) % size]) for by in run]) for run in runs(size)[1:]]
 
 
 def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Scattered:
     """Multiplies the rows for each rank of the group and sends them there, and those for this rank last."""
     size, at, rows = group.size, group.index, x.shape[0] // group.size
-    others, pieces = x.new_empty((x.shape[0], width)), x.new_empty((size, rows, width))
-    outgoing, incoming, pendings = others.chunk(size), pieces.unbind(), []
+    others, chunks = x.new_empty((x.shape[0], width)), x.new_empty((size, rows, width))
+    outgoing, incoming, pendings = others.chunk(size), chunks.unbind(), []
     for run in reversed(runs(size)[1:]):
         for low, high in spans((at + by) % size for by in run):
             these = slice(low * rows, high * rows)
             product(others[these], x[these])
         pendings.append(group.shifts([(outgoing[(at + by) % size], by, incoming[by]) for by in run]))
     product(incoming[0], x[at * rows : (at + 1) * rows])
-    return Scattered(pieces, pendings, others)
+    return Scattered(chunks, pendings, others)
 
 
 def finish_scatter(begun: Scattered) -> Tensor:
     """Returns the sum of this rank's own rows and those that arrive."""
     for pending in begun.pendings:
         pending.wait()
-    return begun.pieces.sum(0)
+    return begun.chunks.sum(0)
 
 
-@operator("meshwright::gather_in_pieces")
-def gather_in_pieces(x: Tensor, group: str, size: int) -> Tensor:
+@operator("meshwright::gather_in_chunks")
+def gather_in_chunks(x: Tensor, group: str, size: int) -> Tensor:
     """The rows of all ranks, by the calls that `gather_product` makes."""
     full, arriving = begin_gather(group_named(group), x)
     for pending in arriving:
@@ -90,7 +90,7 @@ def gather_in_pieces(x: Tensor, group: str, size: int) -> Tensor:
     return full
 
 
-@shapes_of(gather_in_pieces)
+@shapes_of(gather_in_chunks)
 def _(x: Tensor, group: str, size: int) -> Tensor:
     return x.new_empty((x.shape[0] * size, *x.shape[1:]))
 
@@ -134,11 +134,11 @@ def _(x: Tensor, weight: Tensor, turned: bool, group: str, size: int) -> Tensor:
 
 
 @operator("meshwright::product_sum")
-def product_sum(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
-    """Returns the sum of all ranks' x W^T; pieces of its rows are summed while the next ones are multiplied."""
+def product_sum(x: Tensor, weight: Tensor, group: str, chunks: int) -> Tensor:
+    """Returns the sum of all ranks' x W^T; chunks of its rows are summed while the next ones are multiplied."""
     at, y = group_named(group), x.new_empty((x.shape[0], weight.shape[0]))
     pendings = []
-    for rows, out in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+    for rows, out in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
         multiply(out, rows, weight, None, False)
         pendings.append(at.all_reduce(out, wait=False))
     for pending in pendings:
@@ -147,7 +147,7 @@ def product_sum(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
 
 
 @shapes_of(product_sum)
-def _(x: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
+def _(x: Tensor, weight: Tensor, group: str, chunks: int) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 

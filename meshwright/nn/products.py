@@ -2,13 +2,16 @@
 
 An empty kind multiplies in the tensors' own dtype; "fp8" and "fp8-row" quantise both factors first (nn/fp8.py), where
 the sizes allow it. All take [tokens, features]; a gradient is prepared once for both products that read it.
+On grids the factors may be blocks of columns, as they are gathered and scattered.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.nn import fp8
 from meshwright.nn.weight_grad import add_product_grad
 
@@ -16,7 +19,7 @@ Prepared = tuple[Tensor, fp8.Pair | None]
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    if not _in_fp8(kind, x, weight):
+    if not kind or not _in_fp8(x, weight):
         return F.linear(x, weight, bias)
     a, b = (fp8.quantise(part, kind, fp8.VALUES).straight for part in (x, weight))
     y = fp8.product(*a, *b, dtype=x.dtype, fast=True)
@@ -25,7 +28,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor
 
 def prepare_grad(grad: Tensor, weight: Tensor, kind: str, for_input: bool = True, for_weight: bool = True) -> Prepared:
     """Prepares a gradient [tokens, out] for the two functions below: quantises it once for both."""
-    if not _in_fp8(kind, grad, weight):
+    if not kind or not _in_fp8(grad, weight):
         return grad, None
     return grad, fp8.quantise(grad, kind, fp8.GRADIENTS, straight=for_input, across=for_weight)
 
@@ -53,5 +56,35 @@ def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Te
     return None
 
 
-def _in_fp8(kind: str, x: Tensor, weight: Tensor) -> bool:
-    return kind != "" and fp8.sizes_fit_fp8(x.shape[0], *weight.shape)
+def _in_fp8(x: Tensor, weight: Tensor) -> bool:
+    return fp8.sizes_fit_fp8(x.shape[0], *weight.shape)
+
+
+@pure_operator("meshwright::product_in_blocks")
+def product_in_blocks(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Returns x @ weight as blocks of its columns below each other, as they are scattered: [parts * rows, columns of a
+    block]."""
+    width = weight.shape[1] // parts
+    out = x.new_empty((parts * len(x), width))
+    for rows, block in zip(out.chunk(parts), weight.chunk(parts, 1), strict=True):
+        torch.mm(x, block, out=rows)
+    return out
+
+
+@shapes_of(product_in_blocks)
+def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    return x.new_empty((parts * x.shape[0], weight.shape[1] // parts))
+
+
+@pure_operator("meshwright::weight_grad_of_blocks")
+def weight_grad_of_blocks(grad: Tensor, blocks: Tensor, parts: int) -> Tensor:
+    """Returns grad^T x, where blocks of x's columns lie below each other, as they were gathered."""
+    out = grad.new_empty((grad.shape[1], parts * blocks.shape[1]))
+    for columns, block in zip(out.chunk(parts, 1), blocks.chunk(parts), strict=True):
+        torch.mm(grad.t(), block, out=columns)
+    return out
+
+
+@shapes_of(weight_grad_of_blocks)
+def _(grad: Tensor, blocks: Tensor, parts: int) -> Tensor:
+    return grad.new_empty((grad.shape[1], parts * blocks.shape[1]))

@@ -263,6 +263,14 @@ def add_grad(sink: Tensor, grad: Tensor) -> None:
     sink_of(sink).add(grad)
 
 
+def give_grad(grad: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Add a whole weight gradient to the sink and return None, or return it for autograd if there is no sink."""
+    if sink is None:
+        return grad
+    add_grad(sink, grad)
+    return None
+
+
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
     """Returns the gradient of an embedding of `size` rows as one dense tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)

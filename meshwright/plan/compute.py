@@ -17,7 +17,7 @@ from meshwright.plan.stack import Stack
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
-from meshwright.spec.model.pieces import TP_PIECES
+from meshwright.spec.model.pieces import TP_CHUNKS
 from meshwright.spec.traffic.ledger import wire_bytes
 
 ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
@@ -198,7 +198,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     share, room = stack.hide_tp, stack.hide_tp * linear
     if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it
         size, cut = where.at.size("tp"), _in_pieces(unit, where)
-        share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_PIECES)
+        share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_CHUNKS)
     hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
     slowed = max(stack.contention, where.cluster.efficiency.contention) if where.at.overlaps else 0.0
     hidden_forward, hidden_backward = ((1 - slowed) * each for each in (hidden_forward, hidden_backward))

@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     order = sort_by_expert(with_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
     rows = [[row for row in range(ROWS) if expert in chosen[row].tolist()] for expert in range(8)]
     for expert in range(8):
-        held = order.choices[expert * room : (expert + 1) * room]
+        held = order.choice_at[expert * room : (expert + 1) * room]
         kept = [choice // 3 for choice in held.tolist() if choice >= 0]
         assert kept == rows[expert][:room] and (held[len(kept) :] == -1).all()
     dropped = [(row, expert) for expert in range(8) for row in rows[expert][room:]]
@@ -330,7 +330,7 @@ def test_rows_are_sorted_as_the_row_table_says(chosen: str, ranks: int) -> None:
     picked = scores.argsort(1, descending=True)[:, :2]
     found = sort_by_expert(picked, routing)
     table = by_key(picked.flatten().numpy(), ranks, 8 // ranks)
-    assert np.array_equal(found.choices, table.order)
+    assert np.array_equal(found.choice_at, table.order)
     assert np.array_equal(found.places.flatten(), table.inverse)
     assert np.array_equal(found.counts.view(ranks, -1).sum(1), table.counts)
     assert found.counts.tolist() == [int((picked == expert).sum()) for expert in range(8)]

@@ -58,7 +58,7 @@ def on_rank(rank: int, world: int, kinds: list[str], dtype: torch.dtype) -> list
     for kind in kinds:
         logits, labels, mask = problem(kind, dtype)
         mine = cut(logits, world, rank)
-        vocabulary = Vocabulary.of(mine.shape[1], logits.shape[1], parallel)
+        vocabulary = Vocabulary.of(mine.shape[1], logits.shape[1], parallel.tp, parallel.host)
         loss = loss_and_grad_(mine.clone(), labels, mask, None, vocabulary).sum()
         again = loss_and_grad_(mine, labels, mask, 2.5, vocabulary).sum()
         assert loss == again and mine.dtype == dtype
@@ -109,7 +109,7 @@ def test_low_precision_logits_are_summed_in_float32(tp: int) -> None:
 
 def test_all_masked_is_zero_and_so_is_the_gradient() -> None:
     logits, labels, mask = problem("padded")
-    vocabulary = Vocabulary.of(13, 13, parallel_of(Mesh(Layout(world=1), 0)))
+    vocabulary = Vocabulary.of(13, 13, Mesh(Layout(world=1), 0).tp, host=False)
     losses = loss_and_grad_(logits, labels, torch.zeros_like(mask), 1.0, vocabulary)
     assert not losses.any() and not logits.any()
 
@@ -132,7 +132,7 @@ def output_layer(
 @pytest.mark.parametrize("way", ["autograd", "sink", "announced", "tied"])
 def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of 2.5 times the loss, the true vocabulary 13 of 16 columns."""
-    monkeypatch.setattr(loss_module, "piece_rows", lambda tokens, columns: rows)
+    monkeypatch.setattr(loss_module, "tile_rows", lambda tokens, columns, parts: rows)
     draw = torch.Generator().manual_seed(rows)
     layer, parallel = output_layer(draw, tied=way == "tied")
     exact = layer.weight.detach().clone().requires_grad_()

@@ -38,7 +38,7 @@ def forget_one(begun: overlap.Scattered) -> torch.Tensor:
     """The piece of the last rank is received and not added."""
     for pending in begun.pendings:
         pending.wait()
-    return begun.pieces[:-1].sum(0)
+    return begun.chunks[:-1].sum(0)
 
 
 def measure(rank: int, world: int, cases: list[Case], references: list[Reference], plants: bool) -> list[Found]:

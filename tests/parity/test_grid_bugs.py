@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.nn.grid.loss as grid_loss
 import meshwright.nn.grid.products as grid
+import meshwright.nn.linear as linear
+import meshwright.nn.loss as loss
 from meshwright.comm.group import DONE
 from meshwright.engine.step import Trainer
 from meshwright.nn.grid.sides import side_of
@@ -47,13 +48,10 @@ def _sum_over_depth_missing(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def _bias_added_by_all(trainer: Trainer) -> Iterator[None]:
     """One layer's bias is added before the sum, so once for every rank of the group."""
-    layer, real = _linears(trainer)[1], grid._Product.apply
-    assert layer.bias is not None
-
-    def fake(x: Any, weight: Any, bias: Any, *more: Any) -> Any:
-        return real(x, weight, bias if bias is not layer.bias else bias * layer.sides.x[1], *more)
-
-    with mock.patch.object(grid._Product, "apply", fake):
+    layer = _linears(trainer)[1]
+    bias = layer.bias
+    assert bias is not None
+    with mock.patch.object(layer, "biased", lambda y: y + bias * layer.sides.x[1]):
         yield
 
 
@@ -68,26 +66,26 @@ def _norm_over_the_wrong_ranks(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def _weight_gradient_not_summed(trainer: Trainer) -> Iterator[None]:
     """A rank keeps its rows of its own weight gradient, not of the sum over the ranks with other rows."""
-    layer, real = _linears(trainer)[2], grid.scatter
+    layer, real = _linears(trainer)[2], linear.scatter
 
     def fake(x: torch.Tensor, side: Any) -> torch.Tensor:
         if side == layer.sides.weight and len(x) == len(layer.weight) * side[1]:
             return x.chunk(side[1])[0].clone()
         return real(x, side)
 
-    with mock.patch.object(grid, "scatter", fake):
+    with mock.patch.object(linear, "scatter", fake):
         yield
 
 
 @contextmanager
 def _labels_of_other_rows(trainer: Trainer) -> Iterator[None]:
     """The loss takes the first rows' labels on every rank of the axis over which the logits were scattered."""
-    real = grid_loss.Settings
+    real = loss.LossSettings.of
 
     def fake(*args: Any) -> Any:
         return real(*args)._replace(part=0)
 
-    with mock.patch.object(grid_loss, "Settings", fake):
+    with mock.patch.object(loss.LossSettings, "of", fake):
         yield
 
 

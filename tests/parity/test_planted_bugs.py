@@ -15,13 +15,14 @@ import torch
 import meshwright.engine.batches as batches
 import meshwright.nn.attention.context as context
 import meshwright.nn.experts.experts as experts
-import meshwright.nn.linear as linear
+import meshwright.nn.grid.sides as sides
 from meshwright.comm.group import DONE, Group, Shift, group_named
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PlainReducer
 from meshwright.engine.step import Trainer
 from meshwright.nn.attention.pieces import Merged, Sight
 from meshwright.nn.experts.routing import Router
+from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
 from meshwright.nn.weight_grad import Sink
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
@@ -36,7 +37,7 @@ def _all_reduce_missing(phase: str) -> Plant:
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
-        real, seen = linear.all_reduce_, 0
+        real, seen = sides.all_reduce_, 0
 
         def fake(x: torch.Tensor, group: str, op: str) -> None:
             nonlocal seen
@@ -46,7 +47,7 @@ def _all_reduce_missing(phase: str) -> Plant:
             else:
                 seen += 1
 
-        with mock.patch.object(linear, "all_reduce_", fake):
+        with mock.patch.object(sides, "all_reduce_", fake):
             yield
 
     return plant
@@ -59,7 +60,7 @@ def _scatter_without_sum(trainer: Trainer) -> Iterator[None]:
     def fake(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
         return x.view(size, -1, *x.shape[1:])[group_named(group).index].clone()
 
-    with mock.patch.object(linear, "reduce_scatter", fake):
+    with mock.patch.object(sides, "reduce_scatter", fake):
         yield
 
 
@@ -263,12 +264,13 @@ def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
     def other(router: Router, scores: torch.Tensor) -> torch.Tensor:
         return choose(router, scores + 0.01 * torch.arange(scores.shape[1]).cos())
 
-    def fake(self: Any, *args: Any) -> Any:
-        *inputs, given = args
-        if not given.again:
-            return real(self, *args)
+    def fake(self: Any, x: torch.Tensor, norm: Any, inputs: Inputs) -> Any:
+        assert inputs.routed is not None
+        if not inputs.routed.again:
+            return real(self, x, norm, inputs)
+        afresh = replace(inputs.routed, saved=experts.Saved(), again=False)
         with mock.patch.object(Router, "choose", other):
-            return real(self, *inputs, replace(given, saved=experts.Saved(), again=False))  # type: ignore[call-arg]
+            return real(self, x, norm, replace(inputs, routed=afresh))
 
     with mock.patch.object(experts.Experts, "forward", fake):
         yield

@@ -90,7 +90,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
 
     import torch
 
-    from meshwright.nn.experts.experts import experts
+    from meshwright.nn.experts import experts
     from tests.support.oracle import make_trainer
 
     found = []

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
+from meshwright.comm.ops import all_reduce_
 from meshwright.comm.registered import pure_operator
 from meshwright.nn import products
 from meshwright.nn.adapters.nf4 import weight_values
 from meshwright.nn.fused import norm_of_product, rms_norm_backward, swiglu, swiglu_backward, wide
+from meshwright.nn.grid.sides import Sides, gather_input, gather_output_grad, scatter_input_grad, sum_output
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import AdapterRecord, ParamRecord
 
@@ -69,15 +70,6 @@ class Change(NamedTuple):
     adapter: Adapter
 
 
-class Settings(NamedTuple):
-    """How the product of `nn/linear.py` runs: its mode, tp group and precision."""
-
-    mode: str
-    group: str
-    size: int
-    kind: str
-
-
 class Before(NamedTuple):
     """What the product computes of its input before it multiplies: nothing, its SwiGLU, or its RMS norm with this
     weight. Only the input itself is then kept; backward computes it again."""
@@ -91,27 +83,29 @@ NOTHING = Before()
 
 
 def adapted_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: Settings,
+    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: tuple[Sides, str],
     generator: torch.Generator | None = None, before: Before = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns x, and x W^T of the changed weight with the product's collectives. Where a norm comes `before`, whatever
+    """Returns x, and x W^T of the changed weight with the product's collectives. `settings` are the groups over which
+    things travel, and the precision of the products, as in `nn/linear.py`. Where a norm comes `before`, whatever
     else needs x must use the returned one, so that its gradient is added in the norm's backward. `generator` draws the
     dropout of the adapters' inputs, in training."""
     first = changes[0].adapter
-    ratio = _ratio(weight, changes, settings) if first.norms is not None else None
+    sides, kind = settings
+    ratio = _ratio(weight, changes, sides) if first.norms is not None else None
     keep = None
     if generator is not None and first.p:
-        rows = x.shape[0] * (settings.size if settings.mode == "gather" else 1)
+        rows = x.shape[0] * (1 if sides.all_rows else sides.x[1])
         keep = torch.empty((rows, first.down.shape[1]), dtype=x.dtype, device=x.device)
         keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
-    spans = tuple((change.start, change.stop) for change in changes)
+    spans = tuple([(change.start, change.stop) for change in changes])
     factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
-    how = (settings, first.scale, spans, before.kind, before.eps)  # scale is that of all adapters
+    how = (sides, kind, first.scale, spans, before.kind, before.eps)  # scale is that of all adapters
     found = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
     return found if before.kind == "norm" else (x, found)
 
 
-def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Tensor:
+def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
     """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
     DoRA, the latter is taken as a constant."""
     with torch.no_grad():
@@ -123,8 +117,8 @@ def _ratio(weight: Tensor, changes: Sequence[Change], settings: Settings) -> Ten
             mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
             new[start:stop] += 2.0 * scale * (mixed * up).sum(1)
         both = torch.stack((old, new))
-        if settings.mode in ("row", "scatter"):
-            all_reduce_(both, settings.group, "sum")
+        if sides.summed[1] > 1:
+            all_reduce_(both, sides.summed[0], "sum")
         old, new = both.clamp_(min=torch.finfo(both.dtype).tiny).sqrt().unbind()
     parts, at = [], 0
     for start, stop, adapter in changes:
@@ -151,15 +145,15 @@ class _AdaptedProduct(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Any:
         # No names above: without gradients, torch.compile leaves out ctx where it counts as many arguments as names.
         x, gain, weight, bias, ratio, keep, how, *factors = given
-        ctx.how = settings, scale, spans, before, eps = how
+        ctx.how = sides, kind, scale, spans, before, eps = how
         rstd, inner = None, x
         if before == "norm":
             assert gain is not None
-            inner, rstd = norm_of_product(x, gain, eps, settings.mode, settings.kind)
+            inner, rstd = norm_of_product(x, gain, eps, sides.x[1] * sides.summed[1] == 1 and not kind)
         elif before == "swiglu":
             inner = swiglu(x)
-        full = all_gather(inner, settings.group, settings.size) if settings.mode == "gather" else inner
-        y = products.forward(full, weight_values(weight, x.dtype), None, settings.kind)
+        full = gather_input(inner, sides)
+        y = products.forward(full, weight_values(weight, x.dtype), None, kind)
         seen = full if keep is None else full * keep
         short = seen @ torch.cat(factors[::2]).t()
         add_low_rank(y, short, factors[1::2], [row for span in spans for row in span], scale)
@@ -168,26 +162,23 @@ class _AdaptedProduct(torch.autograd.Function):
             y = (y * ratio).to(y.dtype)
         if bias is not None:
             y = y + bias
-        if settings.mode == "row":
-            all_reduce_(y, settings.group, "sum")
-        elif settings.mode == "scatter":
-            y = reduce_scatter(y, settings.group, settings.size)
+        y = sum_output(y, sides)
         return (x.view_as(x), y) if before == "norm" else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, gain, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
-        (mode, group, size, kind), scale, spans, before, _ = ctx.how
-        grad = all_gather(grads[-1], group, size) if mode == "scatter" else grads[-1]
+        sides, kind, scale, spans, before, _ = ctx.how
+        grad = gather_output_grad(grads[-1], sides)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
         grad_ratio = None
         if ratio is not None:
             grad_ratio = (wide(grad) * unscaled).sum(0)
             grad = (grad * ratio).to(grad.dtype)
         downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(spans), 1)
-        pieces = [grad[:, start:stop] for start, stop in spans]
-        back = scale * torch.cat([piece @ up for piece, up in zip(pieces, ups, strict=True)], 1)
-        grad_ups = [scale * (piece.t() @ part) for piece, part in zip(pieces, parts, strict=True)]
+        columns = [grad[:, start:stop] for start, stop in spans]
+        back = scale * torch.cat([some @ up for some, up in zip(columns, ups, strict=True)], 1)
+        grad_ups = [scale * (some.t() @ part) for some, part in zip(columns, parts, strict=True)]
         grad_x = grad_gain = None
         if ctx.needs_input_grad[0] or before:
             weight = weight_values(weight, grad.dtype, again=True)
@@ -197,17 +188,14 @@ class _AdaptedProduct(torch.autograd.Function):
                 add_low_rank(grad_x, back, [downs.t()], [0, downs.shape[1]], 1.0)
             else:
                 grad_x = grad_x + (back @ downs) * keep
-            if mode == "column":
-                all_reduce_(grad_x, group, "sum")
-            elif mode == "gather":
-                grad_x = reduce_scatter(grad_x, group, size)
+            grad_x = scatter_input_grad(grad_x, sides)
         inner = x
         if before == "norm":
             grad_x, inner, grad_gain = rms_norm_backward(x, rstd, gain, grad_x, grads[0])
             grad_gain = grad_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None
         elif before == "swiglu":
             grad_x, inner = swiglu_backward(x, grad_x)
-        full = all_gather(inner, group, size, again=True) if mode == "gather" else inner
+        full = gather_input(inner, sides, again=True)
         grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
-        each = (found for pair in zip(grad_downs, grad_ups, strict=True) for found in pair)
+        each = [found for pair in zip(grad_downs, grad_ups, strict=True) for found in pair]
         return grad_x, grad_gain, None, grad_bias, grad_ratio, None, None, *each

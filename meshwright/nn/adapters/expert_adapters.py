@@ -1,6 +1,6 @@
 """Low-rank adapters of experts' products: `nn/adapters/adapters.py` for rows that are sorted by expert.
 
-Each expert e has an A_e and a B_e for a piece of its weight's rows. What they add is this rank's own part of the
+Each expert e has an A_e and a B_e for a span of its weight's rows. What they add is this rank's own part of the
 product, before the sum over etp that the experts take anyway. Nothing of them is kept for backward: the vectors x A^T
 are short, and computed again.
 """
@@ -18,7 +18,7 @@ from meshwright.nn.experts.grouped import grouped_product, grouped_weight_grad
 
 
 class Spans(NamedTuple):
-    """The rows of a weight that are adapted, piece by piece, and the scale of the changes."""
+    """The rows of a weight that are adapted, span by span, and the scale of the changes."""
 
     rows: tuple[tuple[int, int], ...] = ()
     scale: float = 0.0
@@ -33,7 +33,7 @@ def factors_of(adapters: Sequence[Adapter]) -> tuple[Spans, list[Tensor]]:
 
 
 def add_changes_(y: Tensor, x: Tensor, ends: Tensor, spans: Spans, factors: Sequence[Tensor]) -> Tensor:
-    """Adds scale (x_e A_e^T) B_e^T to the product y of the rows x, piece by piece, and returns it."""
+    """Adds scale (x_e A_e^T) B_e^T to the product y of the rows x, span by span, and returns it."""
     if spans.rows:
         parts = _short(x, ends, factors)
         for (start, stop), part, up in zip(spans.rows, parts, factors[1::2], strict=True):
@@ -42,16 +42,16 @@ def add_changes_(y: Tensor, x: Tensor, ends: Tensor, spans: Spans, factors: Sequ
 
 
 def _short(x: Tensor, ends: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns x_e A_e^T of each piece, [rows, rank]."""
+    """Returns x_e A_e^T of each span, [rows, rank]."""
     return grouped_product(x, torch.cat(list(factors[::2]), 1), ends).chunk(len(factors) // 2, 1)
 
 
 def short_grad(grad: Tensor, ends: Tensor, spans: Spans, factors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the gradient of the short vectors of all pieces, side by side; None where nothing is adapted."""
+    """Returns the gradient of the short vectors of all spans, side by side; None where nothing is adapted."""
     if not spans.rows:
         return None
-    pieces = zip(spans.rows, factors[1::2], strict=True)
-    found = [grouped_product(grad[:, start:stop], up, ends, transposed=True) for (start, stop), up in pieces]
+    pairs = zip(spans.rows, factors[1::2], strict=True)
+    found = [grouped_product(grad[:, start:stop], up, ends, transposed=True) for (start, stop), up in pairs]
     return spans.scale * torch.cat(found, 1)
 
 
@@ -65,7 +65,7 @@ def add_input_grad_(grad_x: Tensor, back: Tensor | None, ends: Tensor, factors: 
 def factor_grads(
     grad: Tensor, x: Tensor, back: Tensor | None, ends: Tensor, spans: Spans, factors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the gradients of A and B of each piece, given those of the product and of the short vectors."""
+    """Returns the gradients of A and B of each span, given those of the product and of the short vectors."""
     if back is None:
         return []
     downs = grouped_weight_grad(back, x, ends).chunk(len(spans.rows), 1)

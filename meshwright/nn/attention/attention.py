@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.adapters.adapters import Before, Change, Settings, adapted_product
+from meshwright.nn.adapters.adapters import Before, Change, adapted_product
 from meshwright.nn.attention.alibi import widen
 from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
@@ -49,7 +49,7 @@ class QKV(nn.Module):
             at += linear.weight.shape[0]
         if changes:
             first = self.linears[0]
-            settings, stream = Settings(*first.settings[1:5]), first.stream if self.training else None
+            settings, stream = (first.sides, first.kind), first.stream if self.training else None
             if norm.fuses:
                 before = Before("norm", norm.weight, norm.eps)
                 return adapted_product(x, weight, bias, changes, settings, stream, before)

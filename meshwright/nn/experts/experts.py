@@ -7,7 +7,6 @@ experts are summed in the order of its choices in float32, so that the result do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,10 +66,11 @@ class ExpertWeights(Adapted):
 
 
 class Sorted(NamedTuple):
-    """Rows sorted by expert: for each place the choice (row x k + number of the choice) that it holds, or -1 where it
-    is empty; for each choice [rows, k] its place, or -1 where it was dropped; and the rows of each expert."""
+    """Rows sorted by expert. `choice_at` [places]: the choice (row x k + number of the choice) at each place, or -1 if
+    it is empty. `places` [rows, k], its inverse: the place of each choice, or -1 where it was dropped.
+    `counts`: the places of each expert."""
 
-    choices: Tensor
+    choice_at: Tensor
     places: Tensor
     counts: Tensor
 
@@ -90,9 +90,9 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
     within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
     taken = order.values < count
     place = torch.where(taken, order.values * room + within, count * room)  # the last: dropped
-    choices = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
+    choice_at = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
     places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
-    return Sorted(choices, places.view_as(chosen), torch.full_like(counts, room))
+    return Sorted(choice_at, places.view_as(chosen), torch.full_like(counts, room))
 
 
 @torch.no_grad()
@@ -133,9 +133,10 @@ class Saved:
 
 @dataclass
 class RoutedInputs:
-    """What a mixture of experts takes beside its input: the tokens that count in the loss, or None for all, and, where
-    blocks are recomputed, what the first pass saves. `again`: this is the recomputation. `rows`: where ranks share
-    sequences, the number in its sequence of each row of all of them, in the order of the ranks, [sequences, tokens]."""
+    """The inputs of a mixture's router for one micro-batch: the tokens that count in the loss, or None for all, and,
+    where blocks are recomputed, what the first pass saves. `again`: this is the recomputation. `rows`: where ranks
+    share sequences, the number in its sequence of each row of all of them, in the order of the ranks, [sequences,
+    tokens]."""
 
     counted: Tensor | None = None
     saved: Saved | None = None
@@ -143,57 +144,71 @@ class RoutedInputs:
     rows: Tensor | None = None
 
 
-# The activation, and of the first and the last product: the sink of its weight's gradient, and what is adapted of it.
-How = tuple[str, tuple[Tensor | None, Tensor | None], tuple[Spans, Spans]]
+class Dispatch(NamedTuple):
+    """The rows that this rank's experts compute. `source` [places]: the row at each place, in the order of experts, or
+    a negative number if it is empty. `places` [rows, k], its inverse: the places of each row, negative where it was
+    dropped. `ends` [experts]: where the places of each expert end."""
+
+    source: Tensor
+    places: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The settings of the experts' two products: the activation between them, and of each the sink of its weight's
+    gradient and the rows that adapters change."""
+
+    activation: str
+    up_sink: Tensor | None
+    down_sink: Tensor | None
+    up_spans: Spans
+    down_spans: Spans
 
 
 class _ExpertProducts(torch.autograd.Function):
-    """The MLPs of this rank's experts: for each place i, in the order of experts, row `index[i]` of x goes in; its
-    result, times its weight, is added to the rows that `places` [rows of x, k] says, the inverse of `index`. Only x and
-    the inner features are kept. `factors` are those of the adapters of both products."""
+    """The MLPs of this rank's experts. The result of each place, times its weight, is added to the row that it came
+    from. Only x and the inner features are kept. `factors` are those of the adapters of the first product, then of the
+    second."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, index: Tensor, places: Tensor, ends: Tensor,
-        how: How, *factors: Tensor,
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, dispatch: Dispatch, settings: ExpertSettings,
+        *factors: Tensor,
     ) -> Tensor:  # fmt: skip
-        kind, _, (first, last) = ctx.how = how
-        ours, theirs = _halves(first, factors)
-        rows = take_rows(x, index)
-        inner = add_changes_(grouped_product(rows, up, ends), rows, ends, first, ours)
+        ctx.settings, (source, places, ends) = settings, dispatch
+        count = 2 * len(settings.up_spans.rows)
+        rows = take_rows(x, source)
+        inner = add_changes_(grouped_product(rows, up, ends), rows, ends, settings.up_spans, factors[:count])
         del rows
-        ctx.save_for_backward(x, weights, inner, up, down, index, places, ends, *factors)
-        value = weighted_activation(inner, weights, kind)
-        return sum_rows(add_changes_(grouped_product(value, down, ends), value, ends, last, theirs), places)
+        ctx.save_for_backward(x, weights, inner, up, down, *dispatch, *factors)
+        value = weighted_activation(inner, weights, settings.activation)
+        result = grouped_product(value, down, ends)
+        return sum_rows(add_changes_(result, value, ends, settings.down_spans, factors[count:]), places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, inner, up, down, index, places, ends, *factors = ctx.saved_tensors
-        kind, sinks, (first, last) = ctx.how
-        ours, theirs = _halves(first, factors)
-        rows = take_rows(grad, index)
-        back = short_grad(rows, ends, last, theirs)
-        passed = add_input_grad_(grouped_product(rows, down, ends, transposed=True), back, ends, theirs)
-        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, kind)
-        grad_down = _weight_grad(sinks[1], rows, value, ends) if ctx.needs_input_grad[3] else None
-        their_grads = factor_grads(rows, value, back, ends, last, theirs)
+        x, weights, inner, up, down, source, places, ends, *factors = ctx.saved_tensors
+        how: ExpertSettings = ctx.settings
+        count = 2 * len(how.up_spans.rows)
+        up_factors, down_factors = factors[:count], factors[count:]
+        rows = take_rows(grad, source)
+        back = short_grad(rows, ends, how.down_spans, down_factors)
+        passed = add_input_grad_(grouped_product(rows, down, ends, transposed=True), back, ends, down_factors)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, how.activation)
+        grad_down = _weight_grad(how.down_sink, rows, value, ends) if ctx.needs_input_grad[3] else None
+        down_grads = factor_grads(rows, value, back, ends, how.down_spans, down_factors)
         del rows, value, passed
-        back = short_grad(grad_inner, ends, first, ours)
-        grad_rows = add_input_grad_(grouped_product(grad_inner, up, ends, transposed=True), back, ends, ours)
+        back = short_grad(grad_inner, ends, how.up_spans, up_factors)
+        grad_rows = add_input_grad_(grouped_product(grad_inner, up, ends, transposed=True), back, ends, up_factors)
         grad_x = sum_rows(grad_rows, places)
         del grad_rows
-        grad_up, our_grads = None, []
+        grad_up, up_grads = None, []
         if ctx.needs_input_grad[2]:
-            grad_up = _weight_grad(sinks[0], grad_inner, take_rows(x, index), ends)
-        elif first.rows:
-            our_grads = factor_grads(grad_inner, take_rows(x, index), back, ends, first, ours)
-        return grad_x, grad_weights, grad_up, grad_down, None, None, None, None, *our_grads, *their_grads
-
-
-def _halves(first: Spans, factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Returns the factors of the adapters of the first product, and those of the last."""
-    count = 2 * len(first.rows)
-    return factors[:count], factors[count:]
+            grad_up = _weight_grad(how.up_sink, grad_inner, take_rows(x, source), ends)
+        elif how.up_spans.rows:
+            up_grads = factor_grads(grad_inner, take_rows(x, source), back, ends, how.up_spans, up_factors)
+        return grad_x, grad_weights, grad_up, grad_down, None, None, *up_grads, *down_grads
 
 
 def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
@@ -334,23 +349,24 @@ class Experts(nn.Module):
 
     def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
         """Returns the sum over each row's experts of their weighted results: of this rank's part of the experts."""
-        index = order.choices // order.places.shape[1]
-        row_weights = permute(weights.flatten(), order.choices, order.places.flatten())
+        row_at = order.choice_at // order.places.shape[1]
+        weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
         if self.ep.alone:
-            return self._products(x, row_weights, index, order.places, order.counts)
+            return self._products(x, weight_at, row_at, order.places, order.counts)
         if saved.arrivals is None:
             saved.arrivals = exchange_counts(order, self.routing, self.ep, self.by_node)
         counts = saved.arrivals.counts
-        arrived = self._exchanged(spread(x, index, order.places), saved.arrivals)
-        arrived_weights = self._exchanged(row_weights, saved.arrivals)
+        arrived = self._exchanged(spread(x, row_at, order.places), saved.arrivals)
+        arrived_weights = self._exchanged(weight_at, saved.arrivals)
         # Rows arrive by rank and then by expert; the experts need them by expert alone.
         local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
-        experts = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
-        by_expert = experts.argsort(stable=True)
-        places = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=x.device))
-        sorted_weights = permute(arrived_weights, by_expert, places)
-        result = self._products(arrived, sorted_weights, by_expert, places[:, None], counts.sum(0))
-        return collect(self._exchanged(result, saved.arrivals, back=True), index, order.places)
+        expert_of = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
+        arrival_at = expert_of.argsort(stable=True)
+        numbers = torch.arange(len(arrival_at), device=x.device)
+        place_of = torch.empty_like(arrival_at).scatter_(0, arrival_at, numbers)
+        sorted_weights = permute(arrived_weights, arrival_at, place_of)
+        result = self._products(arrived, sorted_weights, arrival_at, place_of[:, None], counts.sum(0))
+        return collect(self._exchanged(result, saved.arrivals, back=True), row_at, order.places)
 
     def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
         """Returns the rows that arrive when these are sent to their experts, or back from there."""
@@ -362,14 +378,14 @@ class Experts(nn.Module):
         crossed: Tensor = exchange_by_node(rows, inside.name, across.name, sends, receives, arrivals.middle, back)
         return crossed
 
-    def _products(self, x: Tensor, weights: Tensor, index: Tensor, places: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0, dtype=torch.int32)
-        sinks = (self.up.sinks.get("weight"), self.down.sinks.get("weight"))
-        (first, ours), (last, theirs) = factors_of(self.up.adapters), factors_of(self.down.adapters)
-        how = (self.kind, sinks, (first, last))
-        return _ExpertProducts.apply(
-            x, weights, self.up.weight, self.down.weight, index, places, ends, how, *ours, *theirs
-        )
+    def _products(self, x: Tensor, weights: Tensor, source: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+        dispatch = Dispatch(source, places, counts.cumsum(0, dtype=torch.int32))
+        up_spans, up_factors = factors_of(self.up.adapters)
+        down_spans, down_factors = factors_of(self.down.adapters)
+        sinks = self.up.sinks.get("weight"), self.down.sinks.get("weight")
+        settings = ExpertSettings(self.kind, *sinks, up_spans, down_spans)
+        both = (self.up.weight, self.down.weight)
+        return _ExpertProducts.apply(x, weights, *both, dispatch, settings, *up_factors, *down_factors)
 
 
 @torch.no_grad()
@@ -377,7 +393,7 @@ def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode 
     """Tells every rank how many rows it will get for each of its experts. The host waits for the numbers, unless the
     capacity fixes them."""
     own = order.counts.view(ep.size, -1)
-    rows = order.choices.shape[0]
+    rows = order.choice_at.shape[0]
     even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
     middle = [] if by_node is None else even
     if routing.capacity is not None:

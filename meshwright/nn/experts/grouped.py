@@ -146,45 +146,36 @@ def weighted_activation_backward(
     return grad_inner, (value * weights[:, None]).to(inner.dtype), grad_weights
 
 
-class _Spread(torch.autograd.Function):
-    """Copies rows to each of their places: row i of the result is x[index[i]]. `places` [n, k] is its inverse."""
+class _Move(torch.autograd.Function):
+    """Copies each row to its places, or with `collects` sums each row's places. One is the adjoint of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return take_rows(x, index)
+    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor, collects: bool) -> Tensor:
+        ctx.save_for_backward(source if collects else places)
+        ctx.collects = collects
+        return sum_rows(x, places) if collects else take_rows(x, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return sum_rows(grad, places), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return take_rows(grad, kept) if ctx.collects else sum_rows(grad, kept), None, None, None
 
 
-class _Collect(torch.autograd.Function):
-    """The adjoint of `_Spread`: sums rows that belong together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        return sum_rows(x, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return take_rows(grad, index), None, None
+def spread(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """Returns x[source]; `places` [rows of x, k] is the inverse of `source`."""
+    return _Move.apply(x, source, places, False)
 
 
-def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
-    return x[index.clamp(min=0)].masked_fill_(index < 0, 0.0)
+def collect(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """Returns the sum of each row's places in x: the adjoint of `spread`."""
+    return _Move.apply(x, source, places, True)
 
 
 class _Permute(torch.autograd.Function):
-    """Reorders numbers: out[i] = x[index[i]]; `places` is the inverse, and a negative one marks a number left out."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        return _take_numbers(x, index)
+        return _take_numbers(x, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -192,13 +183,10 @@ class _Permute(torch.autograd.Function):
         return _take_numbers(grad, places), None, None
 
 
-def spread(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    return _Spread.apply(x, index, places)
+def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
+    return x[index.clamp(min=0)].masked_fill_(index < 0, 0.0)
 
 
-def collect(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    return _Collect.apply(x, index, places)
-
-
-def permute(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-    return _Permute.apply(x, index, places)
+def permute(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """Returns the numbers x[source]; `places` is the inverse, and a negative one marks a number left out."""
+    return _Permute.apply(x, source, places)

@@ -10,12 +10,21 @@ from torch import Tensor, nn
 
 from meshwright.nn.attention.attention import Attention
 from meshwright.nn.embedding import TableRows
-from meshwright.nn.grid.products import GridLinear, give
-from meshwright.nn.grid.sides import Sides, bring, gather, group_of, own_rows, scatter, send_back
+from meshwright.nn.grid.products import GridLinear
+from meshwright.nn.grid.sides import (
+    Sides,
+    gather,
+    gather_input,
+    group_of,
+    own_rows,
+    scatter,
+    scatter_input_grad,
+    side_of,
+)
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.weight_grad import dense_rows_grad
+from meshwright.nn.weight_grad import dense_rows_grad, give_grad
 from meshwright.spec.layout.grid import STREAM
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model import grid as parts
@@ -70,13 +79,13 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.sink, ctx.sides, ctx.size = sink, sides, table.shape[0]
         found = table[rows.clamp(min=0)].masked_fill_((rows < 0)[:, None], 0.0)
-        return send_back(found, sides)
+        return scatter_input_grad(found, sides)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        whole = dense_rows_grad(bring(grad, ctx.sides), rows, ctx.size)
-        return give(scatter(whole, ctx.sides.weight), ctx.sink), None, None, None
+        whole = dense_rows_grad(gather_input(grad, ctx.sides), rows, ctx.size)
+        return give_grad(scatter(whole, ctx.sides.weight), ctx.sink), None, None, None
 
 
 class GridTokens(nn.Module):
@@ -88,7 +97,7 @@ class GridTokens(nn.Module):
         self.sinks: dict[str, Tensor] = {}
         self.parallel, self.roles = parallel, part.grid.first
         self.sides = Sides.of(parallel, self.roles)
-        self.size = self.weight.shape[0] * self.sides.weight[1]
+        self.size = self.weight.shape[0] * side_of(parallel, self.roles.weight)[1]
         self.first = group_of(parallel, self.roles.y.features).index * self.size
 
     def forward(self, ids: Tensor) -> Tensor:

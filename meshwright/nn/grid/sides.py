@@ -1,5 +1,5 @@
-"""How tensors travel between the ranks of a grid: which groups a product has, what is gathered before it and what is
-scattered after it. `spec/layout/grid.py` says who plays which role."""
+"""How the tensors of a product travel between tensor-parallel ranks: what is gathered before it and what is summed and
+scattered after it, along one axis or on a grid. `spec/layout/grid.py` says who plays which role on a grid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from meshwright.comm.group import Group
-from meshwright.comm.ops import all_gather, reduce_scatter
+from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.grid import Roles
 
@@ -38,45 +38,79 @@ def own_rows(x: Tensor, parallel: Parallel, axes: tuple[str, ...]) -> Tensor:
 
 
 class Sides(NamedTuple):
-    """The groups over which the tensors of one product travel."""
+    """The groups over which the tensors of one product y = x W^T travel. A layer that is cut over tp is a grid of one
+    axis, whose weight stays where it is."""
 
-    x: Side
-    joins: bool
-    weight: Side
-    summed: Side
-    keeps: bool = False
-
-    @property
-    def blocks(self) -> int:
-        """Of how many blocks of columns, of as many ranks, x is joined."""
-        return self.x[1] if self.joins else 1
+    x: Side = NOBODY  # gathers x, and scatters its gradient
+    summed: Side = NOBODY  # sums y and scatters its rows, and gathers its gradient
+    weight: Side | None = None  # gathers W, and scatters its gradient; None: it is no grid's
+    joins: bool = False  # x is gathered along its features, not its rows
+    keeps: bool = False  # gathered factors are kept for backward
+    # Every rank holds all rows of x and y. So x is not gathered, and sums are left whole instead of scattered.
+    all_rows: bool = False
 
     @staticmethod
     def of(parallel: Parallel, roles: Roles, keeps: bool = False) -> Sides:
         gathered, weight, summed = (side_of(parallel, axis) for axis in (roles.gathered, roles.weight, roles.summed))
-        return Sides(gathered, roles.joins, weight, summed, keeps)
+        return Sides(gathered, summed, weight, roles.joins and gathered[1] > 1, keeps)
+
+    @staticmethod
+    def over_tp(parallel: Parallel, cut: str) -> Sides:
+        """Returns those of a layer that is cut over tp by its output features (`column`) or input features (`row`), or
+        that every rank holds whole (`whole`)."""
+        if parallel.tp.alone or cut == "whole":
+            return PLAIN
+        side, all_rows = (parallel.tp.name, parallel.tp.size), not parallel.splits_tokens
+        return Sides(x=side, all_rows=all_rows) if cut == "column" else Sides(summed=side, all_rows=all_rows)
 
 
-def gather(x: Tensor, side: Side, again: bool = False) -> Tensor:
+PLAIN = Sides()  # of a product that communicates nothing
+
+
+def gather(x: Tensor, side: Side | None, again: bool = False) -> Tensor:
     """Returns the rows of all ranks."""
-    return x if side[1] == 1 else all_gather(x, *side, again)
+    return x if side is None or side[1] == 1 else all_gather(x, *side, again)
 
 
-def scatter(x: Tensor, side: Side) -> Tensor:
+def scatter(x: Tensor, side: Side | None) -> Tensor:
     """Returns this rank's rows of the sum of all ranks' tensors."""
-    return x if side[1] == 1 else reduce_scatter(x, *side)
+    return x if side is None or side[1] == 1 else reduce_scatter(x, *side)
 
 
-def bring(x: Tensor, sides: Sides) -> Tensor:
-    """Returns x as the product takes it: with its features joined, or with the rows of all."""
-    full = gather(x, sides.x)
-    if sides.blocks == 1:
-        return full
-    return full.view(sides.x[1], *x.shape).transpose(0, 1).reshape(x.shape[0], -1)
+def gather_input(x: Tensor, sides: Sides, again: bool = False) -> Tensor:
+    """Returns x as the product takes it: with the rows of all ranks, or with its features joined."""
+    group, size = sides.x
+    if size == 1 or sides.all_rows:
+        return x
+    full: Tensor = all_gather(x, group, size, again)
+    return full.view(size, *x.shape).transpose(0, 1).reshape(x.shape[0], -1) if sides.joins else full
 
 
-def send_back(x: Tensor, sides: Sides) -> Tensor:
-    """Returns this rank's block of the sum of all ranks' x: the reverse of `bring`, for its gradient."""
-    if sides.blocks > 1:
-        x = x.view(x.shape[0], sides.x[1], -1).transpose(0, 1).reshape(x.shape[0] * sides.x[1], -1)
-    return scatter(x, sides.x)
+def scatter_input_grad(grad: Tensor, sides: Sides) -> Tensor:
+    """Returns this rank's block of the sum of all ranks' gradients of x: the adjoint of `gather_input`."""
+    group, size = sides.x
+    if size == 1:
+        return grad
+    if sides.all_rows:
+        all_reduce_(grad, group, "sum")
+        return grad
+    if sides.joins:
+        grad = grad.view(grad.shape[0], size, -1).transpose(0, 1).reshape(grad.shape[0] * size, -1)
+    return reduce_scatter(grad, group, size)
+
+
+def sum_output(y: Tensor, sides: Sides) -> Tensor:
+    """Returns the rows of the sum of all ranks' y that this rank holds."""
+    group, size = sides.summed
+    if size == 1:
+        return y
+    if sides.all_rows:
+        all_reduce_(y, group, "sum")
+        return y
+    return reduce_scatter(y, group, size)
+
+
+def gather_output_grad(grad: Tensor, sides: Sides) -> Tensor:
+    """Returns the gradient of all rows of y: the adjoint of `sum_output`."""
+    group, size = sides.summed
+    return grad if size == 1 or sides.all_rows else all_gather(grad, group, size)

@@ -12,7 +12,7 @@ from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.layout.params import Init, ParamRecord, rows_of, whole
 from meshwright.spec.model.context import context_calls, context_kept, context_working
 from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated, row_calls, row_records
-from meshwright.spec.model.loss_pieces import piece_rows
+from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
@@ -45,7 +45,7 @@ class NormPart(Part):
     bias: bool = False
     keeps_output: bool = True
     fuses: bool = True  # with the product after it, where kernels do that
-    of_mlp: bool = False  # the MLP after it may be computed in pieces, and then it is computed apart
+    of_mlp: bool = False  # the MLP after it may be computed in chunks, and then it is computed apart
 
     def __post_init__(self) -> None:
         NORMS.named(self.kind)
@@ -87,6 +87,33 @@ class NormPart(Part):
         """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
         fused = self.fused_by(kernels) and self.keeps_output
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
+
+
+def core_work(
+    batch: MicroBatch, kernels: Kernels, heads: int, d: int, lengths: tuple[int, int], pairs: float, dropout: float
+) -> Work:
+    """Returns the work of the core of attention: scores and mix of `heads`, `d` wide, for so many queries and keys
+    (`lengths`) of a sequence, of which a fused kernel computes `pairs`."""
+    if kernels.fused_attention:
+        # Scores and mix: 4 d for each pair of a query and a key that it sees.
+        return Work(attention_flops=4.0 * batch.sequences * heads * d * pairs, kernels=10)
+    count, (queries, keys) = batch.sequences * heads, lengths
+    products = (
+        Product("scores", queries, keys, d, count, linear=False),
+        Product("mix", queries, d, keys, count, linear=False),
+    )
+    # The fused scale-mask-softmax kernel reads and writes once; dropout after it reads and writes, with a mask.
+    passes = 2 * batch.element + ((2 * batch.element + 1) if dropout else 0)
+    return Work(products, softmax=float(count * queries * keys * passes), kernels=16)
+
+
+def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
+    """Returns what the core of attention keeps of so many `rows` of scores (queries times heads): the log-sum of each,
+    or all scores."""
+    if kernels.fused_attention:
+        return Kept("log-sums", rows * batch.wide, core=True)
+    e = batch.element
+    return Kept("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
 
 
 @dataclass(frozen=True)
@@ -168,24 +195,14 @@ class AttentionPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         heads, kv = self.own_heads(at)
         d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
-        products = [
+        products = (
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
-        ]
+        )
         rotary = 2.0 * tokens * (heads + kv) * d * batch.element if self.rope else 0.0
-        if kernels.fused_attention:
-            # Scores and mix: 4 d for each pair of a query and a key that it sees.
-            core = 4.0 * batch.sequences * heads * d * self.pairs(batch.seq) * (1.0 + batch.prefix) / cp
-            return Work(tuple(products), core, rotary, kernels=10)
-        s, count = batch.seq, batch.sequences * heads
-        products += [
-            Product("scores", s // cp, s, d, count, linear=False),
-            Product("mix", s // cp, d, s, count, linear=False),
-        ]
-        # The fused scale-mask-softmax kernel reads and writes once; dropout after it reads and writes, with a mask.
-        passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
-        softmax = float(count * (s // cp) * s * passes)
-        return Work(tuple(products), 0.0, rotary, softmax, kernels=16)
+        pairs = self.pairs(batch.seq) * (1.0 + batch.prefix) / cp
+        core = core_work(batch, kernels, heads, d, (batch.seq // cp, batch.seq), pairs, self.dropout)
+        return Work(products, moved=rotary) + core
 
     def pairs(self, seq: int) -> float:
         """Returns the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
@@ -232,12 +249,8 @@ class AttentionPart(Part):
         if kernels.own and at.size("cp") > 1:
             yield from context_kept(at, batch, h, k, self.core_dim)
             return
-        if kernels.fused_attention:
-            if not self._in_tiles(batch, host):
-                yield Kept("log-sums", tokens * h * wide, core=True)
-        else:
-            scores = batch.sequences * h * (batch.seq // at.size("cp")) * batch.seq
-            yield Kept("scores", scores * (e + (e + 1 if self.dropout else 0)), core=True)
+        if not (kernels.fused_attention and self._in_tiles(batch, host)):
+            yield core_kept(batch, kernels, tokens * h, batch.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
@@ -359,7 +372,7 @@ def second_table_factors(at: Coordinate, batch: MicroBatch, kernels: Kernels, hi
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
     """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one piece of the tokens at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
+    forward, one tile of logits at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
     its input."""
 
     vocab: int
@@ -385,18 +398,14 @@ class OutputLayerPart(Part):
         """Yields the calls of a column product whose input is not gathered again, since its gradients are computed in
         forward.
 
-        The loss takes, per piece of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
+        The loss takes, per tile of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
         numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
         """
         calls = column_calls(at.at_once, batch, self.hidden, 0)
         yield from (call for call in calls if not call.repeated)
-        tokens = batch.tokens(at)
-        rows = piece_rows(tokens, vocabulary_rows(self.vocab, at))
-        full, rest = divmod(tokens, rows)
-        for count, times in ((rows, full), (rest, min(rest, 1))):
-            if times:
-                yield Collective("forward", "tp", "all_reduce", count * batch.wide, times)
-                yield Collective("forward", "tp", "all_reduce", 2 * count * batch.wide, times)
+        for rows, times in tile_counts(batch.tokens(at), vocabulary_rows(self.vocab, at)):
+            yield Collective("forward", "tp", "all_reduce", rows * batch.wide, times)
+            yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields the input gradient, which the loss computes in forward. If the embedding on this stage has the same
@@ -409,10 +418,10 @@ class OutputLayerPart(Part):
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the logits of one piece, which a CPU also holds in float32; in other programs, of all
-        tokens."""
+        """Returns the bytes of one tile of logits, which a CPU also holds in float32; in other programs, of all
+        logits."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
         each = batch.element + (batch.wide if kernels.host else 0)
-        return float(piece_rows(tokens, columns) * columns * each)
+        return float(tile_rows(tokens, columns) * columns * each)

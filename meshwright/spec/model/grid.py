@@ -28,12 +28,11 @@ from meshwright.spec.model.grid_products import (
     ends,
     held_by,
     inside_attention,
-    loss_rows,
-    piece_counts,
     rows_of_inner,
     vocabulary_rows,
     vocabulary_weight,
 )
+from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
     ALONE,
@@ -265,7 +264,7 @@ class GridPositionsPart(Part):
 
 @dataclass(frozen=True)
 class GridOutputPart(Part):
-    """The output layer and the cross entropy, whose gradients are computed in forward, one piece of the rows at a
+    """The output layer and the cross entropy, whose gradients are computed in forward, one tile of logits at a
     time."""
 
     part: OutputLayerPart
@@ -284,14 +283,14 @@ class GridOutputPart(Part):
         return Work((Product("logits", m, n, k, precise=True, defers=False),), moved=own * n * LOGIT_BYTES, kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of a product, all in forward and none repeated, in pieces of the rows for the logits and
-        their gradient. Each piece of C rows has for the loss 1 all_reduce of C w and 1 of 2 C w over the vocabulary, w
-        as elsewhere; and the sum of the losses goes over every axis that cuts rows."""
+        """Yields the calls of a product, all in forward and none repeated, those of the logits and their gradient tile
+        by tile. Each tile of C rows has for the loss 1 all_reduce of C w and 1 of 2 C w over the vocabulary, w as
+        elsewhere; and the sum of the losses goes over every axis that cuts rows."""
         m, n, k = self.sizes(at, batch)
         r, e = self.grid.first, batch.element
         yield Collective("forward", r.gathered, "all_gather", m * k * e)
         yield Collective("forward", r.weight, "all_gather", n * k * e)
-        for rows, times in piece_counts(m, n, at.size(r.summed)):
+        for rows, times in tile_counts(m, n, at.size(r.summed)):
             yield Collective("forward", r.summed, "reduce_scatter", rows * n * e, times)
             yield Collective("forward", r.summed, "all_gather", rows * n * e, times)
             own = rows // at.size(r.summed) * batch.wide
@@ -310,10 +309,10 @@ class GridOutputPart(Part):
             yield Kept("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the logits of one piece, both gathered factors and their gradients."""
+        """Returns the bytes of one tile of logits, both gathered factors and their gradients."""
         m, n, k = self.sizes(at, batch)
         each = batch.element + (batch.wide if kernels.host else 0)
-        return float(loss_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
+        return float(tile_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from math import prod
 from meshwright.spec.layout.context import CONTEXT_PLANS
 from meshwright.spec.layout.grid import Cut, Grid, Roles
 from meshwright.spec.layout.params import Box, ParamRecord, overlap
-from meshwright.spec.model.loss_pieces import piece_rows
 from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch, Product
 
 SHARED_BY = CONTEXT_PLANS[
@@ -30,7 +29,7 @@ def along(at: Coordinate, axis: str) -> Coordinate:
 
 
 def cut_record(record: ParamRecord, dim: int, parts: int, index: int) -> ParamRecord:
-    """Returns the record of one of several equal pieces of a local tensor, cut along a dim; the last may hold padding
+    """Returns the record of one of several equal blocks of a local tensor, cut along a dim; the last may hold padding
     alone."""
     if parts == 1:
         return record
@@ -156,17 +155,3 @@ def vocabulary_weight(record: ParamRecord, at: Coordinate, roles: Roles) -> Para
 def ends(at: Coordinate) -> Coordinate:
     """Returns the place of a rank without tensor parallelism: what ties across stages is there."""
     return Coordinate(tuple(each for each in at.axes if not each[0].startswith("tp")))
-
-
-def loss_rows(rows: int, columns: int, parts: int) -> int:
-    """Returns the rows of a piece of the logits, which are then scattered in equal parts."""
-    return -(-piece_rows(rows, columns) // parts) * parts
-
-
-def piece_counts(rows: int, columns: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Yields (rows, number) of the equal pieces of the logits, and of the rest."""
-    each = loss_rows(rows, columns, parts)
-    full, rest = divmod(rows, each)
-    yield each, full
-    if rest:
-        yield rest, 1

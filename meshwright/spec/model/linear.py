@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from meshwright.spec.layout.params import Init, columns_of, whole
 from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Records
-from meshwright.spec.model.pieces import in_pieces, runs, summed_pieces
+from meshwright.spec.model.pieces import in_chunks, runs, summed_chunks
 
 ZEROS, ONES = Init("zeros"), Init("ones")
 
@@ -26,14 +26,14 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
     use the same input, `width` features, so the input gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
-    which is not kept) and 1 reduce_scatter of H. In pieces (`spec/model/pieces.py`) each of these is t - 1 sends of
+    which is not kept) and 1 reduce_scatter of H. In chunks (`spec/model/pieces.py`) each of these is t - 1 sends of
     H / t, made in three calls at most.
     """
     payload = batch.tokens(at) * width * batch.element
     if not at.splits_tokens:
         yield Collective("backward", "tp", "all_reduce", payload)
         return
-    cut = in_pieces(batch.tokens(at), width * local, at.size("tp"), at.piece_flops)
+    cut = in_chunks(batch.tokens(at), width * local, at.size("tp"), at.piece_flops)
     yield from _moved(at, cut, "forward", "all_gather", payload)
     yield from _moved(at, cut, "backward", "all_gather", payload, repeated=True)
     yield from _moved(at, cut, "backward", "reduce_scatter", payload)
@@ -42,7 +42,7 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
 def _moved(
     at: Coordinate, cut: bool, phase: str, op: str, payload: int, repeated: bool = False
 ) -> Iterator[Collective]:
-    """Yields a gather or scatter of rows over tp as a linear layer makes it: one call, or in pieces one for each run of
+    """Yields a gather or scatter of rows over tp as a linear layer makes it: one call, or in chunks one for each run of
     ranks (`nn/overlap.py`)."""
     size = at.size("tp")
     if not cut:
@@ -56,16 +56,16 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iter
     """Yields the calls of a product whose input features are cut over tp, `local` of them being this rank's, so that
     the output, `width` features, is a sum.
 
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In pieces:
-    as many all_reduces as there are pieces, or each of the two others as sends, as in `column_calls`.
+    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In chunks:
+    as many all_reduces as there are chunks, or each of the two others as sends, as in `column_calls`.
     """
     tokens, weight = batch.tokens(at), width * local
     payload = tokens * width * batch.element
     if not at.splits_tokens:
-        pieces = summed_pieces(tokens, weight, at.piece_flops)
-        yield Collective("forward", "tp", "all_reduce", payload // pieces, pieces)
+        chunks = summed_chunks(tokens, weight, at.piece_flops)
+        yield Collective("forward", "tp", "all_reduce", payload // chunks, chunks)
         return
-    cut = in_pieces(tokens, weight, at.size("tp"), at.piece_flops)
+    cut = in_chunks(tokens, weight, at.size("tp"), at.piece_flops)
     yield from _moved(at, cut, "forward", "reduce_scatter", payload)
     yield from _moved(at, cut, "backward", "all_gather", payload)
 

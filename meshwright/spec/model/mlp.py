@@ -80,14 +80,14 @@ class MLPPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
         """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
         the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
-        needs one; uncompiled, the quick GELU also keeps its sigmoid. In pieces, only that of one piece at a time, while
-        its backward runs."""
+        needs one; uncompiled, the quick GELU also keeps its sigmoid. In chunks of tokens, only that of one at a time,
+        while its backward runs."""
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
         elif not self.keeps_result:
             copies = max(1.0, copies - 1.0)
-        rows = rows_of_piece(batch.tokens(at), kernels.pieces)
+        rows = rows_of_chunk(batch.tokens(at), kernels.pieces)
         yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
@@ -99,9 +99,9 @@ class MLPPart(Part):
         widths = 2
         if self.gated:
             widths = 3 if self._recomputes_swiglu(at, kernels) else 5
-        return float(rows_of_piece(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
+        return float(rows_of_chunk(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
 
 
-def rows_of_piece(tokens: int, pieces: int) -> int:
-    """Returns the tokens of each piece but the last, which may have fewer."""
-    return -(-tokens // pieces)
+def rows_of_chunk(tokens: int, chunks: int) -> int:
+    """Returns the tokens of each chunk but the last, which may have fewer."""
+    return -(-tokens // chunks)

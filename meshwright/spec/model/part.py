@@ -159,9 +159,9 @@ class Kernels:
     gate_copies: float = 4.0  # widths of the MLP that a gated activation keeps
     keeps_rotation: bool = True  # queries and keys before and after they are rotated
     mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
-    logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in pieces
+    logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in tiles
     host: bool = False  # a CPU's kernels keep other things
-    pieces: int = 1  # of our MLPs, over tokens
+    pieces: int = 1  # chunks of tokens of our MLPs
     fp8: bool = False  # products multiply numbers of 8 bits, except for the precise ones
     own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
 

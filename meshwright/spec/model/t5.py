@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, columns_of, rows_of
+from meshwright.spec.model.gpt import core_kept, core_work
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.part import (
     BlockUnit,
@@ -137,21 +138,13 @@ class CrossAttentionPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         heads, d, tokens = self.heads // at.size("tp"), self.head_dim, batch.tokens(at)
-        products = [
+        products = (
             Product("cross q", tokens, heads * d, self.hidden),
             Product("cross kv", self.memory(batch).tokens(at), 2 * heads * d, self.hidden),
             Product("cross out", tokens, self.hidden, heads * d, scattered=True),
-        ]
-        if kernels.fused_attention:
-            core = 4.0 * batch.sequences * heads * d * batch.seq * self.seq
-            return Work(tuple(products), core, kernels=10)
-        count = batch.sequences * heads
-        products += [
-            Product("scores", batch.seq, self.seq, d, count, linear=False),
-            Product("mix", batch.seq, d, self.seq, count, linear=False),
-        ]
-        passes = 2 * batch.element + ((2 * batch.element + 1) if self.dropout else 0)
-        return Work(tuple(products), softmax=float(count * batch.seq * self.seq * passes), kernels=16)
+        )
+        lengths = (batch.seq, self.seq)
+        return Work(products) + core_work(batch, kernels, heads, d, lengths, float(batch.seq * self.seq), self.dropout)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         local = self.heads // at.size("tp") * self.head_dim
@@ -166,11 +159,8 @@ class CrossAttentionPart(Part):
         keys = self.memory(batch).tokens(at)
         yield Kept("attention output", tokens * heads * d * e)
         yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
-        if kernels.fused_attention:
-            if not (kernels.host and self.dropout):  # for want of a kernel, rows go through some at a time
-                yield Kept("log-sums", tokens * heads * batch.wide, core=True)
-        else:
-            yield Kept("scores", tokens * heads * self.seq * (e + (e + 1 if self.dropout else 0)), core=True)
+        if not (kernels.fused_attention and kernels.host and self.dropout):  # else rows go through some at a time
+            yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
