@@ -36,7 +36,7 @@ from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.pieces import in_chunks, summed_chunks
 
 # The handle of the weight gradient's sink, the groups over which things travel, the precision of the products (see
-# `products`), and the least FLOPs for each send where they communicate while they multiply (see `spec/model/pieces.py`).
+# `products`), and the least FLOPs for each send where they communicate while they multiply (`spec/model/pieces.py`).
 ProductSettings = tuple[Tensor | None, Sides, str, float | None]
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
+from meshwright.engine.sharding.compression.sizes import gathered_bytes
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
@@ -36,7 +37,6 @@ from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes
-from meshwright.spec.traffic.message_sizes import gathered_bytes
 from meshwright.spec.traffic.placement import copy_axis
 
 

@@ -9,9 +9,9 @@ from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
 from meshwright.config.replicas import ServerConfig
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.algorithms import AlgorithmReducer
+from meshwright.engine.sharding.compression.sizes import CompressionPlan, UndecidedPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerPlan
 from meshwright.engine.sharding.server import ServerReducer
-from meshwright.spec.traffic.message_sizes import CompressionPlan, UndecidedPlan
 
 
 class Request(NamedTuple):
