@@ -30,6 +30,7 @@ from meshwright.engine.context import Context, build_context, is_host
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.offload import StateStore
 from meshwright.engine.step import Trainer
+from meshwright.models.graph_stage import GraphStage
 from meshwright.plan.rank import Counts, RankFigures
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.model.description import data_fields
@@ -83,7 +84,8 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     # The tensor-parallel rank that would broadcast the samples may not be there.
     trainer.train_batches.reads = trainer.train_batches.sends = True
     # Nor may the one that counts the loss's terms: the rank that computes them does.
-    trainer.train_batches.counts_terms = any(getattr(each, "head", None) is not None for each in trainer.modules)
+    ours = [module for module in trainer.modules if isinstance(module, GraphStage)]
+    trainer.train_batches.counts_terms = any(module.stage.last for module in ours)
     # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a
     # norm a step has nothing to learn from and would be skipped.
     trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ from meshwright.engine.output import LOSS, Totals
 from meshwright.engine.result import StepResult as StepResult
 from meshwright.engine.sharding.buffers import SideState, State
 from meshwright.engine.sharding.compression.make import reducer_of
+from meshwright.engine.sharding.compression.sizes import planned_compression
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.stream_waits import Exposure, SampledWaits
@@ -41,7 +42,6 @@ from meshwright.spec.schedule.trace import REDUCED, UPDATED
 from meshwright.spec.schedule.verify import verified
 from meshwright.spec.traffic.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counted_as, counts_bytes
 from meshwright.spec.traffic.ledger import CallTotals, wire_bytes
-from meshwright.spec.traffic.message_sizes import planned_compression
 
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from meshwright.plan.job import Job
 from meshwright.spec.model.gpt import OutputLayerPart
 from meshwright.spec.model.loss_pieces import answers_of
-from meshwright.spec.model.part import Collective, Unit
-from meshwright.spec.model.tuning import TunedPart
+from meshwright.spec.model.part import Collective, Unit, innermost
 
 
 def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
@@ -19,8 +18,8 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
     gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
     if job.config.objective != "preference":
         return
-    at, batch = unit.seen_by(job.at), unit.own(job.batch)
-    for part in (each.part.part if isinstance(each.part, TunedPart) else each.part for each in unit.parts):
+    at, batch = unit.seen_by(job.at), unit.rows.of(job.batch)
+    for part in (innermost(each.part) for each in unit.parts):
         forward = [call for call in part.collectives(at, batch) if call.phase == "forward" and at.size(call.axis) > 1]
         if job.config.compares:
             yield from (replace(call, replayed=True) for call in forward)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
+from meshwright.engine.sharding.compression.sizes import gathered_bytes
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, ReducerPlan, mixing
 from meshwright.plan.answers import answer_collectives
 from meshwright.plan.held import HeldParameter, dtype_of, packed, parameters
@@ -28,13 +29,13 @@ from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
-from meshwright.spec.model.description import REFERENCE, field_elements, fields_read, passed, stages_of
-from meshwright.spec.model.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
+from meshwright.spec.model.description import field_elements, fields_read, stages_of
+from meshwright.spec.model.graph import Stage
+from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Unit
 from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes
-from meshwright.spec.traffic.message_sizes import gathered_bytes
 from meshwright.spec.traffic.placement import copy_axis, grad_bytes, shard_axes
 
 
@@ -102,7 +103,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
     """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
-        again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
+        again = unit.stackable and job.config.recompute.blocks > 0
         for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
             times = count * call.times * job.micro_batches
             repeats = again and call.phase == "forward" and not call.replayed
@@ -117,8 +118,9 @@ def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Col
 
 def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
     """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
-    shapes = passed(job.config, job.at, job.batch, stage).items()
-    return [math.prod(shape) * job.batch.element for name, shape in shapes if not (back and name == REFERENCE)]
+    shapes = job.model.passes(job.at, job.batch, stage).items()
+    left = job.model.ungraded if back else ()
+    return [math.prod(shape) * job.batch.element for name, shape in shapes if name not in left]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:

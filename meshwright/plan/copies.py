@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.plan.job import Job
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 
 PAIRED = 4  # bytes of a master that is stored in two halves, and copied whole
 

@@ -27,7 +27,6 @@ from meshwright.plan.reduction import (
 from meshwright.plan.stack import States
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
-from meshwright.spec.model.part import BlockUnit
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.simulate import Simulation, simulate
 
@@ -133,7 +132,7 @@ def _stage(job: Job, where: Setting, pp_rank: int) -> tuple[RankTimes, StageCost
         for unit, count in job.units(stage):
             t = unit_time(unit, where)
             extra, adding = (0.0, 0.0), 0.0
-            if isinstance(unit, BlockUnit):
+            if unit.stackable:
                 extra = sharded_block(job, where, unit, count, inside)
                 if m > 1:  # adding a weight gradient to the sum over micro-batches reads and writes the sum
                     adding = sum(unit_parameters(unit, job.at, True)) * job.stack.accumulate / where.cluster.memory_rate

@@ -12,7 +12,8 @@ from meshwright.plan.job import Job, kept_together
 from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
-from meshwright.spec.model.part import BlockUnit, Coordinate, Stage, Unit
+from meshwright.spec.model.graph import Stage
+from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.traffic.placement import (
     ALIGN,
     backward_order,
@@ -47,20 +48,21 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
     for stage in held:
         graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
         stays: set[str] = set()
-        units = list(job.model.units(stage))
-        runs = kept_together([unit for _, _, unit in units], together)
+        nodes = job.model.nodes_of(stage)
+        runs = kept_together([node.unit for node in nodes], together)
         twice = {at for begin, end in runs for at in range(begin, end - 1)}
-        for at, (key, _, unit) in enumerate(units):
+        for at, node in enumerate(nodes):
+            unit, embeds = node.unit, not node.inputs
             records = unit_records(unit, job.at)
-            graded |= (together > 0 and isinstance(unit, BlockUnit)) or any(record.trained for record in records)
+            graded |= (together > 0 and unit.stackable) or any(record.trained for record in records)
             fetches = 1 + graded + (at in twice) + job.config.compares
             for record in records:
                 tie = tie_of(unit, number, record)
                 if tie in ties:
-                    first, more = ties[tie], fetches - (key.endswith("embedding") and tie in stays)
+                    first, more = ties[tie], fetches - (embeds and tie in stays)
                     found[first] = found[first]._replace(fetches=found[first].fetches + more)
                     continue
-                stays |= {tie} if key.endswith("embedding") else set()
+                stays |= {tie} if embeds else set()
                 if tie:
                     ties[tie] = len(found)
                 found.append(HeldParameter(record, number, fetches))
@@ -71,7 +73,7 @@ def parameters(job: Job, held: Sequence[Stage]) -> list[HeldParameter]:
 def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
     """Returns the name of a record's tie among a rank's units, empty without one. Ties inside a block are the block's
     own, since records of all blocks of one kind have the same names here."""
-    return f"unit {number}: {record.tied}" if record.tied and isinstance(unit, BlockUnit) else record.tied
+    return f"unit {number}: {record.tied}" if record.tied and unit.stackable else record.tied
 
 
 def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[int, ParamRecord, int]]:

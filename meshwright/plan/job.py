@@ -14,6 +14,7 @@ from meshwright.config.replica_rules import batch_problem, batch_unit
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.engine.sharding.compression.sizes import planned_compression, planned_reducer
 from meshwright.engine.sharding.reducers import ReducerPlan, mixing
 from meshwright.engine.sharding.server import ServerReducer
 from meshwright.errors import UserError
@@ -21,9 +22,9 @@ from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
-from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
+from meshwright.spec.model.graph import Model, Stage
+from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Unit, coordinate_of
 from meshwright.spec.schedule.kinds import placement_of
-from meshwright.spec.traffic.message_sizes import planned_compression, planned_reducer
 from meshwright.spec.traffic.placement import shard_axes
 
 FIELD_BYTES = {
@@ -211,7 +212,7 @@ class Job:
 
 @lru_cache(maxsize=20_000)
 def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
-    return tuple(Counter(unit for _, _, unit in model.units(stage)).items())
+    return tuple(Counter(node.unit for node in model.nodes_of(stage)).items())
 
 
 def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
@@ -220,7 +221,7 @@ def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]
     found: list[tuple[int, int]] = []
     for at, unit in enumerate(units):
         begin, end = found[-1] if found else (0, 0)
-        block = isinstance(unit, BlockUnit) and bool(found) and isinstance(units[begin], BlockUnit)
+        block = unit.stackable and bool(found) and units[begin].stackable
         if block and end - begin < together:
             found[-1] = (begin, at + 1)
         else:

@@ -14,7 +14,6 @@ from meshwright.plan.held import records_once, unit_records
 from meshwright.plan.job import Job
 from meshwright.plan.packing import division_of, packing_of
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import BlockUnit
 from meshwright.spec.traffic.communicators import Communicator
 from meshwright.spec.traffic.fragments import fragment_bounds
 from meshwright.spec.traffic.placement import RING, copy_axis, piece_size
@@ -230,7 +229,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     s, zero = job.states, job.sharding[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in job.rank_units(pp_rank):
-        if isinstance(unit, BlockUnit):
+        if unit.stackable:
             size = sum(record.numel for record in unit_records(unit, job.at))
             layer, layers = max(layer, size), layers + count * size
     ends = params - layers

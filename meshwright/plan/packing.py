@@ -64,7 +64,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     zero = c.zero if c.zero.stage == 3 else replace(c.zero, stage=0)
     key = ("packing", zero.stage, pp_rank)
     if key not in job.known:
-        chunks = tuple(tuple(unit for _, _, unit in job.model.units(stage)) for stage in job.chunks[pp_rank])
+        chunks = tuple(tuple(node.unit for node in job.model.nodes_of(stage)) for stage in job.chunks[pp_rank])
         dtypes = (c.train.precision, c.train.grad_dtype)
         job.known[key] = _packing(chunks, job.at, job.layout, c.comm.bucket_mib, zero, dtypes, job.mixing)
     found: Packing = job.known[key]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
+from meshwright.engine.sharding.compression.sizes import gathered_bytes
 from meshwright.engine.sharding.server import ServerReducer
 from meshwright.plan.algorithms import algorithm_seconds, gather_to_one_seconds
 from meshwright.plan.cluster import Cluster
@@ -21,8 +22,7 @@ from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.layout import REPLICAS
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
-from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
-from meshwright.spec.traffic.message_sizes import gathered_bytes
+from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.traffic.placement import copy_axis, may_be_mixed, shard_axes
 
 
@@ -110,9 +110,7 @@ def by_division(job: Job, experts: int, others: int) -> Iterator[tuple[Divided, 
     yield from ((how, count) for how, count in pairs if how.ranks > 1 and count)
 
 
-def sharded_block(
-    job: Job, where: Setting, block: BlockUnit, count: int, axes: dict[str, AxisTime]
-) -> tuple[float, float]:
+def sharded_block(job: Job, where: Setting, block: Unit, count: int, axes: dict[str, AxisTime]) -> tuple[float, float]:
     """Returns the exposed seconds per block and micro-batch that sharded weights and gradients add to forward and
     backward; `axes` get the seconds of `count` blocks and all micro-batches."""
     zero = job.config.zero.stage
@@ -294,10 +292,10 @@ def _sharded_rest(
     ends = fetched = 0
     if how == divided(job, DATA_AXES):
         # A tied table is gathered for both ends.
-        fetched = sum(unit_parameters(unit, job.at, False)[1] for unit, _ in pairs if not isinstance(unit, BlockUnit))
-        inside = [(unit, count) for unit, count in pairs if isinstance(unit, BlockUnit)]
+        fetched = sum(unit_parameters(unit, job.at, False)[1] for unit, _ in pairs if not unit.stackable)
+        inside = [(unit, count) for unit, count in pairs if unit.stackable]
         ends = stage.trained - sum(count * sum(unit_parameters(unit, job.at, True)) for unit, count in inside)
-    outside = [(unit, count) for unit, count in pairs if not isinstance(unit, BlockUnit)]
+    outside = [(unit, count) for unit, count in pairs if not unit.stackable]
     reduce = sum_seconds(job, cluster, "reduce_scatter", ends, how, outside)
     if how.stage == 3:
         seconds = m * (reduce + sum(gather_seconds(job, cluster, fetched, how, 1)))

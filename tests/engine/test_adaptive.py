@@ -12,11 +12,11 @@ import pytest
 from meshwright.checkpoint.load import Reader
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer, Trial, best
+from meshwright.engine.sharding.compression.sizes import candidates, planned_choice
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
 from meshwright.plan.communication import predict_step
 from meshwright.run.adapting import BEFORE, MEASURED, Adapting
-from meshwright.spec.traffic.message_sizes import candidates, planned_choice
 from tests.engine.test_compressed_checkpoints import saved
 from tests.engine.test_compression import FEW
 from tests.support.oracle import load_into, make_trainer, small_config

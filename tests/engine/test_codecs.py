@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.config.comm import KINDS, LOW_RANK, ReduceConfig
 from meshwright.engine.sharding.compression.exchange import codec_of
-from meshwright.spec.traffic.message_sizes import message_bytes, sent_elements
+from meshwright.engine.sharding.compression.sizes import message_bytes, sent_elements
 
 BLOCK = 32
 CODED = [kind for kind in KINDS if kind not in ("plain", *LOW_RANK)]

@@ -34,7 +34,8 @@ from meshwright.plan.target import stack_for, target_of
 from meshwright.spec.layout.pieces import pieces
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.gpt import AttentionPart
-from meshwright.spec.model.part import ALONE, Kernels, parameter_count
+from meshwright.spec.model.graph import parameter_count
+from meshwright.spec.model.part import ALONE, Kernels
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.simulate import simulate
 from tests.support.waiting import HANG_S

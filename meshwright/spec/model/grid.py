@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.errors import UserError
 from meshwright.spec.layout.grid import GRID_AXES, STREAM, Grid
@@ -20,6 +21,7 @@ from meshwright.spec.model.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.spec.model.graph import Model
 from meshwright.spec.model.grid_products import (
     GridProduct,
     along,
@@ -43,7 +45,6 @@ from meshwright.spec.model.part import (
     Kept,
     Kernels,
     MicroBatch,
-    Model,
     NamedPart,
     Part,
     Product,
@@ -338,16 +339,15 @@ def on_grid(model: Model, grid: Grid) -> Model:
     def cut(unit: Unit) -> tuple[NamedPart, ...]:
         return tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
 
-    width = model.hidden // grid.col
-    blocks: dict[BlockUnit, GridBlock] = {}
-    for block in model.blocks:
-        if block not in blocks:
-            more = (width, block.parallel, block.dropout, block.post_norm, block.residual, block.sandwich)
-            blocks[block] = GridBlock(cut(block), *more)
-    return replace(
-        model, embedding=Unit(cut(model.embedding)), blocks=tuple(blocks[block] for block in model.blocks),
-        head=Unit(cut(model.head)), hidden=width,
-    )  # fmt: skip
+    @cache
+    def changed(unit: Unit) -> Unit:
+        if not isinstance(unit, BlockUnit):
+            return replace(unit, parts=cut(unit))
+        more = (unit.parallel, unit.dropout, unit.post_norm, unit.residual, unit.sandwich)
+        return GridBlock(cut(unit), unit.rows, unit.hidden // grid.col, *more)
+
+    streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
+    return replace(model.mapped(lambda node: changed(node.unit)), streams=streams)
 
 
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:

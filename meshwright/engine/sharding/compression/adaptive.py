@@ -18,8 +18,8 @@ from meshwright.comm.group import Group
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.buffers import Bucket
 from meshwright.engine.sharding.compression.exchange import ExchangeReducer, codec_of
+from meshwright.engine.sharding.compression.sizes import candidates
 from meshwright.engine.sharding.reducers import PendingReduction
-from meshwright.spec.traffic.message_sizes import candidates
 
 WORTH = 0.05  # of a step, that a harsher candidate must save
 CHOICE, RANKS = "reduce.", "reduce.ranks"  # names of what a checkpoint holds of the choice

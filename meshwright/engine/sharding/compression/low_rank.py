@@ -22,9 +22,9 @@ from meshwright.config.comm import ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, Slot
 from meshwright.engine.sharding.compression.residual import Compressing, wide
+from meshwright.engine.sharding.compression.sizes import Matrices, matrices_of
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import Box, ParamRecord, stream_seed
-from meshwright.spec.traffic.message_sizes import Matrices, matrices_of
 
 if TYPE_CHECKING:
     from meshwright.engine.sharding.reducers import SideTensors

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.spec.traffic.message_sizes import BITS, SCALE_BYTES
+from meshwright.engine.sharding.compression.sizes import BITS, SCALE_BYTES
 
 # The largest code of a kind, to which a block's largest element is scaled.
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-from meshwright.spec.traffic.message_sizes import CompressionPlan
+from meshwright.engine.sharding.compression.sizes import CompressionPlan
 
 if TYPE_CHECKING:
     from meshwright.engine.sharding.reducers import SideTensors

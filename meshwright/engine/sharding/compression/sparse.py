@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.compression.quantised import aligned, blocks
-from meshwright.spec.traffic.message_sizes import blocks_of, place_bytes, sent_elements
+from meshwright.engine.sharding.compression.sizes import blocks_of, place_bytes, sent_elements
 
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
 SAMPLE = 4096  # elements of a piece from which its threshold is estimated
