@@ -43,7 +43,8 @@ WITHOUT_TORCH = [
         if path.stem != "__init__"
     ),
     "layout", "layout.params", "layout.rows", "layout.redistribute", "config.load",
-    "config.rules", "models.description", "parts.part", "parts.graph", "parts.linear", "parts.gpt", "parts.context", "parts.experts",
+    "config.rules", "models.description", "parts.part", "parts.graph", "parts.linear", "parts.gpt", "parts.context",
+    "parts.experts",
     "parts.latent", "parts.tuning", "parts.loss_pieces", "parts.bert", "data.masked", "data.packed",
     "data.chat_prepare", "train.datasets",
     "optim.schedules", "comm.ledger", "comm.algorithms", "config.comm", "sharding.algorithms",

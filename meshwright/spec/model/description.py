@@ -313,7 +313,8 @@ def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]
     for stage, (rank, _) in zip(stages_of(config), places, strict=True):
         for name in model.groups(stage):
             found.setdefault(name, set()).add(rank)
-    if not {*found} - {EMBEDDING}:
+    ends = {places[0][0], places[-1][0]}
+    if not {*found} - {EMBEDDING} and found.get(EMBEDDING, ends) == ends:
         return ()
     return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(found.items()))
 
