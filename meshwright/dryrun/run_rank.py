@@ -16,16 +16,7 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.stand_ins import (
-    RandomBlanks,
-    RandomMasked,
-    RandomSpans,
-    RandomTokens,
-    draw_on_device,
-    fake_world,
-    release,
-    stand_in,
-)
+from meshwright.dryrun.stand_ins import RandomSamples, draw_on_device, fake_world, release, stand_in
 from meshwright.engine.context import Context, build_context, is_host
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.offload import StateStore
@@ -33,7 +24,6 @@ from meshwright.engine.step import Trainer
 from meshwright.models.graph_stage import GraphStage
 from meshwright.plan.rank import Counts, RankFigures
 from meshwright.run.pretrain import build_modules
-from meshwright.spec.model.description import data_fields
 from meshwright.spec.model.gpt import vocabulary_rows
 from meshwright.spec.schedule.table import action_counts
 from meshwright.spec.traffic.counts import COUNTS
@@ -101,19 +91,11 @@ def _keep_host_states(trainer: Trainer) -> None:
         store.on_device = True
 
 
-def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | RandomBlanks:
+def samples_of(ctx: Context) -> RandomSamples:
     """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
-    c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
-    rows = vocabulary_rows(c.model.vocab, ctx.at)
-    first = min(tp_rank * rows, c.model.vocab - 1)
-    held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
-    if c.objective == "masked":
-        return RandomMasked(c.model, held, first)
-    if c.objective == "blanks":
-        return RandomBlanks(c.model, held, first)
-    if c.objective == "spans":
-        return RandomSpans(c.model, held, first)
-    return RandomTokens(held, c.model.seq, first, sorted(more))
+    vocab, rows = ctx.config.model.vocab, vocabulary_rows(ctx.config.model.vocab, ctx.at)
+    first = min(max(0, ctx.mesh.tp.index) * rows, vocab - 1)
+    return RandomSamples(ctx.config, min(rows, vocab - first), first)
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
