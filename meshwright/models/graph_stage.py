@@ -41,6 +41,7 @@ class GraphStage(nn.Module):
     embedding: Embedding | None
     blocks: nn.ModuleDict
     head: Head | None
+    foreign = False
     several: tuple[Callable[..., Tensor], int] | None = None  # the function that runs blocks as one graph; how many
 
     def __init__(

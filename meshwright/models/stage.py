@@ -31,6 +31,10 @@ class StageModule(Protocol):
         """The names of tensors that pass between chunks and whose gradient does not come back."""
 
     @property
+    def foreign(self) -> bool:
+        """Whether its modules are not ours: which of their parameters get gradients may depend on the data."""
+
+    @property
     def layers(self) -> Mapping[int, nn.Module]:
         """The chunk's blocks by their numbers in the model, where it knows them."""
 
@@ -65,7 +69,7 @@ class StageModule(Protocol):
 class _Adapted:
     """Adapts a module that is not ours: what it offers, and defaults for the rest."""
 
-    draws_by_key = False
+    draws_by_key = foreign = False
     ungraded: Container[str] = ()
     layers: Mapping[int, nn.Module] = MappingProxyType({})
     losses: Sequence[tuple[LossTerm, int]] = ()

@@ -61,7 +61,7 @@ class ForeignStage(nn.Module):
     draws_by_key = False
     ungraded: Container[str] = ()
     layers: Mapping[int, nn.Module] = MappingProxyType({})
-    foreign = True  # which of its parameters get gradients may depend on the data
+    foreign = True
     losses: Sequence[tuple[LossTerm, int]] = ()
     loss_counts: LossCounts | None = None
     receives: Receives = {}  # noqa: RUF012 (a subclass sets its own)
