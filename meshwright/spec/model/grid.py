@@ -317,16 +317,6 @@ class GridOutputPart(Part):
         return float(loss_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
 
 
-@dataclass(frozen=True)
-class GridBlock(BlockUnit):
-    """A block of a grid; `hidden` are the features of one rank."""
-
-    __hash__ = BlockUnit.__hash__
-
-    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
-        return batch.rows(at) * self.hidden * batch.element
-
-
 _PARTS: dict[type[Part], type] = {
     NormPart: GridNormPart, AttentionPart: GridAttentionPart, MLPPart: GridMLPPart,
     TokenEmbeddingPart: GridTokensPart, PositionEmbeddingPart: GridPositionsPart, OutputLayerPart: GridOutputPart,
@@ -336,18 +326,14 @@ _PARTS: dict[type[Part], type] = {
 def on_grid(model: Model, grid: Grid) -> Model:
     """Returns the same model with every part cut over a grid."""
 
-    def cut(unit: Unit) -> tuple[NamedPart, ...]:
-        return tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
-
     @cache
-    def changed(unit: Unit) -> Unit:
-        if not isinstance(unit, BlockUnit):
-            return replace(unit, parts=cut(unit))
-        more = (unit.parallel, unit.dropout, unit.post_norm, unit.residual, unit.sandwich)
-        return GridBlock(cut(unit), unit.rows, unit.hidden // grid.col, *more)
+    def cut(unit: Unit) -> Unit:
+        parts = tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
+        found = replace(unit, parts=parts)
+        return replace(found, hidden=found.hidden // grid.col) if isinstance(found, BlockUnit) else found
 
     streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
-    return replace(model.mapped(lambda node: changed(node.unit)), streams=streams)
+    return replace(model.mapped(lambda node: cut(node.unit)), streams=streams)
 
 
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:

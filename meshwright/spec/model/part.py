@@ -358,16 +358,14 @@ class BlockUnit(Unit):
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
-        stream = self._passed(at, batch)
+        # What the stream gives to a product: the rows of all ranks that divide it.
+        gathered = at.size("tp") if at.splits_tokens else 1
+        stream = batch.rows(at) * gathered * self.hidden * batch.element
         if not kernels.own:
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
         norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
         bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
         return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
-
-    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
-        """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
-        return batch.tokens(at) * self.hidden * batch.element
 
     def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
