@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -27,8 +27,7 @@ def datasets_provider(ctx: Context, samples: tuple[int, int, int]) -> tuple[Any,
 
 
 def forward_step(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
-    assert isinstance(module, StepModule)
     if ctx.config.objective == "preference":
         return preference_output(ctx.config, module, batch, received)
-    tensors, terms = module.step(batch, received)
+    tensors, terms = cast(StepModule, module).step(batch, received)
     return StageOutput(tensors, [Term(*term) for term in terms])

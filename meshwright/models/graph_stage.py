@@ -60,6 +60,12 @@ class GraphStage(nn.Module):
         kind = TokenView if config.layout.grid is None else GridView
         self.view = kind(parallel, config, tokens)
         self.sources = [node for node in model.nodes if not node.inputs]
+        self._seeds = {node.key: -1 - number for number, node in enumerate(self.sources)}
+        self._mixed = {layer for layer in self.layers if self._block(layer).has_experts}
+        self._all = steps_of(self.nodes)
+        self._trunk = steps_of([node for node in self.nodes if node.writes])
+        read = {name for node in self.nodes for name in node.beside}
+        self._goes_on = [(stream.name, stream.name in read) for stream in model.live(model.end(stage))]
         self._offer(config, at)
 
     def _register(self, node: Node, at: Coordinate) -> None:
@@ -108,7 +114,7 @@ class GraphStage(nn.Module):
         each of the head's terms, if there are several); and the sums of the terms that blocks add to the loss, if there
         are any."""
         received = self._received(hidden, received)
-        streams, losses = self._run_nodes(self.nodes, self.view.prepared(batch), received)
+        streams, losses = self._run_nodes(self._all, self.view.prepared(batch), received)
         return (self._passed(streams, received) if self.head is None else streams[""]), losses
 
     def step(self, batch: Batch, received: Mapping[str, Tensor]) -> StageResult:
@@ -157,15 +163,11 @@ class GraphStage(nn.Module):
             if node.writes in needed and not (node.writes in given and node.writes not in node.inputs):
                 chosen.insert(0, node)
                 needed = (needed - {node.writes}) | {*node.inputs}
-        return self._run_nodes(chosen, batch, dict(given), past)[0][name]
+        return self._run_nodes(steps_of(chosen), batch, dict(given), past)[0][name]
 
     def announce(self, loss_weight: float | None) -> None:
         """Takes the number that backward will multiply the loss's sum by, where that is known."""
         self._loss_weight = loss_weight
-
-    @property
-    def _trunk(self) -> list[Node]:
-        return [node for node in self.nodes if node.writes]
 
     @property
     def _last(self) -> str:
@@ -179,40 +181,38 @@ class GraphStage(nn.Module):
     def _passed(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
         """Returns what the next chunk takes. A stream that was received, or that blocks here read, goes on as a tensor
         of its own, into which the gradient of later chunks comes back."""
-        found = {}
-        for stream in self.model.live(self.model.end(self.stage)):
-            x = streams[stream.name]
-            shared = stream.name in received or any(stream.name in node.beside for node in self.nodes)
-            found[stream.name] = x.view_as(x) if shared else x
-        return found
+        return {
+            name: streams[name].view_as(streams[name]) if is_read or name in received else streams[name]
+            for name, is_read in self._goes_on
+        }
 
     def _run_nodes(
-        self, nodes: Sequence[Node], batch: Batch, streams: Streams, past: Caches | None = None
+        self, steps: Sequence[Node | Stack], batch: Batch, streams: Streams, past: Caches | None = None
     ) -> tuple[Streams, Tensor | None]:
         """Returns the streams after these nodes, and the sums of the terms that blocks add to the loss."""
         streams, total, past = dict(streams), None, past or {}
         ids = next((batch[node.fields[0]] for node in self.sources if node.fields[0] in batch), None)
         sequences = self.micro_batch if ids is None else ids.shape[0]
-        for name, group in groupby(nodes, lambda node: node.writes if node.stackable else None):
-            if name is not None:
-                streams[name], losses = self._run_stack(list(group), batch, streams, sequences, past)
+        cached = next(iter(past.values())).length if past else 0
+        for step in steps:
+            if isinstance(step, Stack):
+                streams[step.writes], losses = self._run_stack(step, batch, streams, sequences, past)
                 total = _plus(total, losses)
-                continue
-            cached = next(iter(past.values())).length if past else 0
-            for node in group:
+            else:
                 given = NodeInputs(batch, streams, sequences, self.view.positions(batch), cached, self._loss_weight)
-                streams[node.writes] = self._run_node(node, given)
+                streams[step.writes] = self._run_node(step, given)
         return streams, total
 
     def _run_node(self, node: Node, given: NodeInputs) -> Any:
         """Returns what a node that is no block makes of a micro-batch."""
-        if not node.inputs:
-            self.parallel.streams.seed_layer(-1 - self.sources.index(node))
+        begins = node.key in self._seeds
+        if begins:
+            self.parallel.streams.seed_layer(self._seeds[node.key])
         module = self.held[node.key]
         found = call_unit(module, *arguments_of(module, node, given))
         if not node.writes or node.everywhere:
             return found
-        if not node.inputs and self.adapts and torch.is_grad_enabled() and not found.requires_grad:
+        if begins and self.adapts and torch.is_grad_enabled() and not found.requires_grad:
             found.requires_grad_()  # so that all blocks do the same, whatever comes before them
         self._mark_backward(found, None)
         return found
@@ -220,22 +220,21 @@ class GraphStage(nn.Module):
     # Stacks of blocks
 
     def _run_stack(
-        self, nodes: list[Node], batch: Batch, streams: Streams, sequences: int, past: Caches
+        self, stack: Stack, batch: Batch, streams: Streams, sequences: int, past: Caches
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the stream that neighbouring blocks change, and the sums of the terms that they add to the loss."""
-        x, layers = streams[nodes[0].writes], [node.layer for node in nodes if node.layer is not None]
-        beside = {name: streams[name] for node in nodes for name in node.beside}
+        x, layers, beside = streams[stack.writes], stack.layers, [streams[name] for name in stack.beside]
         shared = SharedInputs(
-            self.view.inputs(batch, x, sequences), tuple(beside), past, self.parallel.streams.where,
+            self.view.inputs(batch, x, sequences), stack.beside, past, self.parallel.streams.where,
             self._routed(batch, layers),
         )  # fmt: skip
         run = partial(self._run, shared)
         together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
         if not together:
-            x, *losses = run(layers, x, False, *beside.values())
+            x, *losses = run(layers, x, False, *beside)
             return x, losses[0] if losses else None
         runs = [layers[at : at + together] for at in range(0, len(layers), together)]
-        return self._recomputed(run, runs, x, *beside.values())
+        return self._recomputed(run, runs, x, *beside)
 
     def _recomputed(self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns what `_run_stack` does, of runs of blocks that are recomputed in backward."""
@@ -255,8 +254,7 @@ class GraphStage(nn.Module):
         """Returns what the mixtures of experts take beside their input, by layer."""
         mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
-        mixed = [layer for layer in layers if self._block(layer).has_experts]
-        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in mixed}
+        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._mixed}
 
     def _block(self, layer: int) -> Block:
         block = self.layers[layer]
@@ -321,9 +319,29 @@ class GraphStage(nn.Module):
     def runs_of_layers(self) -> list[list[int]]:
         """Returns the runs of layers that nothing stands between."""
         most = self.parallel.recompute.blocks or len(self.stage.layers)
-        stacks = groupby(self.nodes, lambda node: node.writes if node.stackable else None)
-        layers = [[node.layer for node in group if node.layer is not None] for name, group in stacks if name]
-        return [stack[at : at + most] for stack in layers for at in range(0, len(stack), most or 1)]
+        stacks = [step.layers for step in self._all if isinstance(step, Stack)]
+        return [stack[at : at + most] for stack in stacks for at in range(0, len(stack), most or 1)]
+
+
+class Stack(NamedTuple):
+    """Neighbouring blocks that change one stream: its name, their layers, and the streams that they read beside it."""
+
+    writes: str
+    layers: list[int]
+    beside: tuple[str, ...]
+
+
+def steps_of(nodes: Sequence[Node]) -> list[Node | Stack]:
+    """Returns nodes in their order, with neighbouring blocks that change one stream joined to stacks."""
+    found: list[Node | Stack] = []
+    for name, group in groupby(nodes, lambda node: node.writes if node.stackable else None):
+        if name is None:
+            found += group
+        else:
+            blocks = list(group)
+            beside = tuple(dict.fromkeys(each for node in blocks for each in node.beside))
+            found.append(Stack(name, [node.layer for node in blocks if node.layer is not None], beside))
+    return found
 
 
 class SharedInputs(NamedTuple):

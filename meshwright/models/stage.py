@@ -103,7 +103,6 @@ class _Adapted:
         return []
 
 
-@runtime_checkable
 class StepModule(Protocol):
     """A chunk whose forward step is its own: our models, and those that transformers builds."""
 
