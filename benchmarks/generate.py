@@ -29,14 +29,14 @@ from meshwright.engine.context import build_context
 from meshwright.engine.providers import model_provider
 from meshwright.infer.generate import Generator
 from meshwright.interop.hf import config_of
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.run.pretrain import build_modules
 
 VOCAB = 8192
 NEAR = 16  # tokens at either end whose times are taken together
 
 
-def make_models(args: argparse.Namespace) -> tuple[GPTStage, Any]:
+def make_models(args: argparse.Namespace) -> tuple[GraphStage, Any]:
     """Returns a Llama with random weights: ours, and transformers'."""
     import transformers
 
@@ -57,11 +57,11 @@ def make_models(args: argparse.Namespace) -> tuple[GPTStage, Any]:
         ctx = build_context(config_from(sections), 0, 1, Device("cpu"))
         (module,) = build_modules(ctx, model_provider)
         load_weights([module], folder)
-    assert isinstance(module, GPTStage)
+    assert isinstance(module, GraphStage)
     return module, theirs
 
 
-def with_cache(module: GPTStage, count: int) -> tuple[list[int], list[float]]:
+def with_cache(module: GraphStage, count: int) -> tuple[list[int], list[float]]:
     """Returns a greedy text after token 1, and the seconds of each of its tokens."""
     generator = Generator(module, VOCAB, count + 1)
     tokens, seconds = [1], []
@@ -72,7 +72,7 @@ def with_cache(module: GPTStage, count: int) -> tuple[list[int], list[float]]:
     return tokens[1:], seconds
 
 
-def whole(module: GPTStage, ids: list[int]) -> float:
+def whole(module: GraphStage, ids: list[int]) -> float:
     """Returns the seconds of the token after `ids` without a cache."""
     begin = time.perf_counter()
     Generator(module, VOCAB, len(ids)).next_logits(ids).argmax()

@@ -31,7 +31,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.stack import STACKS, Stack, States
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 from meshwright.spec.schedule.kinds import default_kind
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))

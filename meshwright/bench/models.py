@@ -11,7 +11,7 @@ from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.memory import rank_parameters
 from meshwright.plan.stack import COMPILED
-from meshwright.spec.model.part import BlockUnit, Product, Work
+from meshwright.spec.model.part import Product, Work
 from meshwright.spec.model.pieces import in_chunks
 
 LLAMA_ARCHITECTURE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
@@ -114,7 +114,7 @@ def products_in_pieces(config: Config) -> dict[str, bool]:
     if not (job.at.overlaps and job.at.splits_tokens):
         return {}
     size, least = job.at.size("tp"), job.at.piece_flops
-    blocks = [unit for unit, _ in job.rank_units(0) if isinstance(unit, BlockUnit)]
+    blocks = [unit for unit, _ in job.rank_units(0) if unit.stackable]
     found = [p for unit in blocks for p in unit_work(unit, job.at, job.batch, job.kernels).products if p.linear]
     return {p.name: in_chunks(p.m, p.n * p.k, size, least) for p in found}
 

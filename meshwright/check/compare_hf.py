@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from meshwright.engine.context import Context
 from meshwright.infer.evaluate import with_model
-from meshwright.infer.generate import EncoderDecoderGenerator, generate, generator_of
-from meshwright.models.gpt import GPTStage
-from meshwright.models.t5 import T5Stage
+from meshwright.infer.generate import EncoderDecoderGenerator, encodes, generate, generator_of
+from meshwright.models.graph_stage import GraphStage
 from meshwright.models.wrapped.stage import PlannedStage
 from meshwright.record.companions import tokenizer_beside
 
@@ -135,14 +134,13 @@ def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
     if isinstance(module, PlannedStage):
         planned: Tensor = module({"tokens": tokens, "positions": torch.arange(len(ids))[None]})[0]
         return planned
-    if isinstance(module, T5Stage):
+    assert isinstance(module, GraphStage) and module.head is not None
+    if encodes(module):
         generator, _ = generator_of(module, ctx.config.model, len(ids), len(ids))
         assert isinstance(generator, EncoderDecoderGenerator)
         return torch.stack([generator.next_logits(list(ids) if n == 0 else [ids[n - 1]]) for n in range(len(ids))])
-    assert isinstance(module, GPTStage) and module.head is not None
     fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
-    causal = ctx.config.model.kind_facts.causal
-    hidden, _ = module.trunk({"tokens": tokens} | ({} if causal else fields))
+    hidden, _ = module.trunk({"tokens": tokens} | ({} if module.model.causal else fields))
     found: Tensor = module.head.logits(hidden)
     return found
 

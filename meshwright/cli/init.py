@@ -25,7 +25,7 @@ from meshwright.plan.measured import HOST
 from meshwright.plan.memory import largest
 from meshwright.plan.search import Candidate
 from meshwright.show.units import count, seconds, size
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 
 EXAMPLES = """example:
   meshwright init                                             (asks for what it needs)

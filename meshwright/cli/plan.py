@@ -28,7 +28,7 @@ from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
-from meshwright.spec.model.part import active_parameters, parameter_count
+from meshwright.spec.model.graph import active_parameters, parameter_count
 
 # Keys that narrow the search, which its error names if no layout is found.
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")

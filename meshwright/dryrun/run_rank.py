@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,23 +16,14 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.meta_mode import MetaMode, SavedBytes
-from meshwright.dryrun.stand_ins import (
-    RandomBlanks,
-    RandomMasked,
-    RandomSpans,
-    RandomTokens,
-    draw_on_device,
-    fake_world,
-    release,
-    stand_in,
-)
+from meshwright.dryrun.stand_ins import RandomSamples, draw_on_device, fake_world, release, stand_in
 from meshwright.engine.context import Context, build_context, is_host
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.offload import StateStore
 from meshwright.engine.step import Trainer
+from meshwright.models.graph_stage import GraphStage
 from meshwright.plan.rank import Counts, RankFigures
 from meshwright.run.pretrain import build_modules
-from meshwright.spec.model.description import data_fields
 from meshwright.spec.model.gpt import vocabulary_rows
 from meshwright.spec.schedule.table import action_counts
 from meshwright.spec.traffic.counts import COUNTS
@@ -83,7 +74,8 @@ def make_rank(config: Config, world: int, rank: int, device: Device) -> Trainer:
     # The tensor-parallel rank that would broadcast the samples may not be there.
     trainer.train_batches.reads = trainer.train_batches.sends = True
     # Nor may the one that counts the loss's terms: the rank that computes them does.
-    trainer.train_batches.counts_terms = any(getattr(each, "head", None) is not None for each in trainer.modules)
+    ours = [module for module in trainer.modules if isinstance(module, GraphStage)]
+    trainer.train_batches.counts_terms = any(module.stage.last for module in ours)
     # Of ranks that hold the same gradients only the first counts them in the norm, and it may not be there: without a
     # norm a step has nothing to learn from and would be skipped.
     trainer.data_parallel.counts = lambda buffer, slot: True  # type: ignore[method-assign]
@@ -99,18 +91,11 @@ def _keep_host_states(trainer: Trainer) -> None:
         store.on_device = True
 
 
-def samples_of(ctx: Context) -> RandomTokens | RandomMasked | RandomSpans | RandomBlanks:
+def samples_of(ctx: Context) -> RandomSamples:
     """Returns random tokens whose embeddings this rank holds: others are rows of zeros to it, which norms blow up."""
-    c, tp_rank = ctx.config, max(0, ctx.mesh.tp.index)
-    rows = vocabulary_rows(c.model.vocab, ctx.at)
-    first = min(tp_rank * rows, c.model.vocab - 1)
-    held, more = min(rows, c.model.vocab - first), set(data_fields(c)) & {"positions", "segments"}
-    if c.objective_facts.splits_documents:
-        return RandomTokens(held, c.model.seq, first, sorted(more))
-    kinds: dict[str, Callable[..., RandomMasked | RandomSpans | RandomBlanks]] = {
-        "masked": RandomMasked, "blanks": RandomBlanks, "spans": RandomSpans,
-    }  # fmt: skip
-    return kinds[c.objective](c.model, held, first)
+    vocab, rows = ctx.config.model.vocab, vocabulary_rows(ctx.config.model.vocab, ctx.at)
+    first = min(max(0, ctx.mesh.tp.index) * rows, vocab - 1)
+    return RandomSamples(ctx.config, min(rows, vocab - first), first)
 
 
 def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:

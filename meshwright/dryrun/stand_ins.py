@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import Pending
 from meshwright.comm.mesh import Mesh
-from meshwright.config.sections import ModelConfig
+from meshwright.config.sections import Config
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.parallel import record_of
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
+from meshwright.spec.model.description import data_fields, model_of
 
 
 @contextmanager
@@ -113,50 +114,35 @@ class RandomTokens:
         return found | self.more
 
 
-class RandomMasked:
-    """Samples for an encoder: random ids from `first` on without padding, of which as many as can be are predicted."""
+class RandomSamples:
+    """Samples with the fields that the data of a config have: random ids from `first` on, without padding, all of whose
+    targets count. A causal model reads several documents, one with a prefix its source and the rest, others one."""
 
-    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
-        self.model, self.vocab, self.first = model, vocab, first
-
-    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng(n)
-        found: dict[str, Any] = {
-            "tokens": random.integers(self.first, self.first + self.vocab, m.seq),
-            "labels": random.integers(self.first, self.first + self.vocab, m.predictions),
-            "places": np.sort(random.permutation(m.seq)[: m.predictions]),
-            "segments": np.zeros(m.seq, np.int64), "loss_mask": np.ones(m.predictions, np.int64),
-            "token_types": (np.arange(m.seq) > m.seq // 2).astype(np.int64),
-        }  # fmt: skip
-        return found | ({"swapped": np.asarray(n % 2)} if m.pooler else {})
-
-
-class RandomBlanks:
-    """Samples with one blank, the second half: random ids from `first` on without padding."""
-
-    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
-        self.model, self.vocab, self.first = model, vocab, first
+    def __init__(self, config: Config, vocab: int, first: int = 0) -> None:
+        self.vocab, self.first, self.fields = vocab, first, data_fields(config)
+        model, self.seq = model_of(config), config.model.seq
+        self.lengths, at = dict(model.lengths), np.arange(self.seq)
+        halves = (at >= self.seq // 2).astype(np.int64)
+        segments = halves if model.prefix else documents_of(self.seq) if model.causal else np.zeros_like(halves)
+        begins = np.maximum.accumulate(at * (np.diff(segments, prepend=0) > 0))
+        positions = at if model.prefix else at - begins
+        self.same = {"segments": segments, "positions": positions, "token_types": halves}
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, at = self.model, np.arange(self.model.seq)
-        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, m.seq + 1)
-        later = (at >= m.seq // 2).astype(np.int64)
-        found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": later, "positions": at, "segments": later}
-        return found | ({"token_types": later * (at - m.seq // 2 + 1)} if m.token_types else {})
+        random = np.random.default_rng(n)
+        return {name: self._field(name, n, random) for name in self.fields}
 
-
-class RandomSpans:
-    """Samples for an encoder-decoder: random ids from `first` on, all of whose targets count."""
-
-    def __init__(self, model: ModelConfig, vocab: int, first: int = 0) -> None:
-        self.model, self.vocab, self.first = model, vocab, first
-
-    def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        target = self.model.t5.decoder_seq
-        ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.model.seq + 2 * target)
-        tokens, inputs, labels = np.split(ids, [self.model.seq, self.model.seq + target])
-        mask = np.ones(target, np.int64)
-        return {"tokens": tokens, "decoder_tokens": inputs, "labels": labels, "loss_mask": mask}
+    def _field(self, name: str, n: int, random: np.random.Generator) -> np.ndarray[Any, Any]:
+        length = self.lengths.get(name, self.seq)
+        if name in self.same:
+            return self.same[name]
+        if name == "loss_mask":
+            return np.ones(length, np.int64)
+        if name == "places":
+            return np.sort(random.permutation(self.seq)[:length])
+        if name == "swapped":
+            return np.asarray(n % 2)
+        return random.integers(self.first, self.first + self.vocab, length)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.device import Download
 from meshwright.engine.context import Context
 from meshwright.engine.sharding.data_parallel import DataParallel
+from meshwright.models.stage import stage_of
 from meshwright.nn.experts.experts import Experts
 from meshwright.spec.layout.rows import balance
 from meshwright.spec.traffic.counts import balance_length
@@ -29,8 +30,8 @@ class ExpertBalance:
         self.layers = [layer for layer in range(model.layers) if model.experts.in_block(layer)]
         self.held: dict[int, Experts] = {}
         for module in modules:
-            for name, block in getattr(module, "blocks", nn.ModuleDict()).items():
-                self.held |= {int(name): part for part in block.children() if isinstance(part, Experts)}
+            for layer, block in stage_of(module).layers.items():
+                self.held.update((layer, part) for part in block.children() if isinstance(part, Experts))
 
     @torch.no_grad()
     def update(self, squares: Tensor) -> Download | None:

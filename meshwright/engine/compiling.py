@@ -13,10 +13,10 @@ from torch._functorch import autograd_function
 from meshwright.config.features import keep_blocks_apart
 from meshwright.engine.context import Context
 from meshwright.errors import UserError
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.models.stage import stage_of
 from meshwright.spec.model.description import model_of
-from meshwright.spec.model.part import BlockUnit
+from meshwright.spec.model.part import Unit
 
 # Forward and backward of a smaller block take a fast device (of some 800 TFLOP/s) less time than the host needs to
 # launch its kernels, 2 to 3 ms.
@@ -32,7 +32,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     for the host, on a rank that trains alone: no gradients are sent while backward goes on, and no stage waits until
     another is compiled. Then there are no more kinds of groups than of blocks."""
     c, asked = ctx.config, ctx.config.train.compile_together
-    if not isinstance(module, GPTStage) or asked == 1:
+    if not isinstance(module, GraphStage) or asked == 1:
         return 1
     if isinstance(asked, int):
         if module.losses_here:
@@ -52,7 +52,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     return max(fitting, default=1)  # a chunk may have no blocks
 
 
-def _kinds_of_groups(runs: Sequence[Sequence[BlockUnit]], count: int) -> int:
+def _kinds_of_groups(runs: Sequence[Sequence[Unit]], count: int) -> int:
     """Returns how many different groups of so many blocks there are; 0 where blocks would be left over."""
     if any(len(run) % count for run in runs):
         return 0
@@ -65,7 +65,7 @@ def compile_blocks(module: nn.Module, together: int = 1) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in stage_of(module).compiled_blocks():
         block.compile(fullgraph=True)
-    if together > 1 and isinstance(module, GPTStage):
+    if together > 1 and isinstance(module, GraphStage):
         module.compile_together(together)
 
 
@@ -101,7 +101,7 @@ def _with_views(forward: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def blocks_one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
     """No blocks run as one meanwhile."""
-    stages = [module for module in modules if isinstance(module, GPTStage)]
+    stages = [module for module in modules if isinstance(module, GraphStage)]
     before = [stage.several for stage in stages]
     for stage in stages:
         stage.several = None

@@ -24,7 +24,6 @@ from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
 from meshwright.nn.unit import MARK, MARK_SENT_BACK
 from meshwright.nn.weight_grad import Deferred, SinkTable
-from meshwright.spec.model.description import REFERENCE
 from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, Action, Op, Table
 from meshwright.spec.schedule.trace import Recorder, span_name
 
@@ -34,11 +33,6 @@ ForwardStep = Callable[[nn.Module, Named, Named], Any]  # returns what `as_outpu
 # Sends under way at most, since what is sent is held as long. The tables run without deadlock even if every send waits
 # for its receive, so waiting for the oldest is always safe.
 SENDS_IN_FLIGHT = 4
-
-
-def has_gradient(name: str, dtype: torch.dtype) -> bool:
-    """Whether the gradient of a tensor that was passed on comes back."""
-    return dtype.is_floating_point and name != REFERENCE
 
 
 class Shares(Protocol):
@@ -206,7 +200,7 @@ class _Run:
         e, key = self.executor, (action.micro_batch, action.chunk)
         if self.training:
             for name, x in received.items():
-                x.requires_grad_(has_gradient(name, x.dtype))
+                x.requires_grad_(self._is_graded(action.chunk, name, x.dtype))
             self.inputs[key] = received
         batch = self.use(action.micro_batch)
         module, stage = e.modules[action.chunk], e.stages[action.chunk]
@@ -245,7 +239,8 @@ class _Run:
         if begin:
             torch.autograd.backward([x for x, _ in begin], [grad for _, grad in begin])
         if inputs := self.inputs.pop(key):
-            with_grad = {name: x for name, x in inputs.items() if has_gradient(name, x.dtype)}
+            chunk = action.chunk
+            with_grad = {name: x for name, x in inputs.items() if self._is_graded(chunk, name, x.dtype)}
             self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
             mark = getattr(self.executor.modules[action.chunk], MARK_SENT_BACK, None)
             if mark is not None:
@@ -263,6 +258,10 @@ class _Run:
 
     def weight_grad(self, action: Action, received: Named) -> None:
         self.deferred.pop((action.micro_batch, action.chunk)).run()
+
+    def _is_graded(self, chunk: int, name: str, dtype: torch.dtype) -> bool:
+        """Whether the gradient of a tensor that passes into or out of a chunk comes back."""
+        return dtype.is_floating_point and name not in self.executor.stages[chunk].ungraded
 
     def _hand_over(self, action: Action, tensors: Named) -> None:
         """Passes tensors to the neighbouring stage if that is on this same rank."""
@@ -315,7 +314,8 @@ class _Run:
             buffers = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in receives}
         else:
             outputs = self.outputs[action.micro_batch, action.chunk].items()
-            buffers = {name: x.empty_gradient() for name, x in outputs if has_gradient(name, x.dtype)}
+            graded = (each for each in outputs if self._is_graded(action.chunk, each[0], each[1].dtype))
+            buffers = {name: x.empty_gradient() for name, x in graded}
         # On NCCL a posted receive is a kernel that holds multiprocessors until the tensor comes, so these communicators
         # have few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would save those too, but the tensor
         # could then not travel while this rank computes.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.device import PRECISION_DTYPES
 from meshwright.engine.context import Context
 from meshwright.errors import UserError
+from meshwright.models.stage import stage_of
 from meshwright.nn.parallel import record_of
 from meshwright.spec.layout.params import DATA_AXES, Init
 
@@ -63,7 +64,7 @@ def _is_cast(ctx: Context, module: nn.Module) -> bool:
 
 def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
     """The step of models of one's own, computed in the config's precision where their weights are in float32."""
-    foreign = [module for module in modules if is_own(module) or getattr(module, "foreign", False)]
+    foreign = [module for module in modules if is_own(module) or stage_of(module).foreign]
     if all(_is_cast(ctx, module) for module in foreign):
         return forward_step
 

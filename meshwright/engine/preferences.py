@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.config.tune import BETTER, TuneConfig
 from meshwright.engine.output import LOSS, Share, StageOutput, Term
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.nn.answers import AnswerLogps
-from meshwright.spec.model.description import REFERENCE
+from meshwright.spec.model.graph import reference_of
 
 
 class Answer(NamedTuple):
@@ -71,19 +71,22 @@ PAIRED: dict[str, Callable[[Answer, Answer, TuneConfig], Tensor]] = {
 
 
 def preference_output(
-    config: Config, module: GPTStage, batch: dict[str, Tensor], received: dict[str, Tensor]
+    config: Config, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]
 ) -> StageOutput:
     """The loss of one micro-batch, or what a stage before the last passes on. All ranks that share the sequences know
     the same answers; the first of them gives the loss and the others its gradient alone."""
-    reference: Tensor | AnswerLogps | None = None
+    assert isinstance(module, GraphStage)
+    reference: dict[str, Tensor] | AnswerLogps = {}
+    own = {name: x for name, x in received.items() if name not in module.ungraded}
     if config.compares:
         training = module.training
         with torch.no_grad(), without_adapters(module.eval()):
-            reference = module.answers(batch, received.get(REFERENCE))
+            reference = module.answers(batch, {name: received[reference_of(name)] for name in own})
         module.train(training)
-    found = module.answers(batch, received.get("hidden"))
-    if isinstance(found, Tensor):
-        return StageOutput({"hidden": found} | ({REFERENCE: reference} if isinstance(reference, Tensor) else {}))
+    found = module.answers(batch, own)
+    if isinstance(found, dict):
+        assert isinstance(reference, dict)
+        return StageOutput(found | {reference_of(name): x for name, x in reference.items()})
     before = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(found.sums)
     losses, there, monitored = (_judged if config.tune.judges_each else _paired)(found, before, config.tune)
     total, count = torch.where(there, losses, 0.0).sum(), there.sum()

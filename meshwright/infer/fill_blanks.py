@@ -12,7 +12,7 @@ from meshwright.comm.ops import all_gather
 from meshwright.config.sections import ModelConfig
 from meshwright.data.blanks import SOURCE, SPANS
 from meshwright.infer.generate import choose_token
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.attention.attention import KVCache
 
 
@@ -22,12 +22,12 @@ class BlankGenerator:
     whose spans count on in the source's positions."""
 
     def __init__(
-        self, module: GPTStage, model: ModelConfig, source: Sequence[int], places: Sequence[int], whole: bool
+        self, module: GraphStage, model: ModelConfig, source: Sequence[int], places: Sequence[int], whole: bool
     ) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
         self.module, self.model, self.source = module.eval(), model, list(source)
         self.places, self.whole = list(places), whole
-        self.past = {number: KVCache(model.seq) for number in module.blocks}
+        self.past = {layer: KVCache(model.seq) for layer in module.layers}
         self.length = 0
 
     @property

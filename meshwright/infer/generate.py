@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from meshwright.comm.ops import all_gather
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.models.gpt import GPTStage
-from meshwright.models.t5 import T5Stage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.models.wrapped.stage import PlannedStage
 from meshwright.nn.attention.attention import KVCache
+from meshwright.spec.model.t5 import DECODED, MEMORY
 
 
 class Generator:
     """A whole model (one stage, no sequence parallelism) and the keys and values of some sequences."""
 
-    def __init__(self, module: GPTStage, vocab: int, longest: int) -> None:
+    def __init__(self, module: GraphStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
         self.module, self.vocab, self.longest = module.eval(), vocab, longest
-        self.past = {number: KVCache(longest) for number in module.blocks}
+        self.past = {layer: KVCache(longest) for layer in module.layers}
         self.lengths: list[int] = []
 
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -68,10 +68,11 @@ class EncoderDecoderGenerator:
     """A whole encoder-decoder, the output of its encoder for one prompt, and the decoder's keys and values. The text
     begins after the token `start`."""
 
-    def __init__(self, module: T5Stage, vocab: int, longest: int, start: int) -> None:
-        assert module.encoder_end is not None and module.head is not None and not module.parallel.splits_tokens
+    def __init__(self, module: GraphStage, vocab: int, longest: int, start: int) -> None:
+        assert module.stage.count == 1 and not module.parallel.splits_tokens
         self.module, self.vocab, self.longest, self.start = module.eval(), vocab, longest, start
-        self.past = {number: KVCache(longest) for number in module.decoder}
+        layers = [node.layer for node in module.nodes if node.writes == DECODED]
+        self.past = {layer: KVCache(longest) for layer in layers if layer is not None}
         self.memory: Tensor | None = None
 
     @torch.no_grad()
@@ -80,10 +81,10 @@ class EncoderDecoderGenerator:
         that `ids` then holds. Every rank gets the same."""
         module, device = self.module, self.module.parallel.device
         if self.memory is None:
-            self.memory, ids = module.encoded(torch.tensor([ids], device=device)), [self.start]
-        assert len(ids) == 1 and module.head is not None and module.decoder_embedding is not None
-        hidden = module.decoder_embedding(torch.tensor([ids], device=device), None)
-        hidden = module.decoded(hidden, self.memory, self.past, sequences=1)
+            self.memory, ids = module.stream(MEMORY, {"tokens": torch.tensor([ids], device=device)}), [self.start]
+        assert len(ids) == 1 and module.head is not None
+        batch, given = {"decoder_tokens": torch.tensor([ids], device=device)}, {MEMORY: self.memory}
+        hidden = module.stream(DECODED, batch, given, self.past)
         part, tp = module.head.logits(hidden)[0], module.parallel.tp
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
@@ -107,14 +108,19 @@ class PlannedGenerator:
 
 def generator_of(module: nn.Module, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
     """Returns a generator for a prompt of so many tokens, and how many tokens of at most `most` it can give."""
-    if isinstance(module, T5Stage):  # relative positions have no end; what was never trained is the user's choice
-        return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
     room = max(1, model.seq - prompt + 1)  # the last token is never fed back
     if isinstance(module, PlannedStage):
         device = next(module.parameters()).device
         return PlannedGenerator(module, model.vocab, min(model.seq, prompt + most), device), min(most, room)
-    assert isinstance(module, GPTStage)
+    assert isinstance(module, GraphStage)
+    if encodes(module):  # relative positions have no end; what was never trained is the user's choice
+        return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
     return Generator(module, model.vocab, min(model.seq, prompt + most)), min(most, room)
+
+
+def encodes(module: GraphStage) -> bool:
+    """Whether a model reads the prompt with an encoder: it then has two sources of streams."""
+    return len(module.sources) > 1
 
 
 def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
@@ -151,7 +157,7 @@ def generate(
 
 
 def generate_all(
-    module: GPTStage,
+    module: GraphStage,
     model: ModelConfig,
     prompts: Sequence[list[int]],
     most: int,
@@ -165,7 +171,7 @@ def generate_all(
     """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. A
     text also ends where `stops` says so of its tokens. Of a decoder, `batch` prompts of about one length run together,
     and those that end leave the others."""
-    if isinstance(module, T5Stage):
+    if encodes(module):
         singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
         return [
             list(generate(generator, prompt, room, temperature, top_p, seed + n, ends))

@@ -19,7 +19,7 @@ from meshwright.engine.context import Context
 from meshwright.engine.executor import Executor
 from meshwright.engine.output import LOSS, StageOutput, Term
 from meshwright.engine.step import fields_of, mean_loss, validation_unit
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.models.heads import Head
 from meshwright.nn.grid.sides import gather_input
 from meshwright.nn.loss import logit_tiles
@@ -68,7 +68,7 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=ctx.device.torch)
 
     def forward(module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> StageOutput:
-        assert isinstance(module, GPTStage)
+        assert isinstance(module, GraphStage)
         hidden, _ = module.trunk(batch, received.get("hidden"))
         if module.head is None:
             return StageOutput({"hidden": hidden})

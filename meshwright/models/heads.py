@@ -1,8 +1,8 @@
-"""The ends of models: what turns the last activations into terms of the loss."""
+"""The modules of units, by their kind: embeddings and heads are here, blocks in `nn/build.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,31 +11,76 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.answers import Answers, answer_logps
-from meshwright.nn.build import build_module
+from meshwright.nn.build import Block, build_module
+from meshwright.nn.embedding import ScaledGrad
+from meshwright.nn.grid.products import GridLinear
+from meshwright.nn.inputs import NodeInputs, NodeModule
 from meshwright.nn.linear import Linear
-from meshwright.nn.loss import output_loss
+from meshwright.nn.loss import grid_output_loss, output_loss
 from meshwright.nn.norm import NoNorm, Norm
 from meshwright.nn.parallel import Parallel
+from meshwright.nn.random import dropout
 from meshwright.nn.rows import ChosenRows, Dense
 from meshwright.spec.layout.params import records_under
 from meshwright.spec.model.gpt import OutputLayerPart
-from meshwright.spec.model.part import Records, Unit
+from meshwright.spec.model.graph import Node
+from meshwright.spec.model.part import BlockUnit, EmbeddingUnit, HeadUnit, MaskedHeadUnit, Records, Unit, innermost
 
 
-class Head(nn.Module):
+class Embedding(NodeModule):
+    """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
+
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records) -> None:
+        super().__init__()
+        built: dict[str, Any] = {
+            key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts
+        }
+        self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
+        self.types, self.parallel = built.get("types"), parallel
+
+    def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor | None, ...]:
+        """Returns ids, positions and token types: the node's first field has the ids."""
+        types = inputs.batch.get("token_types") if "token_types" in node.fields else None
+        return inputs.batch[node.fields[0]], inputs.positions, types
+
+    def forward(self, ids: Tensor, positions: Tensor | None, types: Tensor | None = None) -> Tensor:
+        x: Tensor = self.tokens(ids.flatten())
+        if self.tokens.grad_share != 1.0:
+            x = ScaledGrad.apply(x, self.tokens.grad_share)
+        if self.positions is not None:
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            x = x + self.positions(self.parallel.local_tokens(positions.flatten()))
+        if self.types is not None:
+            types = torch.zeros_like(ids) if types is None else types
+            x = x + self.types(self.parallel.local_tokens(types.flatten()))
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.tokens.dropout and self.training:
+            streams = self.parallel.streams
+            x = dropout(x, self.tokens.dropout, streams.own if self.parallel.divides_stream else streams.same)
+        return x
+
+
+class Head(NodeModule):
     """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss. `fields`
     of a batch are what it takes beside the activations."""
 
     fields: tuple[str, ...] = ("labels", "loss_mask")
     output: Linear
 
-    def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records) -> None:
         super().__init__()
         self.norm: Norm = NoNorm()  # after post-norm blocks
         for key, _, part in unit.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
-        self.vocab, self.parallel = vocab, parallel
-        self.scale = next((part.scale for _, _, part in unit.parts if isinstance(part, OutputLayerPart)), 1.0)
+        (output,) = (part for each in unit.parts if isinstance(part := innermost(each.part), OutputLayerPart))
+        self.vocab, self.scale, self.parallel = output.vocab, output.scale, parallel
+        self.loss: Callable[..., Tensor] = grid_output_loss if isinstance(self.output, GridLinear) else output_loss
+
+    def given(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
+        fields = (inputs.batch[name] for name in self.fields)
+        return inputs.streams[node.reads[0]], *fields, inputs.loss_weight
 
     def logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.ended(x))
@@ -54,7 +99,7 @@ class Head(nn.Module):
         x = self.ended(x)
         if answers is not None:
             return answer_logps(x, self.output, labels.flatten(), mask.flatten(), answers, self.vocab, self.parallel)
-        return output_loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
+        return self.loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
     def counts(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns what each term of the loss counts in a micro-batch."""
@@ -69,8 +114,8 @@ class MaskedHead(Head):
     dense: Dense
     dense_norm: Norm
 
-    def __init__(self, parallel: Parallel, unit: Unit, records: Records, vocab: int) -> None:
-        super().__init__(parallel, unit, records, vocab)
+    def __init__(self, parallel: Parallel, unit: Unit, records: Records) -> None:
+        super().__init__(parallel, unit, records)
         self.parallel = replace(parallel, sequence_parallel=False)
         self.pools = any(key == "pooler" for key, _, _ in unit.parts)
         self.fields = ("labels", "loss_mask", "places") + (("swapped",) if self.pools else ())
@@ -115,3 +160,21 @@ def sample_counts(sample: Mapping[str, Any]) -> dict[str, float]:
     """Returns what the terms of a `MaskedHead` with a pooler count in one sample."""
     mask = sample["loss_mask"]
     return {"loss": float(mask.sum()), "order": float(mask.max())}
+
+
+# The modules of units, by the kind of unit. A program that brings a unit of its own adds its module to the table.
+UNITS: dict[type[Unit], Callable[[Parallel, Any, Records], nn.Module]] = {
+    BlockUnit: Block,
+    EmbeddingUnit: Embedding,
+    HeadUnit: Head,
+    MaskedHeadUnit: MaskedHead,
+}
+
+
+def build_unit(parallel: Parallel, unit: Unit, records: Records) -> nn.Module:
+    """Builds the module of a unit. That of a unit of one part which is of no kind is the part's."""
+    for kind in type(unit).__mro__:
+        if kind in UNITS:
+            return UNITS[kind](parallel, unit, records)
+    ((key, _, part),) = unit.parts
+    return build_module(part, parallel, records_under(records, key))

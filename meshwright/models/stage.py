@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.spec.model.part import LossTerm
 
 LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]  # of a sample: what each term of the loss counts in it
 Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
+# The tensors that a chunk passes on, and terms of the loss: name, sum, count, weight.
+StageResult = tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor, Any, float]]]
 
 
 @runtime_checkable
@@ -22,6 +25,18 @@ class StageModule(Protocol):
     @property
     def receives(self) -> Receives:
         """The named tensors that the chunk takes from the chunk before it, with shapes and dtypes."""
+
+    @property
+    def ungraded(self) -> Container[str]:
+        """The names of tensors that pass between chunks and whose gradient does not come back."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether its modules are not ours: which of their parameters get gradients may depend on the data."""
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The chunk's blocks by their numbers in the model, where it knows them."""
 
     @property
     def needs(self) -> set[str] | None:
@@ -54,7 +69,9 @@ class StageModule(Protocol):
 class _Adapted:
     """Adapts a module that is not ours: what it offers, and defaults for the rest."""
 
-    draws_by_key = False
+    draws_by_key = foreign = False
+    ungraded: Container[str] = ()
+    layers: Mapping[int, nn.Module] = MappingProxyType({})
     losses: Sequence[tuple[LossTerm, int]] = ()
     loss_counts: LossCounts | None = None
 
@@ -84,6 +101,13 @@ class _Adapted:
 
     def compiled_blocks(self) -> list[nn.Module]:
         return []
+
+
+class StepModule(Protocol):
+    """A chunk whose forward step is its own: our models, and those that transformers builds."""
+
+    def step(self, batch: dict[str, Tensor], received: Mapping[str, Tensor]) -> StageResult:
+        """Returns the tensors for the next chunk and the terms of the loss."""
 
 
 def stage_of(module: nn.Module) -> StageModule:

@@ -54,7 +54,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
-        self.parallel = parallel
+        self.parallel, self.dropout, self.grad_share = parallel, part.dropout, part.grad_share
         self.first = parallel.tp.index * self.weight.shape[0] if not parallel.tp.alone else 0
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -101,17 +101,17 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
 def _closed_in_backward(gate: Gate, x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
     """Returns what a unit is given, through a call that closes its gate: all gradients that leave the unit must be
     there before its weights may go, those of the streams that a block reads too."""
-    named = [(n, "") for n in range(1 + len(rest))]
-    named += [(n, name) for n, value in enumerate(rest, 1) if isinstance(value, Inputs) for name in value.streams]
-    given = [x, *rest]
-    values = [given[n].streams[name] if name else given[n] for n, name in named]
-    graded = [(at, value) for at, value in zip(named, values, strict=True)
-              if isinstance(value, Tensor) and value.requires_grad]  # fmt: skip
-    if not graded:
-        return x, rest
-    for ((n, name), _), value in zip(graded, call_in_backward(gate.close, *(x for _, x in graded)), strict=True):
-        given[n] = replace(given[n], streams={**given[n].streams, name: value}) if name else value
-    return given[0], tuple(given[1:])
+    inside = [each for each in rest if isinstance(each, Inputs) and each.streams]
+    given = [x, *rest, *(value for each in inside for value in each.streams.values())]
+    at = [n for n, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+    for n, value in zip(at, call_in_backward(gate.close, *(given[n] for n in at)) if at else (), strict=True):
+        given[n] = value
+    x, *rest_now = given[: 1 + len(rest)]
+    streamed = iter(given[1 + len(rest) :])
+    for n, each in enumerate(rest):
+        if isinstance(each, Inputs) and each.streams:
+            rest_now[n] = replace(each, streams={name: next(streamed) for name in each.streams})
+    return x, tuple(rest_now)
 
 
 Run = Callable[..., tuple[Tensor, ...]]  # of x, whether it runs again, and further tensors

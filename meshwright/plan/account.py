@@ -17,7 +17,7 @@ from meshwright.plan.reduction import AxisTime
 from meshwright.show.terminal import table
 from meshwright.show.units import count, percent, seconds, size
 from meshwright.spec.layout.rows import balance, causal_pairs
-from meshwright.spec.model.part import active_parameters, parameter_count
+from meshwright.spec.model.graph import active_parameters, parameter_count
 from meshwright.spec.schedule.kinds import default_kind
 
 DAY = 86400.0

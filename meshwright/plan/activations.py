@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,7 +11,8 @@ from typing import NamedTuple
 
 from meshwright.plan.job import Job, kept_together, remembered
 from meshwright.spec.model.description import field_elements, fields_read
-from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Stage, Unit
+from meshwright.spec.model.graph import Stage
+from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Unit
 from meshwright.spec.schedule.kinds import KINDS, computes
 from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
@@ -43,7 +45,7 @@ def unit_kept(
     everything, passing = sum(each.size for each in kept), sum(each.size for each in stated if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
         return KeptBytes(everything, passing, working)
-    stream = unit.own(batch).rows(at) * unit.hidden * batch.element
+    stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
@@ -53,7 +55,7 @@ def unit_kept(
     if mode == "selective":
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
-        scattered = unit.own(batch).rows(at) / unit.own(batch).tokens(at)
+        scattered = unit.rows.of(batch).rows(at) / unit.rows.of(batch).tokens(at)
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
@@ -85,16 +87,16 @@ class ChunkBytes:
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     """Returns the bytes of one chunk; `fields` is the number of elements of a micro-batch that the rank reads."""
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
-    held, first = [unit for _, _, unit in job.model.units(stage)], int(stage.first)
+    held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
     units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held]
-    streams = [unit.own(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
+    streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
     parts = kept_together(held, together)
     kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
     for number, (begin, end) in enumerate(parts, start=-first):
         inside, stream = units[begin:end], streams[begin]
-        if together and isinstance(held[begin], BlockUnit):
+        if together and held[begin].stackable:
             kept.append(0.0 if number in away or job.states.checkpoints_on != "device" else stream)
             again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in away))
         else:
@@ -122,7 +124,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     ops = (Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if splits else (Op.BACKWARD,)
     batch = 8 * fields if stage.first else 0
     loss = units[-1].working if stage.last else 0.0
-    beside = job.model.kept_beside(job.at, job.batch, stage) * job.batch.element
+    beside = sum(math.prod(each.shape(job.at, job.batch)) for each in job.model.read_beside(stage)) * job.batch.element
     backward = {op: tuple(moments(op)) for op in ops}
     return ChunkBytes(sum(kept) + batch + beside, loss, backward, came[0], streams[0] * len(away))
 

@@ -28,11 +28,11 @@ from meshwright.plan.matrices import matrix_calls
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
-from meshwright.spec.model.description import REFERENCE, field_elements, fields_read, passed, stages_of
+from meshwright.spec.model.description import field_elements, fields_read, stages_of
 from meshwright.spec.model.gpt import OutputLayerPart
+from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.loss_pieces import answers_of
-from meshwright.spec.model.part import BlockUnit, Collective, Coordinate, MicroBatch, Stage, Unit
-from meshwright.spec.model.tuning import TunedPart
+from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Unit, innermost
 from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
@@ -111,7 +111,7 @@ def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
     """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
     for unit, count in job.units(stage):
-        again = isinstance(unit, BlockUnit) and job.config.recompute.blocks > 0
+        again = unit.stackable and job.config.recompute.blocks > 0
         for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
             times = count * call.times * job.micro_batches
             repeats = again and call.phase == "forward" and not call.replayed
@@ -130,8 +130,8 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
     gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
     if not job.config.objective_facts.judges_answers:
         return
-    at, batch = unit.seen_by(job.at), unit.own(job.batch)
-    for part in (each.part.part if isinstance(each.part, TunedPart) else each.part for each in unit.parts):
+    at, batch = unit.seen_by(job.at), unit.rows.of(job.batch)
+    for part in (innermost(each.part) for each in unit.parts):
         forward = [call for call in part.collectives(at, batch) if call.phase == "forward" and at.size(call.axis) > 1]
         if job.config.compares:
             yield from (replace(call, replayed=True) for call in forward)
@@ -143,8 +143,9 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
 
 def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
     """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
-    shapes = passed(job.config, job.at, job.batch, stage).items()
-    return [math.prod(shape) * job.batch.element for name, shape in shapes if not (back and name == REFERENCE)]
+    shapes = job.model.passes(job.at, job.batch, stage).items()
+    left = job.model.ungraded if back else ()
+    return [math.prod(shape) * job.batch.element for name, shape in shapes if name not in left]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
@@ -296,7 +297,7 @@ def _gathers(
 def rank_sums(job: Job, pp_rank: int) -> list[RepeatedCall | GradientSum]:
     """Returns what a rank of a pipeline stage sends of its gradients and weights; bytes and seconds are folds of it."""
     c, packing = job.config, packing_of(job, pp_rank)
-    ends = {number for chunk in packing.chunks for number, unit, _ in chunk if not isinstance(unit, BlockUnit)}
+    ends = {number for chunk in packing.chunks for number, unit, _ in chunk if not unit.stackable}
     fetches = fetches_of(job, pp_rank) if c.zero.stage == 3 else ()
     return list(bucket_calls(
         packing.params, packing.buffers, job.layout, c.zero, job.micro_batches, job.sums, c.comm.gather, fetches, ends,

@@ -16,7 +16,7 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
-from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
+from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.spec.model.pieces import TP_CHUNKS
 from meshwright.spec.traffic.ledger import wire_bytes
 
@@ -107,7 +107,7 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     cluster, stack = where.cluster, where.stack
     work = unit_work(unit, where.at, where.batch, where.kernels)
     linear, attention, rest = _forward(work, where)
-    block = isinstance(unit, BlockUnit)
+    block = unit.stackable
     # A block has many small kernels, and the host may launch them more slowly than the device runs them.
     launch = work.kernels * stack.kernel_us * 1e-6 if block else 0.0
     calls = work.kernels * cluster.device.kernel_us * 1e-6
@@ -193,7 +193,7 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
     times = _seconds(unit, where, TENSOR_AXES, with_repeated=not stack.hide_tp)
     forward, backward = times.forward, times.backward + again * times.again
-    if not isinstance(unit, BlockUnit):  # the embedding and the head have nothing to hide behind
+    if not unit.stackable:  # the embedding and the head have nothing to hide behind
         return AxisUse("tp", forward, backward)
     share, room = stack.hide_tp, stack.hide_tp * linear
     if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it

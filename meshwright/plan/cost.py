@@ -27,7 +27,6 @@ from meshwright.plan.reduction import (
     sharded_seconds,
 )
 from meshwright.plan.stack import States
-from meshwright.spec.model.part import BlockUnit
 from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
@@ -155,7 +154,7 @@ def _stage(
         forward, backward, weights = read + own * extra[0], own * extra[1], 0.0
         for unit, count in job.units(stage):
             t, adding = unit_time(unit, where), 0.0
-            if isinstance(unit, BlockUnit) and m > 1:
+            if unit.stackable and m > 1:
                 # Adding a weight gradient to the sum over micro-batches reads and writes the sum.
                 trained = sum(record.numel for record in unit_records(unit, job.at) if record.trained)
                 adding = trained * job.stack.accumulate / where.cluster.memory_rate

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
 from meshwright.plan.job import Job, remembered
-from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
+from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
 IN_FLIGHT = 2  # reductions under way at once: the one just begun, and one before it
@@ -114,7 +114,7 @@ def _backward(
 def _counted(unit: Unit, at: Coordinate) -> int:
     """Returns how many gradients arrive while a unit's memory is at its peak. Backward begins with a block's last body,
     whose largest weight, the first in forward, gets its gradient then. In other units all count."""
-    if not isinstance(unit, BlockUnit):
+    if not unit.stackable:
         return len(unit_records(unit, at))
     sizes = [record.numel for record in reversed(unit.parts[-1].part.records(at, "").values())]
     return len(sizes) - sizes[::-1].index(max(sizes))

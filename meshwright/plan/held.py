@@ -13,7 +13,7 @@ from meshwright.plan.job import Job, kept_together, remembered
 from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
-from meshwright.spec.model.part import BlockUnit, Coordinate, Unit
+from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.traffic.placement import (
     ALIGN,
     Division,
@@ -105,7 +105,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     """Returns the buffers of a rank. Of ZeRO only stage 3 changes them: it makes a bucket of each unit."""
     c = job.config
     zero = c.zero if c.zero.stage == 3 else replace(c.zero, stage=0)
-    chunks = tuple(tuple(unit for _, _, unit in job.model.units(stage)) for stage in job.chunks[pp_rank])
+    chunks = tuple(tuple(node.unit for node in job.model.nodes_of(stage)) for stage in job.chunks[pp_rank])
     # Other programs have buckets of other sizes, which are not known: one for all.
     bucket_mib, grad = (c.comm.bucket_mib, BYTES[c.train.grad_dtype]) if job.stack.own else (ALL_MIB, job.states.grad)
     return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing)
@@ -150,10 +150,10 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
         stays: set[int] = set()
         runs = kept_together([unit for _, unit, _ in units], together)
         twice = {at for begin, end in runs for at in range(begin, end - 1)}
-        embeddings = [key.endswith("embedding") for key, _, _ in job.model.units(stage)]
-        for at, (embeds, (_, unit, params)) in enumerate(zip(embeddings, units, strict=True)):
+        for at, (node, (_, unit, params)) in enumerate(zip(job.model.nodes_of(stage), units, strict=True)):
+            embeds = not node.inputs
             trained = any(packing.params[n].record.trained for n in params)
-            graded |= trained or (together > 0 and isinstance(unit, BlockUnit))
+            graded |= trained or (together > 0 and unit.stackable)
             for n in params:
                 found[n] += 1 + graded + (at in twice) + job.config.compares - (embeds and n in stays)
             stays |= set(params) if embeds else set()
@@ -163,7 +163,7 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
 def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
     """Returns the name of a record's tie among a rank's units, empty without one. Ties inside a block are the block's
     own, since records of all blocks of one kind have the same names here."""
-    return f"unit {number}: {record.tied}" if record.tied and isinstance(unit, BlockUnit) else record.tied
+    return f"unit {number}: {record.tied}" if record.tied and unit.stackable else record.tied
 
 
 def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[ParamRecord, int]]:

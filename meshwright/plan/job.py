@@ -21,7 +21,8 @@ from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
-from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Model, Stage, Unit, coordinate_of
+from meshwright.spec.model.graph import Model, Stage
+from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Unit, coordinate_of
 from meshwright.spec.schedule.kinds import computes, placement_of
 from meshwright.spec.schedule.table import Op
 from meshwright.spec.traffic.placement import shard_axes
@@ -258,7 +259,7 @@ class Job:
 
 @lru_cache(maxsize=20_000)
 def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
-    return tuple(Counter(unit for _, _, unit in model.units(stage)).items())
+    return tuple(Counter(node.unit for node in model.nodes_of(stage)).items())
 
 
 def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
@@ -267,7 +268,7 @@ def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]
     found: list[tuple[int, int]] = []
     for at, unit in enumerate(units):
         begin, end = found[-1] if found else (0, 0)
-        block = isinstance(unit, BlockUnit) and bool(found) and isinstance(units[begin], BlockUnit)
+        block = unit.stackable and bool(found) and units[begin].stackable
         if block and end - begin < together:
             found[-1] = (begin, at + 1)
         else:

@@ -14,7 +14,8 @@ from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remembered
 from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import ALONE, BlockUnit, parameter_count
+from meshwright.spec.model.graph import parameter_count
+from meshwright.spec.model.part import ALONE
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -242,7 +243,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     s, zero = job.states, job.sharding()[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in job.rank_units(pp_rank):
-        if isinstance(unit, BlockUnit):
+        if unit.stackable:
             size = sum(record.numel for record in unit_records(unit, job.at))
             layer, layers = max(layer, size), layers + count * size
     ends = params - layers

@@ -13,7 +13,7 @@ from meshwright.plan.cost import Cost, predict_cost
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.target import cluster_for, on_cluster, stack_for, target_of
 from meshwright.show.units import count, percent, seconds
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 
 # The figures that may be published of a run's speed, and how they are written. The first that a recipe has is compared.
 FIGURES: dict[str, Callable[[float], str]] = {

@@ -16,7 +16,6 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.layout import REPLICAS
-from meshwright.spec.model.part import BlockUnit
 
 
 @dataclass
@@ -118,7 +117,7 @@ def sharded_seconds(
     zero, m = job.config.zero.stage, job.micro_batches
     if zero < 2:
         return 0.0, 0.0
-    blocks = [(unit_time(unit, where), count) for unit, count in job.rank_units(pp_rank) if isinstance(unit, BlockUnit)]
+    blocks = [(unit_time(unit, where), count) for unit, count in job.rank_units(pp_rank) if unit.stackable]
     slowed = contention(where.cluster, where.stack)
     room = [m * sum(count * t.forward for t, count in blocks)]
     room.append(m * sum(count * (t.backward + t.again) for t, count in blocks))

@@ -66,7 +66,7 @@ from meshwright.run.loop import (
 )
 from meshwright.spec.layout.params import stream_seed
 from meshwright.spec.model.description import stages_of
-from meshwright.spec.model.part import Stage
+from meshwright.spec.model.graph import Stage
 from meshwright.spec.schedule.kinds import placement_of
 from meshwright.spec.traffic.communicators import communicators
 

@@ -21,7 +21,7 @@ from meshwright.record.run_notes import layout_since, read_events
 from meshwright.record.speed import begins_of, pace_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, layout_of
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 from meshwright.spec.traffic.counts import COUNTED, LEARNED
 from meshwright.watch import planned
 from meshwright.watch.metrics_file import MetricsFile, plain, thinned

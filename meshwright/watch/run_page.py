@@ -27,7 +27,7 @@ from meshwright.show.units import clock, count, decimals, percent, seconds, size
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 from meshwright.spec.schedule.kinds import placement_of
 from meshwright.spec.traffic.counts import COUNTED, LEARNED, PHASES
 from meshwright.watch.loss_curve import Point, curve, finite

@@ -17,7 +17,8 @@ from meshwright.show.units import count, flops, percent, seconds, size
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.rows import balance, causal_pairs
 from meshwright.spec.model.description import describe, layout_of, model_of
-from meshwright.spec.model.part import ALONE, parameter_count
+from meshwright.spec.model.graph import parameter_count
+from meshwright.spec.model.part import ALONE
 
 if TYPE_CHECKING:
     from meshwright.engine.step import StepResult

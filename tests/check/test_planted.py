@@ -18,7 +18,7 @@ import meshwright.check.checking as checking
 import meshwright.cli.check as command
 from meshwright.cli.main import main
 from meshwright.engine.step import Trainer
-from meshwright.models.gpt import GPTStage
+from meshwright.models.views import TokenView
 from tests.parity.planted import Plant, mean_of_means
 from tests.parity.test_planted_bugs import BUGS
 from tests.support.ranks import run_ranks
@@ -66,7 +66,7 @@ def _sum_over_cp_missing(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def _documents_unmasked(trainer: Trainer) -> Iterator[None]:
     """Attention sees all tokens of a sample that come before."""
-    with mock.patch.object(GPTStage, "_documents", lambda *given: None):
+    with mock.patch.object(TokenView, "documents", lambda *given: None):
         yield
 
 

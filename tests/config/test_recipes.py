@@ -19,7 +19,7 @@ from meshwright.config.twin import tiny_config, twin
 from meshwright.plan.memory import largest
 from meshwright.plan.recipes import compared, markdown
 from meshwright.spec.model.description import describe, layout_of
-from meshwright.spec.model.part import parameter_count
+from meshwright.spec.model.graph import parameter_count
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = recipe_names()

@@ -29,7 +29,8 @@ from meshwright.plan.memory import rank_memory
 from meshwright.record import checkpoint_format as fmt
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
-from meshwright.spec.model.part import BlockUnit, Model, Unit
+from meshwright.spec.model.graph import Model
+from meshwright.spec.model.part import BlockUnit, Unit
 from tests.support.oracle import (
     EXACT,
     Made,
@@ -141,8 +142,8 @@ class FrozenBlock(FrozenUnit, BlockUnit):
 def with_frozen_units(model: Model) -> Model:
     """The model as the planner must see it: the same parts are frozen that `provider` freezes."""
     copy = lambda kind, unit: kind(*(getattr(unit, field.name) for field in fields(unit)))  # noqa: E731
-    blocks = [copy(FrozenBlock, block) if n < 2 else block for n, block in enumerate(model.blocks)]
-    return replace(model, embedding=copy(FrozenUnit, model.embedding), blocks=tuple(blocks))
+    kinds = {"embedding": FrozenUnit, "blocks.0": FrozenBlock, "blocks.1": FrozenBlock}
+    return model.mapped(lambda node: copy(kinds[node.key], node.unit) if node.key in kinds else node.unit)
 
 
 def test_frozen_parameters_are_loaded_saved_sharded_and_planned(tmp_path: Path) -> None:

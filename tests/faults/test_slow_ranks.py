@@ -96,10 +96,10 @@ def test_nobody_is_named_in_noise(world: int) -> None:
 
 def slowed(rank: int, world: int, folder: str) -> None:
     """Two runs: one in which rank 1 computes longer, and one in which it reads longer."""
-    from meshwright.models.gpt import GPTStage
+    from meshwright.models.graph_stage import GraphStage
     from tests.support.oracle import Made
 
-    forward, sample = GPTStage.forward, Made.sample
+    forward, sample = GraphStage.forward, Made.sample
 
     def late(real: Any) -> Any:
         def called(*args: Any) -> Any:
@@ -109,9 +109,9 @@ def slowed(rank: int, world: int, folder: str) -> None:
         return called
 
     sections = {"train": {"steps": 24, "global_batch": 8, "micro_batch": 2}, "faults": {"slow_seconds": 0.0}}
-    GPTStage.forward = late(forward)  # type: ignore[method-assign]
+    GraphStage.forward = late(forward)  # type: ignore[method-assign]
     run(Path(folder) / "computing", **sections)
-    GPTStage.forward, Made.sample = forward, late(sample)  # type: ignore[method-assign]
+    GraphStage.forward, Made.sample = forward, late(sample)  # type: ignore[method-assign]
     run(Path(folder) / "reading data", **sections)
 
 

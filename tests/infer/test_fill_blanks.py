@@ -12,7 +12,7 @@ import torch
 from meshwright.data.blanks import BlankOptions, BlankStream
 from meshwright.data.stream import build_datasets
 from meshwright.infer.fill_blanks import BlankGenerator, fill_blanks
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from tests.support.oracle import make_trainer, small_config
 from tests.support.token_files import write_documents
 
@@ -24,10 +24,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
 MASK, GMASK, SOP, EOP, PAD = SPECIALS = (56, 57, 58, 59, 60)
 
 
-def made(scheme: str) -> tuple[GPTStage, Any]:
+def made(scheme: str) -> tuple[GraphStage, Any]:
     config = small_config(model=GLM | SCHEMES[scheme])
     stage = make_trainer(config).modules[0]
-    assert isinstance(stage, GPTStage) and stage.head is not None
+    assert isinstance(stage, GraphStage) and stage.head is not None
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))

@@ -16,7 +16,7 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import load_weights
 from meshwright.errors import UserError
 from meshwright.interop.hf import export_folder, import_folder
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.models.heads import MaskedHead
 from meshwright.spec.model.hf import family_for
 from tests.support.oracle import EXACT, MadeMasked, make_trainer, small_config, true_gradients, worst
@@ -74,7 +74,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     trainer = make_trainer(config, data=data)
     load_weights(trainer.modules, folder)
     stage, sample = trainer.modules[0], {n: torch.as_tensor(x)[None] for n, x in data.sample(1).items()}
-    assert isinstance(stage, GPTStage) and isinstance(stage.head, MaskedHead)
+    assert isinstance(stage, GraphStage) and isinstance(stage.head, MaskedHead)
     with torch.no_grad():
         out = theirs(sample["tokens"], sample["segments"] == 0, sample["token_types"])
         hidden, _ = stage.trunk(sample)

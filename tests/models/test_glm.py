@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.engine.step import Trainer
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.attention.documents import Documents, document_attention
 from tests.support.oracle import EXACT, made_for, make_trainer, small_config, true_gradients, worst
 
@@ -107,7 +107,7 @@ def test_logits_and_gradients_equal_a_plain_model(name: str) -> None:
         logits, loss = plain_loss(w, config.model, sample)
         total, count = total + loss, count + int(sample["loss_mask"].sum())
         stage = trainer.modules[0]
-        assert isinstance(stage, GPTStage) and stage.head is not None
+        assert isinstance(stage, GraphStage) and stage.head is not None
         with torch.no_grad():
             found = stage.head.logits(stage.trunk(sample)[0])
         inside = sample["segments"][0] < 2

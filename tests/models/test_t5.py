@@ -16,7 +16,7 @@ from meshwright.checkpoint.load import load_weights
 from meshwright.errors import UserError
 from meshwright.infer.generate import EncoderDecoderGenerator, generate
 from meshwright.interop.hf import export_folder, import_folder
-from meshwright.models.t5 import T5Stage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.spec.model.hf import family_for
 from meshwright.spec.model.t5 import relative_bucket
 from tests.support.oracle import EXACT, MadeSpans, make_trainer, small_config, true_gradients, worst
@@ -70,13 +70,13 @@ def make(name: str) -> Any:
     return model
 
 
-def stage_of(folder: HFFolder, **train: int) -> tuple[Any, T5Stage, MadeSpans]:
+def stage_of(folder: HFFolder, **train: int) -> tuple[Any, GraphStage, MadeSpans]:
     config = small_config(model={**asdict(folder.model), "seq": 16}, train={"global_batch": 4, **train})
     data = MadeSpans(config.model)
     trainer = make_trainer(config, data=data)
     load_weights(trainer.modules, folder)
     (stage,) = trainer.modules
-    assert isinstance(stage, T5Stage)
+    assert isinstance(stage, GraphStage)
     return trainer, stage, data
 
 
@@ -105,8 +105,8 @@ def test_logits_gradients_and_text_equal_those_of_transformers(name: str, tmp_pa
         total, count = total + (each * sample["loss_mask"][0]).sum(), count + int(sample["loss_mask"].sum())
         if n == 1:
             with torch.no_grad():
-                memory = stage.encoded(sample["tokens"])
-                hidden = stage.decoded(stage.decoder_embedding(sample["decoder_tokens"], None), memory)
+                memory = stage.stream("memory", sample)
+                hidden = stage.stream("decoded", sample, {"memory": memory})
                 assert torch.allclose(stage.head.logits(hidden), logits[0], rtol=1e-10, atol=1e-10)
     (total / count).backward()
     gradients = {key: value.grad for key, value in theirs.named_parameters()}

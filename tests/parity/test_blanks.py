@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-import meshwright.models.gpt as gpt
+import meshwright.models.views as views
 from meshwright.config.rules import check
 from meshwright.engine.step import Trainer
 from meshwright.nn.attention.documents import Documents
@@ -59,7 +59,7 @@ def _plainly_causal(trainer: Trainer) -> Iterator[None]:
     def fake(segments: Any, device: torch.device, causal: bool = True, prefix: bool = False) -> Documents:
         return real(segments.clip(1) if prefix else segments, device, causal, False)
 
-    with mock.patch.object(gpt.Documents, "of", staticmethod(fake)):
+    with mock.patch.object(views.Documents, "of", staticmethod(fake)):
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.config.rules import check
 from meshwright.engine.step import Trainer
-from meshwright.models.t5 import T5Stage
+from meshwright.models.graph_stage import GraphStage
 from tests.parity.cases import Case, case_of_kind
 from tests.parity.launches import Launches, quick_or_wide
 from tests.parity.planted import Bug, assert_found
@@ -68,9 +68,11 @@ def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
 def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
     """The last stage's own part of the gradient that goes back into the encoder is left out."""
     for module in trainer.modules:
-        if isinstance(module, T5Stage) and module.stage.last:
-            real = module.decoded
-            module.decoded = lambda hidden, memory, real=real: real(hidden, memory.detach())  # type: ignore[method-assign]
+        if isinstance(module, GraphStage) and module.stage.last:
+            real = module.forward
+            module.forward = lambda batch, memory, real=real, **received: real(  # type: ignore[method-assign]
+                batch, memory=memory.detach(), **received
+            )
     yield
 
 

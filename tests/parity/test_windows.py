@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.config.rules import check
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.attention.attention import Attention
 from tests.parity.cases import Case
 from tests.parity.launches import Launches, data_of, reference_of
@@ -71,7 +71,7 @@ def measure(rank: int, world: int, reference: Reference) -> tuple[Outcome, Outco
     clean = compare_steps(make_trainer(config, rank, world, data_of(CASES[0])), reference)
     trainer = make_trainer(config, rank, world, data_of(CASES[0]))
     stage = trainer.modules[0]
-    assert isinstance(stage, GPTStage)
+    assert isinstance(stage, GraphStage)
     first = stage.blocks["0"].get_submodule("attention")
     assert isinstance(first, Attention) and first.window == 5
     first.window += rank

@@ -34,7 +34,8 @@ from meshwright.plan.target import stack_for, target_of
 from meshwright.spec.layout.pieces import pieces
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.gpt import AttentionPart
-from meshwright.spec.model.part import ALONE, Kernels, parameter_count
+from meshwright.spec.model.graph import parameter_count
+from meshwright.spec.model.part import ALONE, Kernels
 from meshwright.spec.schedule.kinds import KINDS, build, training_kinds
 from meshwright.spec.schedule.simulate import simulate
 from meshwright.spec.schedule.table import Op, PhaseTimes

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.model.t5 import CrossAttentionPart, EncoderDecoder
+from meshwright.spec.model.graph import Model
+from meshwright.spec.model.t5 import CrossAttentionPart
 from tests.plan.recording import SP, Case, Records, assert_found, differences
 
 T5 = {"kind": "t5", "heads": 4, "head_dim": 10, "t5": {"decoder_seq": 8}}
@@ -46,7 +47,7 @@ def test_predicted_equals_recorded(case: Case) -> None:
     assert list(differences(case, RECORDS.of(case))) == []
 
 
-def _only_hidden(self: EncoderDecoder, at: Any, batch: Any, stage: Any) -> dict[str, tuple[int, ...]]:
+def _only_hidden(self: Model, at: Any, batch: Any, stage: Any) -> dict[str, tuple[int, ...]]:
     """One tensor between all stages."""
     return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
 
@@ -55,7 +56,7 @@ def _only_hidden(self: EncoderDecoder, at: Any, batch: Any, stage: Any) -> dict[
     ("name", "owner", "attribute", "replacement"),
     [
         ("tp", CrossAttentionPart, "memory", lambda self, batch: batch),
-        ("pp", EncoderDecoder, "passes", _only_hidden),
+        ("pp", Model, "passes", _only_hidden),
     ],
     ids=["an output as long as a target", "one tensor between stages"],
 )

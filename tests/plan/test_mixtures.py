@@ -28,7 +28,7 @@ from meshwright.plan.stack import STACKS
 from meshwright.plan.whatif import parse_change, step_of, with_imbalance
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import active_parameters, parameter_count
+from meshwright.spec.model.graph import active_parameters, parameter_count
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}

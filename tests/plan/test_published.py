@@ -26,7 +26,7 @@ from benchmarks.published import (
 from meshwright.cli.main import main
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
-from meshwright.spec.model.part import active_parameters, parameter_count
+from meshwright.spec.model.graph import active_parameters, parameter_count
 from tests.support.waiting import HANG_S
 
 TABLE = Path(__file__).parent / "published.csv"

@@ -27,7 +27,8 @@ from meshwright.show.terminal import console_for, show
 from meshwright.show.units import clock, count, seconds, size, ticks
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, split_layers
-from meshwright.spec.model.part import ALONE, parameter_count
+from meshwright.spec.model.graph import parameter_count
+from meshwright.spec.model.part import ALONE
 from meshwright.watch import live as module
 from meshwright.watch.live import Display
 from meshwright.watch.planned import planned_means

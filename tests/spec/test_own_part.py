@@ -29,6 +29,7 @@ from meshwright.plan.memory import rank_parameters
 from meshwright.plan.rank import expected
 from meshwright.spec.layout.params import Init, rows_of
 from meshwright.spec.model.description import gpt
+from meshwright.spec.model.graph import Model, parameter_count
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
@@ -38,13 +39,11 @@ from meshwright.spec.model.part import (
     Kept,
     Kernels,
     MicroBatch,
-    Model,
     NamedPart,
     Part,
     Product,
     Records,
     Work,
-    parameter_count,
 )
 from tests.support.oracle import (
     EXACT,
@@ -134,7 +133,7 @@ def every_second(model: ModelConfig) -> Model:
     assert isinstance(mlp, MLPPart)
     mixer = NamedPart("mixer", "mixer", Mixer(model.hidden, model.ffn, mlp.init))
     other = replace(plain.blocks[0], parts=(*plain.blocks[0].parts[:-1], mixer))
-    return replace(plain, blocks=tuple(other if layer % 2 else plain.blocks[0] for layer in range(model.layers)))
+    return plain.mapped(lambda node: other if node.layer is not None and node.layer % 2 else node.unit)
 
 
 MODEL_KINDS.register("every-second", ModelKind(every_second, ("causal",), MODEL_KINDS["gpt"].supports))

@@ -19,7 +19,7 @@ from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.engine.step import Trainer
-from meshwright.models.gpt import GPTStage
+from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import expected
@@ -48,7 +48,7 @@ def trainer_of(config: Config, rank: int = 0, world: int = 1) -> Trainer:
 far = mock.patch.object(tuning, "ZEROS", Init("normal", 0.3))
 
 
-def logp(module: GPTStage, sample: dict[str, np.ndarray], segment: int) -> tuple[torch.Tensor, int]:
+def logp(module: GraphStage, sample: dict[str, np.ndarray], segment: int) -> tuple[torch.Tensor, int]:
     """The plain definition, of one conversation on its own."""
     at = sample["segments"] == segment
     ids, labels, mask = (torch.tensor(sample[key][at]) for key in ("tokens", "labels", "loss_mask"))
@@ -61,7 +61,7 @@ def logp(module: GPTStage, sample: dict[str, np.ndarray], segment: int) -> tuple
 def plain_loss(trainer: Trainer) -> torch.Tensor:
     """The mean over the pairs, or the judged answers, of eight samples."""
     (module,), tune = trainer.modules, trainer.ctx.config.tune
-    assert isinstance(module, GPTStage)
+    assert isinstance(module, GraphStage)
     losses = []
     for n in range(8):
         sample = MadeAnswers(53, SEQ, tune.loss == "kto").sample(n)

@@ -57,8 +57,10 @@ def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
     """Returns the units of all chunks, in the order of forward."""
     found: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
-        named, foreign = stage_of(module).units(), bool(getattr(module, "foreign", False))
-        found += [GatedUnit(part, chunk, named is None, foreign) for part in ([module] if named is None else named)]
+        stage = stage_of(module)
+        named = stage.units()
+        parts = [module] if named is None else named
+        found += [GatedUnit(part, chunk, named is None, stage.foreign) for part in parts]
     return found
 
 

@@ -20,6 +20,7 @@ from meshwright.errors import UserError
 from meshwright.models.wrapped.activations import KeptElements, kept_elements
 from meshwright.models.wrapped.calls import Plan, style_of
 from meshwright.outside import read_file
+from meshwright.spec.model.graph import HIDDEN, Node, Stream, stack_nodes
 from meshwright.spec.model.part import NamedPart, Unit
 from meshwright.spec.model.wrapped.families import mended
 from meshwright.spec.model.wrapped.parts import (
@@ -197,12 +198,19 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
         replace(unit(head, [name for name in every if name.startswith(head)]), kept_whole=whole, kept_cut=cut)
         for head, (whole, cut) in zip(heads, kept, strict=True)
     ]
-    blocks = tuple(PlannedBlock((NamedPart("", "", part),), hidden) for part in parts)
+    blocks = [PlannedBlock((NamedPart("", "", part),), hidden=hidden) for part in parts]
     first = Unit((NamedPart("", "", unit("", before)),))
     last = Unit((NamedPart("", "", replace(unit("", after), logits=text.vocab_size)),))
+    # Every stage builds its masks and positions itself, from the ids.
+    fields = ("tokens", "positions")
+    nodes = (
+        Node("embedding", first, writes=HIDDEN, fields=fields),
+        *stack_nodes(blocks, prefix=path, fields=fields),
+        Node("head", last, (HIDDEN,), fields=("labels", "loss_mask", *fields)),
+    )
     ends = any(name in tied for name in before) and any(name in tied for name in after)
     more = {"path": path, "family": config.model_type, "beside": tuple(beside)}
-    model = PlannedModel(first, blocks, last, hidden, ends, **more)
+    model = PlannedModel(nodes, (Stream(HIDDEN, hidden, by_sample=True),), ends, **more)
     return Blueprint(model, plan, tuple(before), tuple(after))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ class ForeignStage(nn.Module):
     """A chunk around a module that is not ours (`models.stage.StageModule`)."""
 
     draws_by_key = False
-    foreign = True  # which of its parameters get gradients may depend on the data
+    ungraded: Container[str] = ()
+    layers: Mapping[int, nn.Module] = MappingProxyType({})
+    foreign = True
     losses: Sequence[tuple[LossTerm, int]] = ()
     loss_counts: LossCounts | None = None
     receives: Receives = {}  # noqa: RUF012 (a subclass sets its own)

@@ -7,7 +7,7 @@ here takes it whatever came in between, and forward is left when the last block 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
-from meshwright.models.stage import Receives
+from meshwright.models.stage import Receives, StageResult
 from meshwright.models.wrapped.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
 from meshwright.models.wrapped.calls import outer_modules, recomputed, with_first
 from meshwright.models.wrapped.foreign import Absent, ForeignStage, local_part, place_all
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, stream_seed
+from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.hf.folder import has_weights
-from meshwright.spec.model.part import Coordinate, MicroBatch, Stage
+from meshwright.spec.model.part import Coordinate, MicroBatch
 
 # Kinds of layers that see nothing of another document where positions begin anew.
 MASKED_LAYERS = {
@@ -89,6 +90,11 @@ class PlannedStage(ForeignStage):
         finally:
             self._received = self._table.given = None
 
+    def step(self, batch: dict[str, Tensor], received: Mapping[str, Tensor]) -> StageResult:
+        """Returns what leaves the last block here or, in the last stage, our loss of the logits."""
+        out = self(batch, **received)
+        return ({}, [("loss", *loss_of(out, batch), 1.0)]) if self.stage.last else ({"hidden": out}, [])
+
     def _run(self, given: dict[str, Any]) -> Tensor:
         try:
             logits: Tensor = self.net(**given).logits
@@ -103,9 +109,9 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
     return [
-        each._replace(name=prefix + each.name)
-        for _, prefix, unit in plan.model.units(stage)
-        for _, _, part in unit.parts
+        each._replace(name=node.prefix + each.name)
+        for node in plan.model.nodes_of(stage)
+        for _, _, part in node.unit.parts
         for each in part.parameters  # type: ignore[attr-defined]
     ]
 

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.attention.core import attention_core, run_core
 from meshwright.nn.embedding import TableRows
-from meshwright.nn.inputs import Inputs
+from meshwright.nn.inputs import Inputs, NodeInputs, NodeModule
 from meshwright.nn.linear import Linear
 from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.model import t5
+from meshwright.spec.model.graph import Node
 from meshwright.spec.model.part import Records
 
 
-class RelativeBias(nn.Module):
+class RelativeBias(NodeModule):
     """The bias that one stack's attention adds to its scores, from a table [buckets, heads of this rank]. A decoder's
     is -inf where a key comes after its query."""
 
@@ -26,8 +27,14 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
-        self.part, self.device = part, parallel.device
+        self.part, self.parallel = part, parallel
         self._buckets: dict[tuple[int, int], Tensor] = {}
+
+    def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
+        """Returns the buckets, and the number of queries: of the tokens of the stream that its stack changes."""
+        rows = inputs.streams[node.reads[0]].shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
+        queries = rows // inputs.sequences
+        return self.buckets(queries, inputs.cached + queries), queries
 
     def buckets(self, queries: int, keys: int) -> Tensor:
         """Returns the buckets of all distances from a query, of which there are the last `queries` places, to a key,
@@ -35,7 +42,8 @@ class RelativeBias(nn.Module):
         if (queries, keys) not in self._buckets:
             part, distances = self.part, range(1 - keys, queries)
             found = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
-            self._buckets = {(queries, keys): torch.tensor(found, device=self.device)}  # those of the last lengths
+            # Those of the last lengths are enough.
+            self._buckets = {(queries, keys): torch.tensor(found, device=self.parallel.device)}
         return self._buckets[queries, keys]
 
     def forward(self, buckets: Tensor, queries: int) -> Tensor:

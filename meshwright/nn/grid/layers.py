@@ -96,6 +96,7 @@ class GridTokens(nn.Module):
         self.weight = parallel.parameter(records["weight"])
         self.sinks: dict[str, Tensor] = {}
         self.parallel, self.roles = parallel, part.grid.first
+        self.dropout, self.grad_share = part.part.dropout, part.part.grad_share
         self.sides = Sides.of(parallel, self.roles)
         self.size = self.weight.shape[0] * side_of(parallel, self.roles.weight)[1]
         self.first = group_of(parallel, self.roles.y.features).index * self.size

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from meshwright.config.comm import NODE_COPY
 from meshwright.config.data import OBJECTIVES
@@ -21,6 +22,7 @@ from meshwright.spec.layout.params import Init
 from meshwright.spec.model.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
 from meshwright.spec.model.experts import ExpertsPart, Routing
 from meshwright.spec.model.gpt import (
+    EMBEDDING,
     KV_COPIES,
     KV_GROUPS,
     AttentionPart,
@@ -29,20 +31,23 @@ from meshwright.spec.model.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.spec.model.graph import HIDDEN, Model, Node, Stage, Stream, stack_nodes
 from meshwright.spec.model.grid import on_grid
 from meshwright.spec.model.latent import LatentAttentionPart
 from meshwright.spec.model.mlp import MLPPart
-from meshwright.spec.model.part import BlockUnit, Coordinate, MicroBatch, Model, NamedPart, Part, Stage, Unit
-from meshwright.spec.model.t5 import (
-    DECODER,
-    ENCODER,
-    CrossAttentionPart,
-    DecoderBlock,
-    DecoderUnit,
-    EncoderDecoder,
-    RelativeBiasPart,
-    t5_inits,
+from meshwright.spec.model.part import (
+    BlockUnit,
+    Coordinate,
+    EmbeddingUnit,
+    HeadUnit,
+    MaskedHeadUnit,
+    MicroBatch,
+    NamedPart,
+    Part,
+    Rows,
+    Unit,
 )
+from meshwright.spec.model.t5 import DECODED, DECODER, ENCODER, MEMORY, CrossAttentionPart, RelativeBiasPart, t5_inits
 from meshwright.spec.model.tuning import Tuning, tuned
 from meshwright.spec.model.wrapped.parts import PlannedModel
 from meshwright.spec.schedule.kinds import ends_of, placement_of
@@ -55,7 +60,20 @@ def gpt(model: ModelConfig) -> Model:
     last = [NamedPart("output", "embedding" if tied else "head", output)]
     if model.norm_first:
         last.insert(0, NamedPart("norm", "final_norm", ended_norm(model)))
-    return Model(embedding_unit(model), block_units(model), Unit(tuple(last)), h, tied)
+    return one_stack(model, HeadUnit(tuple(last)))
+
+
+# The fields of a batch that the ends of models read, where the data have them.
+FIRST_FIELDS = ("tokens", "token_types")
+LAST_FIELDS = ("labels", "loss_mask", "places", "swapped")
+
+
+def one_stack(model: ModelConfig, head: HeadUnit, **more: Any) -> Model:
+    """Describes a model whose blocks all change one stream, from an embedding to a head."""
+    first = Node("embedding", embedding_unit(model), writes=HIDDEN, fields=FIRST_FIELDS)
+    last = Node("head", head, (HIDDEN,), fields=LAST_FIELDS)
+    nodes = (first, *stack_nodes(block_units(model)), last)
+    return Model(nodes, (Stream(HIDDEN, model.hidden),), model.tied_embeddings, **more)
 
 
 def bert(model: ModelConfig) -> Model:
@@ -76,20 +94,21 @@ def bert(model: ModelConfig) -> Model:
     if pooled:
         parts.append(("pooler", "pooler", OnRows(DensePart(h, h, "tanh", normal), 1)))
         parts.append(("order", "order", OnRows(DensePart(h, 2, "", normal), 1)))
-    head = Unit(tuple(NamedPart(*part) for part in parts))
-    terms = ("loss", "order")[: 1 + pooled]
-    return Model(embedding_unit(model), block_units(model), head, h, tied, False, masked, terms)
+    head = MaskedHeadUnit(tuple(NamedPart(*part) for part in parts))
+    lengths = (*((name, masked) for name in ("places", "labels", "loss_mask")), ("swapped", 1))
+    return one_stack(model, head, causal=False, terms=("loss", "order")[: 1 + pooled], lengths=lengths)
 
 
-def t5(model: ModelConfig) -> EncoderDecoder:
+def t5(model: ModelConfig) -> Model:
     """Describes an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
-    output. Scores have no scale but a learned bias of the distance."""
+    output (`memory`). Scores have no scale but a learned bias of the distance. The decoder begins with an embedding of
+    its own tokens, whose table is the encoder's."""
     h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
     first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
-    rows, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
+    qkv, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
     attention = AttentionPart(
-        h, heads, heads, model.head_dim, rows, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
-        scale=1.0, biased="encoder_bias",
+        h, heads, heads, model.head_dim, qkv, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
+        scale=1.0, biased=f"{ENCODER}_bias",
     )  # fmt: skip
     cross = CrossAttentionPart(
         h, heads, model.head_dim, model.seq, first["q"], first["in"], first["out"], model.attention_dropout or 0.0
@@ -101,25 +120,34 @@ def t5(model: ModelConfig) -> EncoderDecoder:
         pairs = [(f"norm{at}", each) for at, each in enumerate(norms, start=1)]
         return tuple(NamedPart(key, key, part) for pair in zip(pairs, bodies, strict=True) for key, part in pair)
 
-    def bias(stack: str) -> tuple[NamedPart, ...]:
+    def bias(stack: str, stream: str, rows: Rows) -> Node:
         part = RelativeBiasPart(own.buckets, own.distance, heads, stack == ENCODER, stack, first["in"])
-        return (NamedPart("bias", f"{stack}.bias", part),)
+        unit = Unit((NamedPart("bias", f"{stack}.bias", part),), rows)
+        return Node(f"{stack}_bias", unit, (stream,), f"{stack}_bias", everywhere=True)
 
     tokens = TokenEmbeddingPart(model.vocab, h, first["table"], True, model.embedding_dropout or 0.0)
     table = (NamedPart("tokens", "embedding", tokens),)
     output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scale_output == "true" else 1.0)
     head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
             NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
-    encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), h, False, model.dropout)
-    bodies = (("attention", replace(attention, causal=True, biased="decoder_bias")), ("cross", cross), ("mlp", mlp))
-    decoder = DecoderBlock(named(*bodies), h, False, model.dropout, seq=own.decoder_seq)
-    return EncoderDecoder(
-        Unit(table), (encoder,) * own.encoder_layers + (decoder,) * (model.layers - own.encoder_layers),
-        DecoderUnit(head, own.decoder_seq), h, tied, False, encoder_layers=own.encoder_layers,
-        decoder_seq=own.decoder_seq, encoder_bias=Unit(bias(ENCODER)),
-        encoder_end=Unit((NamedPart("norm", "encoder.final_norm", ended_norm(model)),)),
-        decoder_embedding=DecoderUnit(table, own.decoder_seq), decoder_bias=DecoderUnit(bias(DECODER), own.decoder_seq),
-    )  # fmt: skip
+    rows, count = Rows(own.decoder_seq), own.encoder_layers
+    encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), hidden=h, dropout=model.dropout)
+    bodies = (("attention", replace(attention, causal=True, biased=f"{DECODER}_bias")), ("cross", cross), ("mlp", mlp))
+    decoder = BlockUnit(named(*bodies), rows, h, dropout=model.dropout)
+    end = Unit((NamedPart("norm", "encoder.final_norm", ended_norm(model)),))
+    nodes = (
+        Node("embedding", EmbeddingUnit(table), writes=HIDDEN, fields=("tokens",)),
+        bias(ENCODER, HIDDEN, Rows()),
+        *stack_nodes((encoder,) * count, key=ENCODER, prefix="encoder.layers"),
+        Node("encoder_end", end, (HIDDEN,), MEMORY),
+        Node("decoder_embedding", EmbeddingUnit(table, rows), writes=DECODED, fields=("decoder_tokens",)),
+        bias(DECODER, DECODED, rows),
+        *stack_nodes((decoder,) * (model.layers - count), DECODED, DECODER, "decoder.layers", count),
+        Node("head", HeadUnit(head, rows), (DECODED,), fields=("labels", "loss_mask")),
+    )
+    streams = (Stream(HIDDEN, h), Stream(MEMORY, h), Stream(DECODED, h, rows))
+    lengths = tuple((name, own.decoder_seq) for name in ("decoder_tokens", "labels", "loss_mask"))
+    return Model(nodes, streams, tied, causal=False, lengths=lengths)
 
 
 def glm(model: ModelConfig) -> Model:
@@ -138,10 +166,12 @@ def ended_norm(model: ModelConfig) -> NormPart:
     return replace(norm_part(model), keeps_output=False)
 
 
-def embedding_unit(model: ModelConfig) -> Unit:
+def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
     """Describes what turns ids into activations: tokens and, by config, positions, token types and a norm."""
     h, normal = model.hidden, Init("normal", model.init_std)
-    tokens = TokenEmbeddingPart(model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0)
+    tokens = TokenEmbeddingPart(
+        model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
+    )
     parts = [NamedPart("tokens", "embedding", tokens)]
     if model.position == "learned":
         positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
@@ -150,7 +180,7 @@ def embedding_unit(model: ModelConfig) -> Unit:
         parts.append(NamedPart("types", "token_type", TokenTypePart(model.token_types, h, normal)))
     if model.embedding_norm:
         parts.append(NamedPart("norm", "embedding_norm", ended_norm(model)))
-    return Unit(tuple(parts))
+    return EmbeddingUnit(tuple(parts))
 
 
 def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
@@ -179,7 +209,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
             parts.append(("norm2_after", ended_norm(model)))
         named = tuple(NamedPart(key, key, part) for key, part in parts)
         post, both = not model.norm_first, place == "sandwich"
-        return BlockUnit(named, model.hidden, model.parallel_residual, model.dropout, post, residual, both)
+        return BlockUnit(named, Rows(), model.hidden, model.parallel_residual, model.dropout, post, residual, both)
 
     layers = range(model.layers)
     return tuple(block(model.experts.in_block(layer), model.window_of(layer)) for layer in layers)
@@ -231,26 +261,28 @@ def model_of(config: Config) -> Model:
     model, grid = describe(config.model), config.layout.grid
     if grid is not None:
         return _on_grid(model, grid)
-    model = _tuned(model, config.tune) if config.tune.adapts else model
+    model = _tuned(model, config.tune, config.compares) if config.tune.adapts else model
     return _with_whole_matrices(model) if config.optimizer.whole_matrices else model
 
 
 @lru_cache(maxsize=256)
 def _with_whole_matrices(model: Model) -> Model:
-    return replace(model, blocks=tuple(replace(block, whole_matrices=True) for block in model.blocks))
+    return model.mapped(
+        lambda node: replace(node.unit, whole_matrices=True) if isinstance(node.unit, BlockUnit) else node.unit
+    )
 
 
 _on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
-def _tuned(model: Model, tune: TuneConfig) -> Model:
+def _tuned(model: Model, tune: TuneConfig, compared: bool) -> Model:
     tuning = Tuning(
         tune.rank, tune.scale, norms=tune.kind == "dora", dropout=tune.dropout,
         targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
         whole=tune.modules_to_save, packs=tune.quantise == "nf4",
     )  # fmt: skip
-    return tuned(model, tuning)
+    return replace(tuned(model, tuning), compared=compared)
 
 
 @lru_cache(maxsize=256)
@@ -279,14 +311,16 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the pipeline ranks that hold the same parameters of an encoder-decoder, by the name of their group."""
+    """Returns the pipeline ranks that hold the same parameters, by the name of their group. A table that only the ends
+    of the model share is left to the layout, which knows its ends."""
     model, found = describe(config.model), dict[str, set[int]]()
-    if not isinstance(model, EncoderDecoder):
-        return ()
     places = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
     for stage, (rank, _) in zip(stages_of(config), places, strict=True):
-        for name in model.holds(stage):
+        for name in model.groups(stage):
             found.setdefault(name, set()).add(rank)
+    ends = {places[0][0], places[-1][0]}
+    if not {*found} - {EMBEDDING} and found.get(EMBEDDING, ends) == ends:
+        return ()
     return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(found.items()))
 
 
@@ -343,16 +377,6 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     return layout
 
 
-# What the frozen weights alone make of `hidden`, where a loss compares with them. No gradient goes back through it.
-REFERENCE = "reference"
-
-
-def passed(config: Config, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors that a stage of a run receives from the one before."""
-    shapes = model_of(config).passes(at, batch, stage)
-    return shapes | {REFERENCE: shapes["hidden"]} if config.compares and shapes else shapes
-
-
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
     """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""
@@ -363,7 +387,8 @@ def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
 def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
     """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
     for each sample."""
-    return batch.sequences * model.lengths[name] if name in model.lengths else batch.tokens(at)
+    lengths = dict(model.lengths)
+    return batch.sequences * lengths[name] if name in lengths else batch.tokens(at)
 
 
 def data_fields(config: Config) -> list[str]:

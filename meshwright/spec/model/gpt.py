@@ -28,6 +28,7 @@ from meshwright.spec.model.part import (
 
 # Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
+EMBEDDING = "embedding"  # the ranks that hold the table of tokens, where it is tied
 ALIBI_WIDTH = 8  # elements by which ALiBi widens heads: as few as fused kernels take
 TILE_ROWS = 256  # queries whose scores exist at once where no fused kernel knows dropout
 TILE_COPIES = 5.0  # tensors of their size in backward
@@ -137,6 +138,10 @@ class AttentionPart(Part):
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     biased: str = ""  # the stream that is added to the scores, a learned bias
     window: int = 0  # tokens that one sees, itself included; 0: all before it
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.biased,) if self.biased else ()
 
     @property
     def core_dim(self) -> int:
@@ -316,6 +321,11 @@ class TokenEmbeddingPart(Part):
     init: Init
     tied: bool = False
     dropout: float = 0.0
+    grad_share: float = 1.0  # of the gradient of what was looked up, the share that the table gets
+
+    @property
+    def group(self) -> str:  # type: ignore[override]
+        return EMBEDDING if self.tied else ""
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)
@@ -381,6 +391,10 @@ class OutputLayerPart(Part):
     tied: bool = False
     bias: str = ""
     scale: float = 1.0
+
+    @property
+    def group(self) -> str:  # type: ignore[override]
+        return EMBEDDING if self.tied else ""
 
     def records(self, at: Coordinate, name: str) -> Records:
         weight = vocabulary_record(at, f"{name}.weight", (self.vocab, self.hidden), self.init, self.tied)

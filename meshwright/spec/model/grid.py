@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.errors import UserError
 from meshwright.spec.layout.grid import GRID_AXES, STREAM, Grid
@@ -20,6 +21,7 @@ from meshwright.spec.model.gpt import (
     PositionEmbeddingPart,
     TokenEmbeddingPart,
 )
+from meshwright.spec.model.graph import Model
 from meshwright.spec.model.grid_products import (
     GridProduct,
     along,
@@ -42,7 +44,6 @@ from meshwright.spec.model.part import (
     Kept,
     Kernels,
     MicroBatch,
-    Model,
     NamedPart,
     Part,
     Product,
@@ -315,16 +316,6 @@ class GridOutputPart(Part):
         return float(tile_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
 
 
-@dataclass(frozen=True)
-class GridBlock(BlockUnit):
-    """A block of a grid; `hidden` are the features of one rank."""
-
-    __hash__ = BlockUnit.__hash__
-
-    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
-        return batch.rows(at) * self.hidden * batch.element
-
-
 _PARTS: dict[type[Part], type] = {
     NormPart: GridNormPart, AttentionPart: GridAttentionPart, MLPPart: GridMLPPart,
     TokenEmbeddingPart: GridTokensPart, PositionEmbeddingPart: GridPositionsPart, OutputLayerPart: GridOutputPart,
@@ -334,19 +325,14 @@ _PARTS: dict[type[Part], type] = {
 def on_grid(model: Model, grid: Grid) -> Model:
     """Returns the same model with every part cut over a grid."""
 
-    def cut(unit: Unit) -> tuple[NamedPart, ...]:
-        return tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
+    @cache
+    def cut(unit: Unit) -> Unit:
+        parts = tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
+        found = replace(unit, parts=parts)
+        return replace(found, hidden=found.hidden // grid.col) if isinstance(found, BlockUnit) else found
 
-    width = model.hidden // grid.col
-    blocks: dict[BlockUnit, GridBlock] = {}
-    for block in model.blocks:
-        if block not in blocks:
-            more = (width, block.parallel, block.dropout, block.post_norm, block.residual, block.sandwich)
-            blocks[block] = GridBlock(cut(block), *more)
-    return replace(
-        model, embedding=Unit(cut(model.embedding)), blocks=tuple(blocks[block] for block in model.blocks),
-        head=Unit(cut(model.head)), hidden=width,
-    )  # fmt: skip
+    streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
+    return replace(model.mapped(lambda node: cut(node.unit)), streams=streams)
 
 
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:

@@ -8,10 +8,9 @@ statements, the planner is a fold over them, and the dry run checks that they ar
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.spec.layout.params import ParamRecord
@@ -48,6 +47,18 @@ class MicroBatch:
     def wide(self) -> int:
         """The bytes of a number in the precision of sums: fp32, or fp64 for fp64."""
         return max(4, self.element)
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor [rows, width]: `seq` of each sample of a micro-batch, or one for each token that the model
+    reads where that is 0. Unless they are `divided`, every rank that works on a sample holds all of its rows."""
+
+    seq: int = 0
+    divided: bool = True
+
+    def of(self, batch: MicroBatch) -> MicroBatch:
+        """Returns a micro-batch as those see it that work on these rows."""
+        return replace(batch, seq=self.seq) if self.seq else batch
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,8 @@ class Part:
     module = ""  # of a part from outside the package: the path `package.module:Class` of the module that computes it
 
     has_experts = False  # whether it is cut along the axes of experts
+    reads: tuple[str, ...] = ()  # the streams of the model that it takes beside its input
+    group: str = ""  # the name of the ranks that hold the same parameters, where several nodes or stages do
 
     def records(self, at: Coordinate, name: str) -> Records:
         """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
@@ -227,6 +240,13 @@ class Part:
         return 0.0
 
 
+def innermost(part: Part) -> Part:
+    """Returns the part inside those that only change how it is cut, tuned or applied, each of which names it `part`."""
+    while isinstance(inner := getattr(part, "part", None), Part):
+        part = inner
+    return part
+
+
 class NamedPart(NamedTuple):
     """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
 
@@ -241,16 +261,30 @@ class Unit:
     what is recomputed, compiled and gathered, and what the planner counts."""
 
     parts: tuple[NamedPart, ...]
+    rows: Rows = Rows()  # that it works on
 
     __hash__ = hash_once
+
+    stackable = False  # whether runs of such units are recomputed, compiled and offloaded together
+
+    @property
+    def branches(self) -> list[tuple[NamedPart, NamedPart]]:
+        """Its pairs of a norm and a body, where it is made of such."""
+        return []
 
     @cached_property
     def has_experts(self) -> bool:
         return any(part.has_experts for _, _, part in self.parts)
 
-    def own(self, batch: MicroBatch) -> MicroBatch:
-        """Returns a micro-batch as this unit sees it: a decoder's sequences have another length than its encoder's."""
-        return batch
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The streams that its parts take beside its input."""
+        return tuple(dict.fromkeys(name for _, _, part in self.parts for name in innermost(part).reads))
+
+    @property
+    def groups(self) -> set[str]:
+        """The names of the ranks that hold the same parameters of its parts."""
+        return {group for _, _, part in self.parts if (group := innermost(part).group)}
 
     def seen_by(self, at: Coordinate) -> Coordinate:
         """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
@@ -264,29 +298,41 @@ class Unit:
         }
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         return sum((part.work(at, batch, kernels) for _, _, part in self.parts), Work())
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         for _, _, part in self.parts:
             yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         return sum(part.factors(at, batch, kernels) for _, _, part in self.parts)
 
     def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns what `working` does for a backward that defers weight gradients: with the unit's factors so far."""
         return self.working(at, batch, kernels) + self.factors(at, batch, kernels)
+
+
+class EmbeddingUnit(Unit):
+    """Parts that turn ids into activations: `tokens` and, where there are such, `positions`, `types` and a `norm`."""
+
+
+class HeadUnit(Unit):
+    """Parts that turn activations into terms of the loss: a `norm`, where there is one, and the `output` layer."""
+
+
+class MaskedHeadUnit(HeadUnit):
+    """A head on chosen rows of each sample (`spec/model/bert.py`)."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +352,8 @@ class BlockUnit(Unit):
 
     __hash__ = hash_once
 
+    stackable = True
+
     def records(self, at: Coordinate, prefix: str = "") -> Records:
         found = super().records(at, prefix)
         if not self.whole_matrices:
@@ -324,7 +372,7 @@ class BlockUnit(Unit):
         return self.parts[2::3] if self.sandwich else ()
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         # A sum reads two rows and writes one; dropout reads and writes a mask with it.
         width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
         count = len(self.branches)
@@ -333,7 +381,7 @@ class BlockUnit(Unit):
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
         found: list[Kept] = []
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         for number, (norm, body) in enumerate(self.branches):
             shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
             found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
@@ -345,7 +393,7 @@ class BlockUnit(Unit):
         return tuple(found)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        batch = self.own(batch)
+        batch = self.rows.of(batch)
         stream = self._passed(at, batch)
         if not kernels.own:
             return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
@@ -355,7 +403,7 @@ class BlockUnit(Unit):
 
     def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """See `Unit`. While the backward goes through the bodies, activations go and factors come."""
-        own, stream, change, found = self.own(batch), self._passed(at, self.own(batch)), 0.0, -math.inf
+        own, stream, change, found = self.rows.of(batch), self._passed(at, self.rows.of(batch)), 0.0, -math.inf
         for norm, body in reversed(self.branches):
             working = sum(each.part.working(at, own, kernels) for each in (norm, body)) + 3 * stream
             core = body.part.core_backward(at, own, kernels) + 2 * own.rows(at) * self.hidden * own.element
@@ -366,7 +414,8 @@ class BlockUnit(Unit):
 
     def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
         """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
-        return batch.tokens(at) * self.hidden * batch.element
+        gathered = at.size("tp") if at.splits_tokens else 1
+        return batch.rows(at) * gathered * self.hidden * batch.element
 
     def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
@@ -378,106 +427,4 @@ class BlockUnit(Unit):
         return found + 2 * batch.rows(at) * self.hidden * batch.element
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One chunk of the pipeline: its virtual stage number and the global numbers of its layers."""
-
-    index: int
-    count: int
-    layers: range
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.count - 1
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model as a sequence of units, and the named tensors that pass between them."""
-
-    embedding: Unit
-    blocks: tuple[BlockUnit, ...]  # blocks of one kind are equal values
-    head: Unit
-    hidden: int
-    tied: bool = False  # the output layer's weight is the embedding's
-    causal: bool = True  # whether a token sees only those before it
-    predictions: int = 0  # tokens of a sample that are predicted, where they are chosen ones; 0: all
-    terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
-    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
-
-    __hash__ = hash_once
-
-    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
-        """Yields the units of a stage in the order of forward: module key, prefix of global names, unit."""
-        if stage.first:
-            yield "embedding", "", self.embedding
-        for layer in stage.layers:
-            yield f"blocks.{layer}", f"layers.{layer}.", self.blocks[layer]
-        if stage.last:
-            yield "head", "", self.head
-
-    def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
-        """Returns every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
-        appears once."""
-        records: Records = {}
-        ties: set[str] = set()
-        for key, prefix, unit in self.units(stage or self.whole):
-            for name, record in unit.records(at, prefix).items():
-                if record.tied not in ties:
-                    records[f"{key}.{name}"] = record
-                ties |= {record.tied} if record.tied else set()
-        return records
-
-    @cached_property
-    def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
-        """The kinds of blocks, with how many there are of each."""
-        return tuple(Counter(self.blocks).items())
-
-    @cached_property
-    def losses(self) -> tuple[tuple[LossTerm, int], ...]:
-        """The terms that parts add to the loss, with the number of parts that add each."""
-        terms = (term for block in self.blocks for _, _, part in block.parts for term in part.losses())
-        return tuple(Counter(terms).items())
-
-    @property
-    def whole(self) -> Stage:
-        """The one stage of a model without a pipeline."""
-        return Stage(0, 1, range(len(self.blocks)))
-
-    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
-        return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
-
-    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
-        """Returns the elements that all blocks of a stage keep together, beside what each of them states."""
-        return 0
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """The elements that a sample's fields have, of those that have not one for each token."""
-        chosen = self.predictions
-        return {"places": chosen, "labels": chosen, "loss_mask": chosen, "swapped": 1} if chosen else {}
-
-    def fields(self, stage: Stage) -> set[str]:
-        """Returns the fields of a batch that the ends of the model in this stage read, where the data have them."""
-        first = {"tokens", "token_types"} if stage.first else set()
-        return first | ({"labels", "loss_mask", "places", "swapped"} if stage.last else set())
-
-
 ALONE = Coordinate()
-
-
-@lru_cache(maxsize=64)
-def parameter_count(model: Model) -> int:
-    """Returns the number of parameters of a whole model."""
-    return sum(record.values.numel for record in model.records(ALONE).values())
-
-
-def active_parameters(model: Model) -> int:
-    """Returns the number of parameters that one token uses: of a mixture, the experts that it goes to."""
-    idle = (count * part.idle for block, count in model.kinds for _, _, part in block.parts)
-    return parameter_count(model) - sum(idle)

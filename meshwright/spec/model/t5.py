@@ -15,24 +15,19 @@ from meshwright.spec.layout.params import Init, columns_of, rows_of
 from meshwright.spec.model.gpt import core_kept, core_work
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.part import (
-    BlockUnit,
     Collective,
     Coordinate,
     Kept,
     Kernels,
     MicroBatch,
-    Model,
     Part,
     Product,
     Records,
-    Stage,
-    Unit,
     Work,
-    hash_once,
 )
 
-ENCODER, DECODER, EMBEDDING = "encoder", "decoder", "embedding"  # groups of ranks that hold the same parameters
-NO_UNIT = Unit(())
+ENCODER, DECODER = "encoder", "decoder"  # the stacks, and the groups of ranks that hold the same table of positions
+MEMORY, DECODED = "memory", "decoded"  # the streams of the encoder's output and of the decoder
 ALIGNED_KEYS = 16  # elements
 
 
@@ -67,14 +62,18 @@ def aligned(keys: int) -> int:
 class RelativeBiasPart(Part):
     """A table of what is added to the scores by the bucket of the distance between query and key, cut over tp by heads.
     One table serves all blocks of its stack: every stage that has some of them holds a copy, and gradients are summed
-    over the ranks of `group`. The bias of a micro-batch is one tensor for all blocks of a stage."""
+    over the ranks of the `stack`. The bias of a micro-batch is one tensor for all blocks of a stage."""
 
     buckets: int
     farthest: int
     heads: int
     both_ways: bool
-    group: str
+    stack: str
     init: Init
+
+    @property
+    def group(self) -> str:  # type: ignore[override]
+        return self.stack
 
     def records(self, at: Coordinate, name: str) -> Records:
         axes = (self.group,) if at.size(self.group) > 1 else ()
@@ -120,7 +119,11 @@ class CrossAttentionPart(Part):
     init: Init
     out_init: Init
     dropout: float = 0.0
-    source: str = "memory"  # the stream of the encoder's output
+    source: str = MEMORY
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.source,)
 
     def memory(self, batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch as the encoder has seen it."""
@@ -166,109 +169,6 @@ class CrossAttentionPart(Part):
         """Returns the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
         keys = self.memory(batch).tokens(at)
         return float(keys * (2 * self.heads // at.size("tp") * self.head_dim + 2 * self.hidden) * batch.element)
-
-
-@dataclass(frozen=True)
-class DecoderUnit(Unit):
-    """A unit that works on the decoder's tokens, `seq` of each sample."""
-
-    seq: int = 0
-
-    __hash__ = hash_once
-
-    def own(self, batch: MicroBatch) -> MicroBatch:
-        return replace(batch, seq=self.seq)
-
-
-@dataclass(frozen=True)
-class DecoderBlock(BlockUnit):
-    """A block of the decoder: `seq` tokens of each sample."""
-
-    seq: int = 0
-
-    __hash__ = hash_once
-
-    def own(self, batch: MicroBatch) -> MicroBatch:
-        return replace(batch, seq=self.seq)
-
-
-@dataclass(frozen=True)
-class EncoderDecoder(Model):
-    """Two stacks of blocks. The first `encoder_layers` blocks are the encoder's; `encoder_end` makes its output, and
-    the decoder begins with an embedding of its own tokens, whose table is the encoder's."""
-
-    encoder_layers: int = 0
-    decoder_seq: int = 0
-    encoder_bias: Unit = NO_UNIT
-    encoder_end: Unit = NO_UNIT
-    decoder_embedding: Unit = NO_UNIT
-    decoder_bias: Unit = NO_UNIT
-
-    __hash__ = hash_once
-
-    def stacks(self, stage: Stage) -> tuple[range, range]:
-        """Returns the encoder's and the decoder's blocks of a stage, by their numbers in the model."""
-        low, high, cut = stage.layers.start, stage.layers.stop, self.encoder_layers
-        return range(low, min(high, cut)), range(max(low, cut), high)
-
-    def ends_encoder(self, stage: Stage) -> bool:
-        return self.encoder_layers - 1 in stage.layers
-
-    def begins_decoder(self, stage: Stage) -> bool:
-        return self.encoder_layers in stage.layers
-
-    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
-        encoder, decoder = self.stacks(stage)
-        if stage.first:
-            yield "embedding", "", self.embedding
-        if encoder:
-            yield "encoder_bias", "", self.encoder_bias
-        for layer in encoder:
-            yield f"blocks.{layer}", f"encoder.layers.{layer}.", self.blocks[layer]
-        if self.ends_encoder(stage):
-            yield "encoder_end", "", self.encoder_end
-        if self.begins_decoder(stage):
-            yield "decoder_embedding", "", self.decoder_embedding
-        if decoder:
-            yield "decoder_bias", "", self.decoder_bias
-        for layer in decoder:
-            yield f"blocks.{layer}", f"decoder.layers.{layer - self.encoder_layers}.", self.blocks[layer]
-        if stage.last:
-            yield "head", "", self.head
-
-    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-        """Returns what a stage receives: inside the encoder its activations, where the decoder begins the encoder's
-        output, and inside the decoder both its activations and that output."""
-        if stage.first:
-            return {}
-        memory: tuple[int, ...] = (batch.rows(at), self.hidden)
-        hidden: tuple[int, ...] = (replace(batch, seq=self.decoder_seq).rows(at), self.hidden)
-        if stage.layers.start < self.encoder_layers:
-            return {"hidden": memory}
-        if stage.layers.start == self.encoder_layers:
-            return {"memory": memory}
-        return {"hidden": hidden} | ({"memory": memory} if stage.layers else {})
-
-    def kept_beside(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> int:
-        """The encoder's output, where there are blocks that use it."""
-        return batch.rows(at) * self.hidden if self.stacks(stage)[1] else 0
-
-    def holds(self, stage: Stage) -> set[str]:
-        """Returns the groups that share parameters which this stage holds: the table of tokens, which the ends of the
-        encoder and the decoder use, and each stack's table of relative positions."""
-        table = stage.first or self.begins_decoder(stage) or (stage.last and self.tied)
-        encoder, decoder = self.stacks(stage)
-        held = {EMBEDDING: table, ENCODER: bool(encoder), DECODER: bool(decoder)}
-        return {name for name, here in held.items() if here}
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        return dict.fromkeys(("decoder_tokens", "labels", "loss_mask"), self.decoder_seq)
-
-    def fields(self, stage: Stage) -> set[str]:
-        found = {"tokens"} if stage.first else set()
-        found |= {"decoder_tokens"} if self.begins_decoder(stage) else set()
-        return found | ({"labels", "loss_mask"} if stage.last else set())
 
 
 def t5_inits(factor: float, hidden: int, heads: int, head_dim: int, ffn: int) -> dict[str, Init]:

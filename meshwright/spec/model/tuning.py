@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 from meshwright.errors import UserError, nearest
@@ -21,10 +22,10 @@ from meshwright.spec.layout.packed import BLOCK, packed_record, row_bytes
 from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, columns_of, rows_of, whole
 from meshwright.spec.model.experts import ExpertsPart
 from meshwright.spec.model.gpt import NormPart, TokenEmbeddingPart
+from meshwright.spec.model.graph import Model
 from meshwright.spec.model.linear import ZEROS, replicated
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    BlockUnit,
     Collective,
     Coordinate,
     Kept,
@@ -32,7 +33,6 @@ from meshwright.spec.model.part import (
     LinearPieces,
     LossTerm,
     MicroBatch,
-    Model,
     NamedPart,
     Part,
     Product,
@@ -281,22 +281,21 @@ def tuned(model: Model, tuning: Tuning) -> Model:
     _check_experts(tuning, experts)
     if tuning.every:
         tuning = replace(tuning, targets=tuple(sorted(usual.union(tuning.targets))))
-    parts = {name for unit in (model.embedding, *model.blocks, model.head) for _, name, _ in unit.parts}
+    parts = {name for node in model.nodes for _, name, _ in node.unit.parts}
     for key, wanted, known in (("targets", tuning.targets, pieces), ("modules_to_save", tuning.whole, parts)):
         for name in wanted:
             if name not in known:
                 has = ", ".join(sorted(known)) or "none"
                 raise UserError(f"tune.{key}={name} is not in this model{nearest(name, known)}: it has {has}")
-    kinds = {block: _tuned_unit(block, tuning) for block in set(model.blocks)}
-    embedding = _tuned_unit(model.embedding, tuning)
-    head = _tuned_unit(model.head, replace(tuning, targets=(), packs=False))  # as in QLoRA
-    return replace(model, embedding=embedding, blocks=tuple(kinds[block] for block in model.blocks), head=head)
+    of_head = replace(tuning, targets=(), packs=False)  # as in QLoRA
+    changed = cache(_tuned_unit)
+    return model.mapped(lambda node: changed(node.unit, tuning if node.writes else of_head))
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
     """Freezes a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
     parts: list[NamedPart] = []
-    before = {norm.key: body.part for norm, body in unit.branches} if isinstance(unit, BlockUnit) else {}
+    before = {norm.key: body.part for norm, body in unit.branches}
     for each in unit.parts:
         part = each.part
         if isinstance(part, NormPart) and each.key in before:

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.errors import UserError, divisors, either
 from meshwright.spec.layout.params import Box, Init, ParamRecord
+from meshwright.spec.model.graph import Model
 from meshwright.spec.model.part import (
     BlockUnit,
     Collective,
@@ -20,11 +21,9 @@ from meshwright.spec.model.part import (
     Kept,
     Kernels,
     MicroBatch,
-    Model,
     Part,
     Product,
     Records,
-    Stage,
     Unit,
     Work,
     hash_once,
@@ -212,14 +211,3 @@ class PlannedModel(Model):
     beside: tuple[str, ...] = ()
 
     __hash__ = hash_once
-
-    def units(self, stage: Stage) -> Iterator[tuple[str, str, Unit]]:
-        for key, prefix, unit in super().units(stage):
-            yield key, prefix.replace("layers.", f"{self.path}.", 1) if prefix else "", unit
-
-    def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-        return {} if stage.first else {"hidden": (batch.sequences, batch.seq, self.hidden)}
-
-    def fields(self, stage: Stage) -> set[str]:
-        """Every stage builds its masks and positions itself, from the ids."""
-        return super().fields(stage) | {"tokens", "positions"}
