@@ -65,6 +65,31 @@ class Launched:
     balance: Download | None
 
 
+def refuse_without_matrices(ctx: Context, parallel: DataParallel) -> None:
+    """Raise an error if the optimizer updates whole matrices and no block of the model names any."""
+    name = ctx.config.optimizer.name
+    # With a pipeline, a rank without blocks has none either.
+    if (
+        ctx.config.optimizer.whole_matrices
+        and ctx.layout.pp == 1
+        and not any(buffer.key.matrices for buffer in parallel.buffers)
+    ):
+        raise UserError(
+            f"optimizer.name={name} updates the matrices that a model's blocks name, and this model names none: "
+            "use adamw"
+        )
+
+
+def batches_by_source(
+    ctx: Context, data: Dataset, fields: Sequence[str], reader: ThreadPoolExecutor
+) -> dict[str, MicroBatches]:
+    """Return the validation batches of each file that samples come from, if the data name several files."""
+    sources = by_source(data, validation_samples(ctx.config))
+    if len(sources) < 2:
+        return {}
+    return {name: MicroBatches(ctx, Picked(data, numbers), fields, reader) for name, numbers in sources.items()}
+
+
 class Trainer:
     """Model, optimizer and data of this rank, and the two counters that say where the run is."""
 
@@ -93,11 +118,7 @@ class Trainer:
         kernels, updated = not is_host(config, ctx.device), parallel.weights.updated
         exchange = partial(matrix_exchange, ctx, parallel)
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels, exchange)
-        if config.optimizer.whole_matrices and ctx.layout.pp == 1 and not any(b.key.matrices for b in parallel.buffers):
-            raise UserError(
-                f"optimizer.name={config.optimizer.name} updates the matrices that a model's blocks name, and this "
-                "model names none: use adamw"
-            )
+        refuse_without_matrices(ctx, parallel)
         self.outer: OuterOptimizer | None = None
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)
@@ -115,12 +136,9 @@ class Trainer:
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
         self.valid_batches = MicroBatches(ctx, valid_data, fields, reader) if valid_data is not None else None
-        # Validation samples by the file that they come from, where the data say so.
-        sources = by_source(valid_data, validation_samples(config)) if valid_data is not None else {}
-        self.valid_sources = {
-            name: MicroBatches(ctx, Picked(valid_data, numbers), fields, reader)  # type: ignore[arg-type]
-            for name, numbers in sources.items() if len(sources) > 1 and loss_counts is None
-        }  # fmt: skip
+        self.valid_sources: dict[str, MicroBatches] = {}
+        if valid_data is not None and loss_counts is None:
+            self.valid_sources = batches_by_source(ctx, valid_data, fields, reader)
         # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
         self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -27,7 +26,8 @@ from tests.support.oracle import load_into, make_trainer, small_config
 
 
 def test_a_config_accepts_the_names_of_the_registry() -> None:
-    assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(RULES)
+    for name in RULES:
+        assert OptimizerConfig(name=name).name == name
     with pytest.raises(UserError, match="optimizer.name=lyon is not one of .*did you mean 'lion'"):
         small_config(optimizer={"name": "lyon"})
 

@@ -22,7 +22,7 @@ RANK = """
 import atexit, os, sys, time
 from meshwright.comm.group import CommError
 from meshwright.errors import UserError
-from meshwright.train import launch
+from meshwright.launch import launch
 launch.LAUNCHER_SEES_S = 0.0
 os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
 atexit.register(time.sleep, 600)

@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_S
 # Sleeping is said too: that is how the listener begins to end a process that handles nothing.
 CLOCK = """
 import ctypes, os, sys, threading, time
-from meshwright.train import signals
+from meshwright.launch import signals
 from meshwright.launch.signals import StopRequests, ends_at_once
 
 class Clock:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predict import summary
+from benchmarks.predict import main, summary
 from benchmarks.published import (
     CannotTake,
     Prediction,
@@ -23,7 +23,7 @@ from benchmarks.published import (
     read_rows,
     stack_of_row,
 )
-from meshwright.cli.main import main
+from meshwright.errors import UserError
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
 from meshwright.spec.model.graph import active_parameters, parameter_count
@@ -84,10 +84,13 @@ def test_mixtures_are_taken_by_their_names(predictions: list[Prediction]) -> Non
     assert pp32 is not None and pp32.job.config.pipeline.split == (0, *[1] * 94, 0)
 
 
-def test_the_command_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_writes_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "predictions.csv"
-    assert main(["predict", "--csv", str(TABLE), "--out", str(out), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--csv", str(TABLE), "--out", str(out), "--json"])
+    main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["rows"] == len(read_rows(TABLE))
     with out.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -158,13 +161,13 @@ def test_constants_stay_physical() -> None:
         assert all(0 <= share <= 1 for share in (stack.hide_tp, stack.hide_dp, stack.hide_pp, stack.contention))
 
 
-def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_tables(tmp_path: Path) -> None:
     broken = tmp_path / "broken.csv"
     broken.write_text("id,layers\nx,2\n", encoding="utf-8")
-    assert main(["predict", "--csv", str(broken)]) == 2
-    assert "lacks the columns hidden" in capsys.readouterr().err
-    assert main(["predict", "--csv", str(tmp_path / "none.csv")]) == 2
-    assert "there is no table" in capsys.readouterr().err
+    with pytest.raises(UserError, match="lacks the columns hidden"):
+        predict_file(broken)
+    with pytest.raises(UserError, match="there is no table"):
+        predict_file(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from meshwright.errors import UserError
-from meshwright.train import run_owner
+from meshwright.record import run_owner
 run_owner.UNWRITTEN_S = 0.3
 folder, go = Path(sys.argv[1]), Path(sys.argv[2])
 print("ready", flush=True)

@@ -53,6 +53,7 @@ TESTS_OF: dict[str, tuple[str, ...]] = {
     "models": ("models", "parity"),
     "nn": ("nn", "parity", "models"),
     "outside": ("data", "models", "cli"),
+    "plugins": ("config", "docs", "cli"),
     "recipes": ("check", "config"),
     "record": ("record", "run", "checkpoint"),
     "run": ("run", "check", "checkpoint", "tune", "cli"),
