@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.comm.group import Group
+from meshwright.comm.group import EXCHANGE, SHIFT, Group
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE, Watchdog, open_store, store_keeper
 from meshwright.device import Device
@@ -32,9 +32,9 @@ RARE = LOCAL | {"train": LOCAL["train"] | {"local": {"steps": 1, "compress": {"k
 # What a run does, and the call inside of which a rank is lost: axis, op, and how many of these it makes before.
 Case = tuple[dict[str, Any], str, str, int]
 CASES: dict[str, Case] = {
-    "hierarchical": (FEW | {"comm": {"algorithm": "hierarchical"}, "layout": {"node_size": 2}}, "dp", "send", 1),
-    "ring": (FEW | {"comm": {"algorithm": "ring"}}, "dp", "send", 3),
-    "tree": (FEW | {"comm": {"algorithm": "tree"}, "zero": {"stage": 2}}, "dp", "send", 1),
+    "hierarchical": (FEW | {"comm": {"algorithm": "hierarchical"}, "layout": {"node_size": 2}}, "dp", EXCHANGE, 1),
+    "ring": (FEW | {"comm": {"algorithm": "ring"}}, "dp", EXCHANGE, 3),
+    "tree": (FEW | {"comm": {"algorithm": "tree"}, "zero": {"stage": 2}}, "dp", EXCHANGE, 1),
     "int8": (FEW | {"comm": {"reduce": {"kind": "int8"}}}, "dp", "all_gather", 0),
     "topk": (FEW | {"comm": {"reduce": {"kind": "topk"}}, "zero": {"stage": 2}}, "dp", "all_to_all", 1),
     "powersgd": (FEW | {"comm": {"reduce": {"kind": "powersgd"}}}, "dp", "all_reduce", 1),
@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
     "server": (FEW | {"train": {"server": {"ranks": 2}, "global_batch": 4}}, "dp", "all_to_all", 1),
     "rounded-weights": (FEW | {"comm": {"gather": {"kind": "fp8"}}, "zero": {"stage": 3}}, "dp", "all_gather", 2),
     "tensor-pieces": (FEW | {"comm": {"overlap": {"tensor": True, "piece_gflop": 0.0}},
-                             "layout": {"tp": 4, "sequence_parallel": True}}, "tp", "send", 4),
+                             "layout": {"tp": 4, "sequence_parallel": True}}, "tp", SHIFT, 4),
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_the_benchmark_writes_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "predictions.csv"
-    monkeypatch.setattr(sys, "argv", ["predict.py", "--csv", str(TABLE), "--out", str(out), "--json"])
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--csv", str(TABLE), "--out", str(out)])
     main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["rows"] == len(read_rows(TABLE))
