@@ -81,7 +81,7 @@ def refuse_without_matrices(ctx: Context, parallel: DataParallel) -> None:
 
 
 def batches_by_source(
-    ctx: Context, data: Dataset, fields: Sequence[str], reader: ThreadPoolExecutor
+    ctx: Context, data: Dataset, fields: set[str] | None, reader: ThreadPoolExecutor
 ) -> dict[str, MicroBatches]:
     """Return the validation batches of each file that samples come from, if the data name several files."""
     sources = by_source(data, validation_samples(ctx.config))
