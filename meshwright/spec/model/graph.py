@@ -167,12 +167,19 @@ class Model:
         return [number for number, node in enumerate(self.nodes) if node.stackable]
 
     def live(self, cut: int) -> list[Stream]:
-        """Returns the streams that nodes before the cut write and nodes after it read."""
+        """Return the streams that nodes before the cut write and nodes after it read."""
+        return self._live[cut]
+
+    @cached_property
+    def _live(self) -> list[list[Stream]]:
+        """The streams that are live at each cut, found in one walk from the end: the planner asks for thousands."""
+        local = {node.writes for node in self.nodes if node.everywhere}
         needed: set[str] = set()
-        for node in reversed(self.nodes[cut:]):
+        found: list[list[Stream]] = [[]]
+        for node in reversed(self.nodes):
             needed = (needed - {node.writes}) | {*node.inputs}
-        needed -= {node.writes for node in self.nodes if node.everywhere}
-        return [stream for stream in self.streams if stream.name in needed]
+            found.append([stream for stream in self.streams if stream.name in needed - local])
+        return found[::-1]
 
     def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""

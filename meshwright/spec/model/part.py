@@ -281,10 +281,10 @@ class Unit:
         """The streams that its parts take beside its input."""
         return tuple(dict.fromkeys(name for _, _, part in self.parts for name in innermost(part).reads))
 
-    @property
-    def groups(self) -> set[str]:
+    @cached_property
+    def groups(self) -> frozenset[str]:
         """The names of the ranks that hold the same parameters of its parts."""
-        return {group for _, _, part in self.parts if (group := innermost(part).group)}
+        return frozenset(group for _, _, part in self.parts if (group := innermost(part).group))
 
     def seen_by(self, at: Coordinate) -> Coordinate:
         """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
