@@ -324,8 +324,10 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
 
 def matrices_are_known(c: Config, world: int) -> Iterator[str]:
     """Embeddings and heads look like matrices: an optimizer of whole matrices needs parts that name theirs."""
+    facts = c.model.kind_facts
     without = {
-        f"model.kind={c.model.kind}": c.model.kind in ("t5", "hf"), "tensor parallelism on a grid": c.layout.grid,
+        f"model.kind={c.model.kind}": facts.is_foreign or facts.is_encoder_decoder,
+        "tensor parallelism on a grid": c.layout.grid,
         f"tune.kind={c.tune.kind}": c.tune.adapts,
     }  # fmt: skip
     for what in (what for what, given in without.items() if given and c.optimizer.whole_matrices):

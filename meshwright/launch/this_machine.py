@@ -170,7 +170,6 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
 def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
     """The cluster that stands for these devices, and how many GiB a rank may plan with."""
     from meshwright.device import Device
-    from meshwright.launch.this_machine import room_of
 
     device = Device.find(config.run.device)
     _, room = room_of(config, ranks)
@@ -187,12 +186,6 @@ def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
 def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:
     """The most ranks, up to this number, for which there is a layout with the same global batch, and what the best one,
     by the planner's predicted time of a step, changes in the config."""
-    from meshwright.launch.this_machine import (  # the planner, which other runs don't need
-        best_layout,
-        devices_of,
-        words_of,
-    )
-
     cluster, limit = devices_of(config, local)
     why: UserError | None = None
     for count in range(ranks, 0, -1):

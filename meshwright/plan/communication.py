@@ -1,6 +1,6 @@
 """Every byte that a training step sends, from the config alone, in exact integers. No torch.
 
-Inside the model, parts declare what they communicate (`parts/`); every other source is one small function here
+Inside the model, parts declare what they communicate (`spec/model/`); every other source is one small function here
 with its closed formula. What they yield are calls as one rank's ledger counts them; sums over calls and ranks equal the
 `comm` of metrics.jsonl. The letters of the formulas:
 
@@ -422,7 +422,11 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 def all_ranks(job: Job) -> Detail:
     """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
     if job.config.optimizer.whole_matrices and job.world <= LARGEST_COUNTED:
-        each = (stage_calls(replace(job, rank=rank), job.layout.coordinate(rank)["pp"]) for rank in range(job.world))
+        places = [job.layout.coordinate(rank) for rank in range(job.world)]
+        each = (
+            stage_calls(replace(job, replica=at.get(REPLICAS, 0), rank=rank), at["pp"])
+            for rank, at in enumerate(places)
+        )
         return by_line(call for calls in each for call in calls)
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]

@@ -119,7 +119,7 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The links of a cluster, as reducers ask for them (`sharding.reducers.Network`)."""
+    """The links of a cluster, as reducers ask for them (`engine.sharding.reducers.Network`)."""
 
     cluster: Cluster
 

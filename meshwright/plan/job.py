@@ -189,7 +189,7 @@ class Job:
     @property
     def releases_gradients(self) -> bool:
         """True if whole gradients in ZeRO stages 0 and 1 are allocated only from backward to the update
-        (`train.step.releases_grads`)."""
+        (`engine.step.releases_grads`)."""
         return self.stack.own and self.micro_batches == 1 and not self.host
 
     @property

@@ -73,7 +73,7 @@ class RankSums:
                 seconds = call.times * each.seconds(network, on_node)
                 overlaps = each.reducer.overlaps(call.op, call.payload, call.size, on_node)
                 sums[call.source][call.ends][axis].add(seconds, job.hides_gradients * overlaps * seconds)
-            elif call.forwards:
+            elif call.source == "weights":
                 # Other programs gather a block's weights one by one.
                 parts = 1 if call.ends or job.config.zero.stage < 3 else job.stack.gathers
                 seconds = parts * network.collective(call.op, call.payload / parts, call.size, on_node)
@@ -101,7 +101,7 @@ def _in_few_calls(job: Job, found: Iterable[RepeatedCall | GradientSum]) -> Iter
         if isinstance(each, GradientSum):
             before = sums.setdefault(replace(each.asked, payload=0), each._replace(elements=0))
             sums[replace(each.asked, payload=0)] = before._replace(elements=before.elements + each.elements)
-        elif each.forwards:
+        elif each.source == "weights":
             payloads[replace(each, payload=0)] += each.payload
         else:
             yield replace(each, payload=each.payload * job.sharding()[1])

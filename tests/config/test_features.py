@@ -118,7 +118,7 @@ tune: base rank alpha rslora targets modules_to_save quantise loss beta margin
 faults: nonfinite spike spike_factor window replay action max_skips max_faults locate check_every slow_factor
   slow_steps slow_seconds rest lost_after
 """
-KINDS: dict[str, Sections] = {name: {"model": {"kind": name}} for name in MODEL_KINDS if name != "hf"}
+KINDS: dict[str, Sections] = {name: {"model": {"kind": name}} for name in ("gpt", "bert", "t5", "glm")}
 ALL = {**KINDS, **EXAMPLES}
 
 

@@ -122,3 +122,9 @@ def test_another_optimizers_states_begin_anew(before: str, after: str, tmp_path:
     load_into(target, Reader(path))
     assert target.optimizer.updates == 0
     assert not any(x.any() for state in target.states() if state.name != "param" for x in state.tensors)
+
+
+def test_an_entry_that_contradicts_its_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "wrong", RULES["lion"]._replace(whole_matrices=True))
+    with pytest.raises(UserError, match="optimizer.name=wrong is registered with whole_matrices=True"):
+        rules_of(OptimizerConfig(name="wrong"))

@@ -349,3 +349,13 @@ def test_any_layout(world: int, seed: int) -> None:
     ranks = run_ranks(world, record, cases)
     for i, case in enumerate(cases):
         assert list(differences(case, [rank[i] for rank in ranks])) == [], case
+
+
+def test_all_ranks_of_unequal_replicas_are_counted_with_whole_matrices() -> None:
+    sections = {
+        "layout": {"replicas": 2, "tp": 2}, "optimizer": {"name": "muon"},
+        "train": {"local": {"steps": 2, "shares": [1, 3]}, "global_batch": 8, "precision": "fp32"},
+    }  # fmt: skip
+    config = small_config(**sections)
+    calls = sum(traffic.calls for rank in range(8) for traffic in communication.predict_rank(config, 8, rank).values())
+    assert calls == sum(traffic.calls for traffic in communication.predict_detail(config, 8).values())

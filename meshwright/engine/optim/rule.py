@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from meshwright.config.optimizer import RULES, OptimizerConfig
+from meshwright.errors import UserError
+from meshwright.plugins import load_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,12 +103,17 @@ class Rules(NamedTuple):
 
 def rule_class(name: str) -> type[Rule]:
     """Return the rule of an optimizer's name."""
-    module, rule = RULES[name].rule.split(":")
-    found: type[Rule] = getattr(import_module(module), rule)
+    found: type[Rule] = load_object(RULES[name].rule)
     return found
 
 
 def rules_of(config: OptimizerConfig) -> Rules:
     """Return the rules that a config asks for."""
     rule = rule_class(config.name)(config)
+    if isinstance(rule, MatrixRule) != config.whole_matrices:
+        base = "MatrixRule" if config.whole_matrices else "Rule"
+        raise UserError(
+            f"optimizer.name={config.name} is registered with whole_matrices={config.whole_matrices}, so its class "
+            f"must be a {base}: correct the RuleEntry or the class"
+        )
     return Rules(rule.others(config), rule) if isinstance(rule, MatrixRule) else Rules(rule, None)
