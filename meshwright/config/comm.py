@@ -158,7 +158,7 @@ class AlgorithmConfig:
 
     @property
     def sums_itself(self) -> bool:
-        """Whether gradients are summed by an algorithm of ours instead of torch's collective."""
+        """True if our own algorithm sums gradients instead of torch's collective."""
         return self.dp != "torch"
 
     @classmethod

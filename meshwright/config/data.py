@@ -15,7 +15,7 @@ BLANK_SPECIALS = ("MASK", "gMASK", "sop", "eop", "pad")
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learned from samples, and what its samples are like."""
+    """An objective: the loss that a model learns by, and the form of its samples."""
 
     learns: str  # in words
     packed: bool = False  # samples are packed conversations

@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def numbers_positions(self) -> bool:
-        """Whether blocks or the embedding read the numbers of the positions, which packed samples then bring."""
+        """True if blocks or the embedding read position numbers, which packed samples must then provide."""
         return self.position in ("rope", "learned")
 
     @property
@@ -335,7 +335,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where offloaded states are stored. They are brought to the device in pieces, one ahead of its use."""
+    """The storage of offloaded states. They are copied to the device in slices, one slice ahead of its use."""
 
     optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
     params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
@@ -350,7 +350,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What is sharded over the data-parallel ranks: optimizer states (1), gradients too (2), parameters too (3)."""
+    """ZeRO: shard optimizer states (1), gradients too (2) and parameters too (3) over the data-parallel ranks."""
 
     stage: int = 0
     shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
@@ -358,7 +358,7 @@ class ZeroConfig:
 
     @property
     def stays_in_node(self) -> bool:
-        """Whether states are divided inside each node, and copied across nodes."""
+        """True if states are sharded within each node and replicated across nodes."""
         return self.shard_group == "node"
 
     def __post_init__(self) -> None:
@@ -402,7 +402,7 @@ class LRConfig:
 
     @property
     def decays_last(self) -> bool:
-        """Whether the rate stays at its peak until the last steps."""
+        """True if the rate stays at its peak until the last steps."""
         return self.schedule == "wsd"
 
     def warmup_steps(self, steps: int) -> int:
@@ -435,7 +435,7 @@ class RecomputeConfig:
 
     @property
     def core(self) -> bool:
-        """Whether the attention core alone is recomputed."""
+        """True if only the attention core is recomputed."""
         return self.mode == "selective"
 
     @property
@@ -454,7 +454,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written, and what of it."""
+    """The folder of a run, and what the run writes there."""
 
     dir: str = "runs/default"
     log_every: int = 1

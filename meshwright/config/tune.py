@@ -58,7 +58,7 @@ class TuneConfig:
 
     @property
     def judges_each(self) -> bool:
-        """Whether the loss takes each answer for itself, and not pairs of them."""
+        """True if the loss judges single answers instead of pairs."""
         return self.loss == "kto"
 
     @property

@@ -16,14 +16,14 @@ class Hook:
     """
 
     def pauses(self, step: int) -> bool:
-        """Whether the hook needs the trainer as this step leaves it: then the next one is not begun before."""
+        """Return True if the hook needs the trainer as this step leaves it: the next step then waits."""
         return False
 
     def before(self, step: int) -> None:
         """Called before a step is begun, or, if the loop runs ahead, before its result is waited for."""
 
     def wants_save(self) -> bool:
-        """Whether to save after the step that is begun next; only the rank that writes the run is listened to."""
+        """Return True to save after the next step. Only the answer of the rank that writes the run counts."""
         return False
 
     def after(self, result: StepResult, last: bool) -> None:

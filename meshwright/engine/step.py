@@ -112,7 +112,7 @@ class Trainer:
         parallel = DataParallel(
             self.modules, ctx.mesh, config.comm.bucket_mib, reducer, config.zero, grad_dtype, config.train.seed,
             config.comm.overlap, releases_grads=releases_grads(ctx, len(own)),
-            outer=replica_sums(config).plan, gather=config.comm.gather,
+            outer=replica_sums(config.train.local, config.train.seed).plan, gather=config.comm.gather,
         )  # fmt: skip
         self.data_parallel = parallel
         kernels, updated = not is_host(config, ctx.device), parallel.weights.updated

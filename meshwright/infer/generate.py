@@ -119,7 +119,7 @@ def generator_of(module: nn.Module, model: ModelConfig, prompt: int, most: int) 
 
 
 def encodes(module: GraphStage) -> bool:
-    """Whether a model reads the prompt with an encoder: it then has two sources of streams."""
+    """Return True if a model reads the prompt with an encoder, so that it has two source nodes."""
     return len(module.sources) > 1
 
 

@@ -251,7 +251,7 @@ class GraphStage(nn.Module):
         return x, total
 
     def _routed(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
-        """Returns what the mixtures of experts take beside their input, by layer."""
+        """Return the router inputs of the mixtures of experts besides x, by layer."""
         mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
         return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._mixed}
@@ -313,7 +313,7 @@ class GraphStage(nn.Module):
         return [part for layer in self.layers for part in self._block(layer).compiled_parts()]
 
     def compile_together(self, count: int) -> None:
-        """Compiles so many neighbouring blocks as one graph. Nobody sees what passes between them."""
+        """Compile this many neighbouring blocks as one graph. The tensors between them stay inside it."""
         self.several = torch.compile(run_blocks, fullgraph=True), count
 
     def runs_of_layers(self) -> list[list[int]]:

@@ -74,7 +74,7 @@ class MLP(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """What a compiler takes as one graph: the loop over chunks and its collectives stay outside."""
+        """The module to compile as one graph. The loop over chunks and its collectives stay outside."""
         return self.chunk if self.chunks > 1 else self
 
 

@@ -279,7 +279,7 @@ def _gathers(
     buffer: Buffer, layout: Layout, zero: ZeroConfig, gather: GatherConfig | None, size: int, micro_batches: int,
     fetched: int, count: int, end: bool,
 ) -> Iterator[RepeatedCall]:  # fmt: skip
-    """Yields the gathers of `count` buckets of so many elements."""
+    """Yield the weight gathers of `count` buckets of `size` elements each."""
     stage, shards, _ = buffer.division(layout, zero)
     assert shards is not None
     times, forwards = (micro_batches * fetched, micro_batches) if stage == 3 else (1, 1)

@@ -121,7 +121,7 @@ class Job:
     @shared
     def outer_sums(self) -> ReducerPlan:
         """How replicas sum their changes."""
-        return replica_sums(self.config).plan
+        return replica_sums(self.config.train.local, self.config.train.seed).plan
 
     @property
     def mixing(self) -> int:
@@ -217,7 +217,7 @@ class Job:
 
     @shared
     def splits_backwards(self) -> bool:
-        """Whether the schedule computes weight gradients apart from input gradients."""
+        """True if the schedule computes weight gradients separately from input gradients."""
         c = self.config
         order = computes(c.pipeline.schedule, c.layout.pp, 1, c.layout.chunks, 0)
         return any(action.op is Op.INPUT_GRAD for action in order)

@@ -170,8 +170,8 @@ def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator
 def _schedules(
     chosen: tuple[str, ...], pp: int, micro_batches: int, chunks: int, kinds: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns those of `kinds` to try, the fastest first: all that take so many chunks, but those of which formulas
-    say that they are no faster than another one and keep no less."""
+    """Return the kinds to try, the fastest first: all that accept this number of chunks, except those that are by their
+    formulas neither faster than another kind nor need less memory."""
     if chosen or pp == 1:
         return tuple(name for name in chosen or (default_kind(chunks),) if KINDS[name].takes(chunks))
     unknown: list[str] = []

@@ -132,7 +132,7 @@ class FaultNotes:
             notice(f"meshwright: step {step}: {text}")
 
     def fault(self, text: str, step: int, rank: int | None, **more: Any) -> None:
-        """Notes a fault, and counts it if it can be laid to one rank."""
+        """Notes a fault, and counts it if it can be attributed to one rank."""
         self.add(FAULT, text, step, rank=rank, **more)
         if rank is None:
             return

@@ -149,7 +149,7 @@ def plan_rounds(
 
 
 def _rounds(buckets: Sequence[BucketParameters], ranks: int, cost: Cost) -> Iterator[list[BucketParameters]]:
-    """Yield runs of buckets with so many matrices that all ranks have about as much to do."""
+    """Yield runs of buckets that have enough matrices to give all ranks about the same work."""
     chosen: list[BucketParameters] = []
     total = largest = 0.0
     for bucket in buckets:

@@ -23,7 +23,7 @@ from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
 from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
-from meshwright.engine.sharding.compression.make import Request
+from meshwright.engine.sharding.compression.make import replica_sums
 from meshwright.engine.sharding.compression.residual import Compressing
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
@@ -121,7 +121,7 @@ class OuterOptimizer:
         self.parallel, self.config, self.mesh = parallel, config, parallel.mesh
         self.replicas = parallel.mesh.group(REPLICAS)
         self.states = {state.buffer.key: OuterState(state, config, self.replicas) for state in states}
-        self.reducer: Reducer = Request(config.compress, seed, keeps_sums=False).make()
+        self.reducer: Reducer = replica_sums(config, seed).make()
         summed = [state for state in self.states.values() if self._compresses(state)]
         self.reducer.prepare([state.stand_in for state in summed])  # type: ignore[misc]
         if isinstance(self.reducer, Compressing) and self.reducer.residuals:

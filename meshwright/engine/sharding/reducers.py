@@ -70,7 +70,7 @@ class ReducerPlan(Protocol):
         sum this rank makes and all others get, where they do."""
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
-        """Return True if a sum of so many bytes begins during backward."""
+        """Return True if a sum of this size begins during backward."""
 
     def seconds(
         self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],

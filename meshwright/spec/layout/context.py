@@ -16,7 +16,7 @@ class ContextPlan(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether keys and values travel round a ring, while attention to those that are there goes on."""
+        """True if keys and values travel around a ring while attention to those at hand goes on."""
         return bool(self.outer) and not self.gathers
 
 

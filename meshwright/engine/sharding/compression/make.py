@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
-from meshwright.config.replicas import ServerConfig
+from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.algorithms import AlgorithmReducer
 from meshwright.engine.sharding.compression.sizes import CompressionPlan, UndecidedPlan
@@ -95,6 +95,6 @@ def gradient_sums(config: Config, node_size: int) -> Request:
     return Request(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
 
 
-def replica_sums(config: Config) -> Request:
+def replica_sums(local: LocalConfig, seed: int) -> Request:
     """Return how replicas sum their changes."""
-    return Request(config.train.local.compress, config.train.seed, keeps_sums=False)
+    return Request(local.compress, seed, keeps_sums=False)
