@@ -167,7 +167,7 @@ class Device:
         return time.process_time() if self.is_cpu else time.perf_counter()
 
     def pin(self, x: Tensor) -> Tensor:
-        """A copy in host memory from which `upload` need not copy again first; any thread may ask for it."""
+        """Return a copy in pinned host memory for `upload_pinned`. Any thread may call this."""
         if self.module is None:
             return x
         with self.module.device(self.index):
@@ -175,6 +175,10 @@ class Device:
 
     def upload(self, x: Tensor) -> Tensor:
         return upload(x, self.torch)
+
+    def upload_pinned(self, x: Tensor) -> Tensor:
+        """Return a copy on the device of a tensor that `pin` returned: the whole tensor, never a view of it."""
+        return x.to(self.torch, non_blocking=True)
 
     def download(self, x: Tensor) -> Download:
         return Download(self, x)
@@ -317,10 +321,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of a host tensor on a device. The host does not wait: the device itself copies pinned memory."""
+    """Return a copy of a host tensor on a device. The host does not wait for the copy.
+
+    The tensor is staged in pinned memory first, even if it is pinned already. torch keeps the source of a pending copy
+    only if the tensor's address is the start of a block of its own allocator. A NumPy view into a pinned tensor is
+    pinned as well, but torch does not know its block: it would hand the block to the next tensor before the device has
+    read it.
+    """
     if accelerator(device) is None:
         return x.to(device)
-    return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
+    staged = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return staged.copy_(x).to(device, non_blocking=True)
 
 
 def accelerator(device: torch.device) -> Any:

@@ -121,7 +121,7 @@ class MicroBatches:
         for dtype, fields in self.packs.items():
             sizes = [self.size * int(np.prod(shape)) for _, shape in fields]
             if self.sends:
-                packed = ctx.device.upload(packs[dtype])
+                packed = ctx.device.upload_pinned(packs[dtype])
             else:
                 packed = torch.empty(sum(sizes), dtype=dtype, device=ctx.device.torch)
             tp.broadcast(packed)

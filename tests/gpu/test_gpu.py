@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from meshwright.cli.dryrun import compare
 from meshwright.config.rules import check
-from meshwright.device import Device
+from meshwright.device import Device, upload
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
@@ -92,3 +93,18 @@ def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
         one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), expected(job_of(config, 8), rank))
         assert one["equal"] and one["step_s"] > 0, one
         assert one["most"]["peak"]["ran"] > sum(pair["ran"] for pair in one["bytes"].values())
+
+
+def test_uploads_of_views_survive_their_memory() -> None:
+    """A view into a pinned tensor is uploaded while the device is busy, and its memory is used again at once."""
+    device = Device.choose("cuda")
+    wanted, junk = np.arange(32), torch.full((64,), -1)
+    arrived = []
+    for _ in range(8):
+        pack = device.pin(torch.from_numpy(np.concatenate([np.zeros(32, np.int64), wanted])))
+        torch.cuda._sleep(50_000_000)  # cycles: the copies below wait behind this
+        arrived.append(upload(torch.from_numpy(pack.numpy()[32:]), device.torch))
+        del pack
+        device.pin(junk)
+    for x in arrived:
+        assert x.tolist() == wanted.tolist()
