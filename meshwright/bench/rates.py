@@ -21,7 +21,6 @@ from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
 from meshwright.bench.timing import copy_gb_s, draw
 from meshwright.comm.mesh import Mesh
-from meshwright.config.comm import CommConfig
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device
@@ -37,8 +36,9 @@ from meshwright.plan.efficiency import tile_share
 from meshwright.plan.job import job_of
 from meshwright.plan.stack import COMPILED, states_of
 from meshwright.run.pretrain import build_modules
+from meshwright.spec.traffic.placement import BUCKET_MIB
 
-BUCKET_BYTES = int(CommConfig().bucket_mib * 2**20)  # bytes of gradients that are reduced at once
+BUCKET_BYTES = int(BUCKET_MIB * 2**20)  # bytes of gradients that are reduced at once
 SMALL_BYTES = 64 * 2**10  # bytes of a collective between computations
 SECONDS_BETWEEN = 8e-3  # seconds of compute between two such collectives
 WAIT_TIME_FACTOR = 10  # waits are timed this much longer: a thread fails to get a core at once only now and then

@@ -173,7 +173,8 @@ class AlgorithmConfig:
 class CommConfig:
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
-    bucket_mib: float = 25.0  # gradients are reduced in pieces of about this size
+    # Gradients are reduced in buckets of about this size. 0: 25 MiB, or more where many ranks sum them.
+    bucket_mib: float = 0.0
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     gather: GatherConfig = field(default_factory=GatherConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
@@ -183,7 +184,8 @@ class CommConfig:
     switches: tuple[int, ...] = ()  # that each node is at: our own rings visit the nodes of a switch one after another
 
     def __post_init__(self) -> None:
-        positive("comm", self, "timeout", "bucket_mib")
+        positive("comm", self, "timeout")
+        not_negative("comm", self, "bucket_mib")
         if self.timeout > LONGEST_S:
             raise UserError(f"comm.timeout={self.timeout:g} is more than a year of seconds: lower it")
         if self.algorithm.dp == "auto" and not self.known_links.link_gb_s:

@@ -89,10 +89,10 @@ def buffers_of(
     for (dtype, axes, partial, trained, mixed, matrices), numbers in keyed.items():
         gradient = grad_bytes(BYTES[dtype], grad)
         by_unit = shard_axes(layout, zero, axes, trained).stage == 3
+        ranks = layout.size(axes)
         places, buckets = place(
-            [params[n].record.numel for n in numbers], layout.size(axes),
-            bucket_elements(bucket_mib * 2**20, gradient), [params[n].unit for n in numbers] if by_unit else None,
-            align if mixed else ALIGN,
+            [params[n].record.numel for n in numbers], ranks, bucket_elements(bucket_mib, gradient, ranks),
+            [params[n].unit for n in numbers] if by_unit else None, align if mixed else ALIGN,
         )  # fmt: skip
         yield Buffer(
             dtype, axes, partial, trained, mixed, matrices, gradient, numbers, [at for _, at in places],

@@ -22,13 +22,15 @@ from meshwright.config.sections import Config, ZeroConfig
 from meshwright.errors import UserError
 from meshwright.plan import communication, held
 from meshwright.plan.communication import Line, Traffic, predict_step
-from meshwright.plan.held import HeldParameter, buffers_of
+from meshwright.plan.held import HeldParameter, buffers_of, packing_of
+from meshwright.plan.job import job_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model import gpt
 from meshwright.spec.model.description import fields_read
 from meshwright.spec.model.gpt import context_calls
 from meshwright.spec.traffic.counts import counts_bytes
+from meshwright.spec.traffic.placement import bucket_elements
 from tests.plan.recording import SP, Case, Records, assert_found, differences, record
 from tests.support.oracle import small_config
 from tests.support.ranks import run_ranks
@@ -179,7 +181,7 @@ def ends_only(stage: Any, model: Any, cp: int) -> set[str]:
 
 MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "no padding": ("dp-one-bucket", (held, "place", unpadded)),
-    "one bucket": ("dp", (held, "bucket_elements", lambda size, element: 10**9)),
+    "one bucket": ("dp", (held, "bucket_elements", lambda size, element, ranks: 10**9)),
     "gradients in bf16": ("all-bf16", (held, "grad_bytes", lambda size, wanted: size)),
     "no gather again": ("tp-sp-fp32", without(gpt, "column_calls", lambda call: call.repeated)),
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
@@ -359,3 +361,14 @@ def test_all_ranks_of_unequal_replicas_are_counted_with_whole_matrices() -> None
     config = small_config(**sections)
     calls = sum(traffic.calls for rank in range(8) for traffic in communication.predict_rank(config, 8, rank).values())
     assert calls == sum(traffic.calls for traffic in communication.predict_detail(config, 8).values())
+
+
+def test_buckets_grow_with_the_ranks_that_sum_them() -> None:
+    """The slice of a bucket that a ring sends at a time is at least a quarter of a MiB, on any number of ranks."""
+    mib = [bucket_elements(0.0, 4, ranks) * 4 / 2**20 for ranks in (1, 100, 512, 1024)]
+    assert mib == [25.0, 25.0, 128.0, 256.0]
+    assert bucket_elements(25.0, 4, 1024) * 4 == 25 * 2**20  # a size that the user has set stays
+    model, train = {"layers": 64, "hidden": 1024, "heads": 8}, {"global_batch": 1024}
+    config = small_config(model=model, train=train, comm={"bucket_mib": 0.0})
+    largest = max(max(buffer.buckets) * buffer.gradient for buffer in packing_of(job_of(config, 1024), 0).buffers)
+    assert largest / 2**20 > 256.0

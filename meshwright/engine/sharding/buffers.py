@@ -179,7 +179,7 @@ class FlatBuffer:
         key: BufferKey,
         named: list[NamedParameter],
         split: Split,
-        bucket_bytes: float,
+        bucket_mib: float,
         grad_dtype: torch.dtype,
         params_at: tuple[str, Path],
         seed: int,
@@ -191,7 +191,7 @@ class FlatBuffer:
         self.key, self.split = key, split
         self.releases_grads = key.trained and (split.stage >= 2 or releases_grads)
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
-        elements = bucket_elements(bucket_bytes, dtype.itemsize)
+        elements = bucket_elements(bucket_mib, dtype.itemsize, split.ranks)
         units = [item.unit for item in named] if split.stage == 3 else None
         places, bounds = place([item.record.numel for item in named], split.ranks, elements, units, align)
         self.device = named[0].parameter.device
@@ -434,9 +434,9 @@ def build_buffers(
     keyed = backward_order(
         named.values(), lambda item: BufferKey(item.parameter.dtype, *buffer_key(item.record, layout))
     )
-    bucket, more = bucket_mib * 2**20, (grad_dtype, params_at, seed, releases_grads)
+    more = (grad_dtype, params_at, seed, releases_grads)
     buffers = [
-        FlatBuffer(key, items, split_of(key), bucket, *more, align if key.compressed else ALIGN)
+        FlatBuffer(key, items, split_of(key), bucket_mib, *more, align if key.compressed else ALIGN)
         for key, items in keyed.items()
     ]
     return buffers, {id(slot.parameter): slot for buffer in buffers for slot in buffer.slots}

@@ -64,7 +64,7 @@ class DataParallel:
         self,
         modules: Iterable[nn.Module],
         mesh: Mesh,
-        bucket_mib: float = 25.0,
+        bucket_mib: float = 0.0,
         reducer: Reducer = PLAIN_REDUCER,
         zero: ZeroConfig | None = None,
         grad_dtype: torch.dtype = torch.float32,

@@ -16,6 +16,8 @@ from meshwright.spec.layout.params import DATA_AXES, REPLICA, SHARD, ParamRecord
 
 # Each rank's share of a bucket is a multiple of this many elements, and each parameter starts at one.
 ALIGN = 16
+# The usual size of a bucket of gradients, and the least slice of it that a rank sends at a time.
+BUCKET_MIB, SLICE_MIB = 25.0, 0.25
 # Offloaded states are copied in pieces of whole pages, as direct reads and writes of files need them, three at a time:
 # one is copied in, one is updated, one is copied back.
 PAGE, RING = 4096, 3
@@ -29,9 +31,14 @@ def grad_bytes(param_bytes: int, wanted: int = 4) -> int:
     return max(wanted, param_bytes)
 
 
-def bucket_elements(bucket_bytes: float, element_bytes: int) -> int:
-    """Returns the number of elements that fill a bucket."""
-    return max(1, int(bucket_bytes // element_bytes))
+def bucket_elements(bucket_mib: float, element_bytes: int, ranks: int) -> int:
+    """Return the number of elements that fill a bucket. With `bucket_mib` 0, the size follows from its ranks.
+
+    A ring sends a bucket in one slice per rank: of 25 MiB over 1,024 ranks, 25 kB at a time, which take less time than
+    the latency of a message. So a bucket of many ranks is as large as it takes for slices of `SLICE_MIB`.
+    """
+    mib = bucket_mib or max(BUCKET_MIB, SLICE_MIB * ranks)
+    return max(1, int(mib * 2**20 // element_bytes))
 
 
 def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool, bool]:
