@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nccl.faulty import MARK, PLANT, Plant
+from tests.nccl.sharing import without_service
 from tests.nccl.transports import Transport, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,7 +51,7 @@ class Processes:
         for rank in range(ranks):
             given = transport.environment(rank, ranks, port) if ranks > 1 else {"OMP_NUM_THREADS": "1"}
             paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-            whole = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)} | given | planted | dict(env or {})
+            whole = without_service() | {"PYTHONPATH": paths, "TMPDIR": str(folder)} | given | planted | dict(env or {})
             with open(folder / f"{tag}-{rank}.err", "wb") as err, open(folder / f"{tag}-{rank}.out", "wb") as out:
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-m", module, *words], cwd=folder, env=whole, stdout=out, stderr=err,

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from tests.nccl.fault_cases import FAULT_CASES, Fault, check_fault
 from tests.nccl.lanes import Found, Lane, Shared, Verdict
 from tests.nccl.run_cases import RUN_CASES, Story, check_story
 from tests.nccl.same_cases import SAME_CASES, Same
+from tests.nccl.sharing import shared_gpu
 from tests.nccl.transports import Transport
 from tests.nccl.worlds import CaseFailed
 
 BATCH = 16  # cases of one number of ranks that a lane takes at a time
-LANES = {"nccl": 4, "gloo": 1}
+LANES = {"nccl": 4, "gloo": 1}  # four worlds of 8 ranks and one more each: the service has room for 48 processes
 WIDTH = 76
 
 Case = Any  # has `name`, `subject` and `ranks`
@@ -117,11 +119,14 @@ class Runner:
             left.put(batch)
         self.say(header())
         shared = Shared()
-        threads = [threading.Thread(target=self._serve, args=(left, shared), daemon=True) for _ in range(self.lanes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with shared_gpu() if self.transport.device == "cuda" else nullcontext():
+            threads = [
+                threading.Thread(target=self._serve, args=(left, shared), daemon=True) for _ in range(self.lanes)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return self.verdicts
 
     def _serve(self, left: queue.Queue[list[Case]], shared: Shared) -> None:
