@@ -36,7 +36,7 @@ from meshwright.spec.traffic.counts import sums_length
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How the stored gradient becomes the true one: it is divided by weight x count.
+    """The divisor that turns the stored gradient into the true one: weight x count.
 
     `counts` are the counts of the declared terms in this step. The stored gradient is then already divided by them;
     without them the count comes from the sums. `blocks` has the number of blocks that add each of the model's terms.
@@ -60,11 +60,11 @@ class Normalisation:
 
     def seeds(self) -> Seeds:
         known = self.counts is None or LOSS in self.counts
-        # A seed of 0 is not announced, because a gradient of zeros could not be told from a missing one.
+        # A seed of 0 is not announced, because a gradient of zeros looks like a missing one.
         return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
 
     def count(self, tokens: float) -> float:
-        """Return the divisor of the stored gradient besides the weight, or 0 if nothing was counted."""
+        """Return the divisor of the stored gradient apart from the weight, or 0 if nothing was counted."""
         return tokens if self.counts is None else float(any(self.counts.values()))
 
     def count_on_device(self, tokens: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]
 def sums_over_world(
     ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0, group: Group | None = None
 ) -> Tensor:
-    """All-reduce the sums of a step in one small vector, in the format of `sums_length`.
+    """Sum the loss of a step over ranks with one small all-reduce, in the format of `sums_length`.
 
     It holds the terms' weighted sums, their counts, the squared gradient norm and, if there are several terms, their
     plain sums. All tensor-parallel ranks of a stage have the same terms, so only the first one contributes them.

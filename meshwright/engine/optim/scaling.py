@@ -16,7 +16,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Scaling(NamedTuple, Generic[Number]):
-    """How an update uses the stored gradient.
+    """The numbers by which an update uses the stored gradient.
 
     `norm` is the gradient norm before clipping. The stored gradient / `divisor` is the gradient after clipping.
     `counts` is true if there was something to learn from, `updates` if the norm is finite as well.
