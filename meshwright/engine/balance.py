@@ -46,6 +46,7 @@ class ExpertBalance:
             return None
         count, device = self.ctx.config.model.experts.count, self.ctx.device.torch
         table = torch.zeros(len(self.layers), balance_length(count), dtype=torch.float64, device=device)
+        # Ranks without a layer contribute zeros, so that one all-reduce over the world serves all stages.
         for row, layer in enumerate(self.layers):
             if layer in self.held:
                 table[row] = self.held[layer].tally

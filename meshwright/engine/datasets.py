@@ -95,6 +95,7 @@ def spans_of(config: Config) -> SpanOptions:
         if ends:
             why = f"the token files end documents with different tokens {sorted(ends)}"
         raise UserError(f"{why}, with which targets end: set data.eod to its id")
+    # Sentinels count down from the first one, so by default they are the last ids of the vocabulary.
     first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
     options = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
     if first >= m.vocab:

@@ -95,7 +95,7 @@ class Executor:
         overlaps: bool = True,
         pp_back: Group | None = None,
     ) -> None:
-        """Create an executor. `pp_back`: the group that sends gradients, unless `pp`, as for activations."""
+        """Create an executor. `pp_back`: the group for gradients, if they are not sent over `pp` like activations."""
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
         self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction: 1 forward, -1 backward
         self.stages = [stage_of(module) for module in modules]
@@ -150,6 +150,7 @@ class _Run:
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
+        # Loading a batch within this action is booked as data, not as compute.
         self.totals.seconds[name] += time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
@@ -211,6 +212,7 @@ class _Run:
     def forward(self, action: Action, received: Named) -> None:
         e, key = self.executor, (action.micro_batch, action.chunk)
         if self.training:
+            # Received tensors become leaves of the graph, whose gradients are sent back after backward.
             for name, x in received.items():
                 x.requires_grad_(self._is_graded(action.chunk, name, x.dtype))
             self.inputs[key] = received
@@ -218,6 +220,7 @@ class _Run:
         module, stage = e.modules[action.chunk], e.stages[action.chunk]
         e.streams.begin(self.step, action.micro_batch, action.chunk)
         if self.training and not stage.draws_by_key:
+            # Modules that draw from torch's default generator become reproducible, whatever the order of micro-batches.
             e.streams.seed_default()
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):

@@ -156,6 +156,7 @@ class Sums:
         counts = list(numbers[n : 2 * n])
         divisors = [count if count > 0 else 1.0 for count in counts]
         loss = sum(weighted / divisor for weighted, divisor in zip(numbers[:n], divisors, strict=True))
+        # With a single term there are no plain sums, so `means` is empty.
         means = [x / count if count else math.nan for x, count in zip(numbers[2 * n + 1 :], counts, strict=False)]
         by_name = dict(zip(names, counts, strict=True))
         return Sums(loss, counts[0], numbers[2 * n], by_name, dict(zip(names, means, strict=False)))
@@ -195,9 +196,11 @@ class Gate:
             return sums, None
         n, all_sums = self.terms, sums.all
         counts = all_sums[n : 2 * n]
+        # The divisor of a term without a count becomes 1, to avoid 0 / 0.
         loss = (all_sums[:n] / (counts + (counts <= 0))).sum()
         count = normalisation.count_on_device(all_sums[n])
         norm = gradient_scaling(count, all_sums[2 * n], normalisation.weight, 0.0).norm
+        # The bounds only judge finite numbers; `nonfinite` decides about all others.
         held = (loss > self.loss_bound) & loss.isfinite() | (norm > self.norm_bound) & norm.isfinite()
         if self.nonfinite:
             held = held | ~loss.isfinite() | ~norm.isfinite()

@@ -154,6 +154,7 @@ class Marks:
 
     def differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Found | None:
         """Return the first mark whose norm differed when the step was computed again, or None."""
+        # Marks are matched by position, which needs equal numbers.
         if len(marks) != len(again):
             return None
         norms = zip(marks, _read(marks), _read(again), strict=True)

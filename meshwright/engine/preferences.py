@@ -39,7 +39,10 @@ class Answer(NamedTuple):
 
 
 def dpo(chosen: Answer, rejected: Answer, tune: TuneConfig) -> Tensor:
-    """Return the DPO loss: -log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)) to the reference."""
+    """Return the DPO loss: -log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)).
+
+    Log-ratios are those of the trained model to the reference.
+    """
     return -F.logsigmoid(tune.beta * (chosen.ratio - rejected.ratio))
 
 

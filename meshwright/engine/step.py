@@ -129,6 +129,7 @@ class Trainer:
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)
             self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
+            # The outer optimizer may change the masters of a bucket before its weights are published.
             self.optimizer.updated = self.outer.updated
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
@@ -266,6 +267,7 @@ class Trainer:
         result.counted_as = counted_as(config)
         result.bounds = self.gate.loss_bound, self.gate.norm_bound
         self.consumed += samples
+        # Requests are summed over ranks in one number. NEW_NAME and SAVE are so large that the three sums do not mix.
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
@@ -331,6 +333,7 @@ class Trainer:
         if new_names:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
+        # A step that was launched ahead begins before the previous one is read; only the time after that counts.
         result.step_time_s = end - max(launched.begin, self._read_at)
         self._read_at, result.time = end, time.time()
         return result

@@ -87,6 +87,7 @@ class MatrixExchange:
         for matrix, offset in zip(plan.matrices, plan.offsets, strict=True):
             slot = bucket.slots[matrix.parameter]
             held.append(flat[offset : offset + slot.record.numel].view(slot.record.local_shape))
+        # `redistribute` expects a tensor for every matrix, so matrices of other owners get empty ones.
         mine = set(plan.mine)
         whole = [
             flat.new_empty(matrix.shape if number in mine else (0,) * len(matrix.shape))

@@ -345,11 +345,13 @@ class FlatOptimizer:
             self._fused_step(lr, torch.tensor(numbers, device=self.states[0].buffer.device))
             return
         step = UpdateStep(self.updates, lr, divisor)
+        # `transform` replaces the gradients of matrices, so it precedes the updates that read them.
         for state, exchange in self._exchanges.items():
             assert isinstance(state.rule, MatrixRule)
             for parts, _ in state.portions():
                 state.rule.direct([part for part in parts if not part.master.is_meta], step)
             exchange.run(state.rule.transform)
+        # Buffers are in the order of backward. In reverse, the weights that forward needs first are complete first.
         for state in reversed(self.states):
             for parts, done in state.portions():
                 self._update(state.rule, parts, step)

@@ -172,9 +172,12 @@ class OuterOptimizer:
         """
         self.tokens += tokens
         moment = moment_of(self.config, step, last)
+        # A sum that should arrive may be missing: `restore` drops sums if the fragments have changed.
         self._moment = moment._replace(arrive=tuple(f for f in moment.arrive if f in self.under_way))
         for f in moment.begin:
             total = self.tokens[f].sum()
+            # If no replica has learned from any token, all count equally. The device decides, so the host need not
+            # wait.
             even = torch.full_like(total, 1.0 / self.replicas.size)
             self._weights[f] = torch.where(total > 0, self.tokens[f, self.replicas.index] / total, even)
             self.tokens[f] = 0.0
@@ -208,6 +211,7 @@ class OuterOptimizer:
         moved = sums[: piece.high - piece.low]
         torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=moved)
         moved.mul_(self._weights[f])
+        # The padding takes part in the all-reduce.
         sums[moved.numel() :].zero_()
         reducer = self.reducer if self._compresses(state) else PLAIN_REDUCER
         self._works[bucket, f] = reducer.all_reduce(piece.bucket, sums, self.replicas)
@@ -218,6 +222,7 @@ class OuterOptimizer:
     def _sums(self, state: OuterState, bucket: Bucket, piece: Piece) -> Tensor:
         if state.arriving:
             return state.arriving[bucket.index][piece.low :][: piece.width]
+        # Without a delay the sum is used at once, so it needs no lasting memory.
         self._scratch = state.params[bucket.index].new_empty(piece.width)
         return self._scratch
 

@@ -113,6 +113,7 @@ class ThroughOne:
         others = range(1, group.size)
         if group.index == 0:
             received = grads.new_empty(grads.shape)
+            # One rank after the other, so that one buffer is enough.
             for other in others:
                 group.receive(received, other).wait()
                 grads.add_(received)

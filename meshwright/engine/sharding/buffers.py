@@ -163,6 +163,7 @@ class Bucket:
         """Allocate the whole gradients if they have no memory, with zeros in the padding between parameters."""
         if not self.grads.allocated:
             self.grads.allocate()
+            # New memory has undefined contents, and the padding is reduced together with the gradients.
             for gap in self._gaps:
                 gap.zero_()
 
@@ -225,6 +226,7 @@ class FlatBuffer:
 
     def _bucket(self, index: int, start: int, stop: int) -> Bucket:
         low, high = share = self.split.share(start, stop)
+        # In stages 2 and 3, `self.grads` has only this rank's shards, one after the other.
         own = slice(start // self.split.shards, stop // self.split.shards)
         params, own_params = ReleasableTensor(self.params[start:stop]), self.params[low:high]
         grads, own_grads = ReleasableTensor(self.grads[start:stop]), self.grads[low:high]
@@ -459,6 +461,7 @@ def build_buffers(
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
+            # A parameter that several chunks share gets one slot.
             if id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 record = replace(record, trained=parameter.requires_grad)

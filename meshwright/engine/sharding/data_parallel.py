@@ -215,6 +215,7 @@ class DataParallel:
         if bucket.stage < 3:
             slot.view.add_(change)
             return
+        # In stage 3 only the shard persists, and the node's copy of the weights becomes stale.
         self.weights.copies.forget(bucket)
         low, high = (min(max(at, slot.start), slot.stop) for at in bucket.share)
         own = slice(low - bucket.share[0], high - bucket.share[0])

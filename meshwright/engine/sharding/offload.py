@@ -268,6 +268,7 @@ class Prefetcher:
             stored = store.shares[piece.share][piece.low : piece.high]
             if store.file is not None:
                 assert landing is not None and self._threads is not None
+                # They differ if the file has another dtype than the update, or the update runs on an accelerator.
                 if landing is not working:
                     landing[:size].copy_(working[:size])
                 values = landing[: page_aligned(size, store.dtype)]

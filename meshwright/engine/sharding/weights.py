@@ -147,6 +147,7 @@ class WeightGatherer:
         for bucket in unit.buckets:
             if (pending := self._gathering.pop(id(bucket), None)) is not None:
                 pending.wait()
+        # Outside of a pass, for example when weights are exported, no order is recorded.
         if self._action is None:
             return
         self._opened.append(unit)

@@ -104,6 +104,7 @@ class AdaptiveReducer(ExchangeReducer):
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Restore the choice of the resumed run, unless it was made with another number of ranks."""
+        # The checkpoint's residuals must not get lost if this run does not compress (`choose` clears them otherwise).
         self.choice, self._owed = None, set(self.residuals)
         if counters.get(RANKS) == self.ranks:
             for candidate in self.candidates:

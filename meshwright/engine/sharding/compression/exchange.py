@@ -78,6 +78,7 @@ class ExchangeReducer(Compressing):
         if bucket.stage:
             exchange = Exchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
         else:
+            # `anew`: the old residual is part of the sum now, so the new one replaces it.
             exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
         return Gathering(exchange, grads)
 
@@ -104,6 +105,7 @@ class ExchangeReducer(Compressing):
             at = start + first * x.shape[1]
             noise = None if numbers is None else torch.empty_like(rows, dtype=torch.float32).uniform_(generator=numbers)
             messages.append(self.codec.encode(rows, noise))
+            # Freed before decoding, which needs memory too.
             del noise
             if self.residuals:
                 self.keep(bucket, at, rows - self._decoded(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
