@@ -1,4 +1,7 @@
-"""Micro-batches for a rank: which samples, read ahead by one rank of each tensor-parallel group and broadcast to it."""
+"""The micro-batches of a rank.
+
+One rank of each tensor-parallel group reads the samples ahead of their use and broadcasts them to the group.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, W
 
 
 class Dataset(Protocol):
-    """Sample n of a run, for any n: a pure function of the seed and n."""
+    """A source of samples. Sample n of a run is a pure function of the seed and n, for any n."""
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
 class Picked:
-    """The samples of a dataset with these numbers. Those behind, which fill up the last round of the ranks, have no
-    loss."""
+    """The samples of a dataset with the given numbers.
+
+    Samples beyond them, which pad the last round of the ranks, have no loss.
+    """
 
     def __init__(self, dataset: Dataset, numbers: Sequence[int]) -> None:
         self.dataset, self.numbers = dataset, numbers
@@ -33,21 +38,21 @@ class Picked:
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         if n < len(self.numbers):
             return self.dataset.sample(self.numbers[n])
-        found = self.dataset.sample(self.numbers[0])
-        return found | {"loss_mask": np.zeros_like(found["loss_mask"])}
+        sample = self.dataset.sample(self.numbers[0])
+        return sample | {"loss_mask": np.zeros_like(sample["loss_mask"])}
 
 
 def by_source(dataset: Dataset, samples: int) -> dict[str, list[int]]:
-    """The numbers of the first samples by where they come from, if the dataset says that (`source_of`)."""
-    found: dict[str, list[int]] = {}
+    """Group the numbers of the first samples by their source file, if the dataset has `source_of`."""
+    numbers: dict[str, list[int]] = {}
     source_of = getattr(dataset, "source_of", lambda n: "")
     for n in range(samples):
-        found.setdefault(source_of(n), []).append(n)
-    return found
+        numbers.setdefault(source_of(n), []).append(n)
+    return numbers
 
 
 def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int) -> range:
-    """The samples of one micro-batch of one data-parallel rank, in the step that begins at `consumed`."""
+    """Return the samples of one micro-batch of one data-parallel rank, in the step that begins at `consumed`."""
     first = consumed + (micro_batch * dp + dp_rank) * size
     return range(first, first + size)
 
@@ -55,8 +60,11 @@ def sample_ids(consumed: int, micro_batch: int, size: int, dp_rank: int, dp: int
 def rows_of_rank(
     sample: Mapping[str, np.ndarray[Any, Any]], order: str, rank: int, ranks: int
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns the rows of a sample that one of the ranks that share it holds, and of all rows, in the order of the
-    ranks, their numbers and documents."""
+    """Return the rows of a sample that one of the ranks that share it holds.
+
+    The result also has the numbers (CONTEXT_ROWS) and documents (CONTEXT_DOCUMENTS) of the rows of all ranks, in the
+    order of the ranks.
+    """
     rows = len(sample["tokens"])
     segments = sample.get("segments")
     starts = [0] if segments is None else [0, *np.flatnonzero(np.diff(segments)) + 1]
@@ -69,18 +77,18 @@ def rows_of_rank(
 
 
 class Read(NamedTuple):
-    """One micro-batch in host memory: the fields of each dtype as one tensor, and what the loss's terms count in it."""
+    """One micro-batch in host memory: one packed tensor per dtype, and the counts of the loss's terms."""
 
     packed: dict[torch.dtype, Tensor]
     counts: Mapping[str, float]
 
 
 class MicroBatches:
-    """Loads what this rank's chunks need; `fields` are the names of the batch's tensors that they read.
+    """Loads the micro-batches of this rank's chunks. `fields` are the names of the batch's tensors that they read.
 
-    Samples are read, packed and pinned by the `reader`'s one thread, in `of_step` a micro-batch ahead; the copy to the
-    device and the broadcast happen in `load`, on the caller's thread, in the order in which all ranks call it. An error
-    in reading is raised by the `load` that asks for what could not be read.
+    The one thread of `reader` reads, packs and pins samples; with `of_step` it is a micro-batch ahead. `load` copies to
+    the device and broadcasts on the caller's thread, since all ranks must communicate in the same order. An error in
+    reading is raised by the `load` of that micro-batch.
     """
 
     def __init__(
@@ -95,28 +103,28 @@ class MicroBatches:
         self.size = ctx.config.train.micro_batch
         self.sends, self._exchanged = ctx.mesh.tp.index <= 0, 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
-        self._coming: dict[tuple[int, int], Future[Read]] = {}
-        # One broadcast per dtype: fields of one dtype travel packed.
+        self._pending_reads: dict[tuple[int, int], Future[Read]] = {}
+        # Fields of one dtype are packed, so that there is one broadcast per dtype.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
         for name, array in sorted(self._own_rows(dataset.sample(0)).items()):
             if fields is None or name in fields:
                 value = torch.as_tensor(array)
                 self.packs.setdefault(value.dtype, []).append((name, tuple(value.shape)))
-        # One tp rank reads and the others get a broadcast. The host needs some fields to plan attention: a rank that
-        # had them on its device alone would wait there for all work before, so every rank reads those by itself.
+        # One tp rank reads, and the others receive a broadcast. But the host needs some fields to plan attention. To
+        # copy them from the device, a rank would wait for all earlier work on it, so every rank reads these itself.
         known = {name for pack in self.packs.values() for name, _ in pack}
         self.reads = self.sends or bool(known & WHO_SEES_WHOM)
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
-        """A micro-batch of the step that begins at sample `consumed`, on the device."""
+        """Return a micro-batch of the step that begins at sample `consumed`, on the device."""
         if not self.packs:
             return {}
         ctx, tp = self.ctx, self.ctx.mesh.tp
         if self.reads:
-            # What was read for another step was read in vain: the run went on from elsewhere.
-            self._coming = {key: read for key, read in self._coming.items() if key[0] == consumed}
+            # Micro-batches that were read ahead for another step are stale: the run was rolled back meanwhile.
+            self._pending_reads = {key: read for key, read in self._pending_reads.items() if key[0] == consumed}
             packs = self._ask(consumed, micro_batch).result().packed
-            del self._coming[consumed, micro_batch]
+            del self._pending_reads[consumed, micro_batch]
         batch: dict[str, Tensor] = {}
         for dtype, fields in self.packs.items():
             sizes = [self.size * int(np.prod(shape)) for _, shape in fields]
@@ -134,41 +142,47 @@ class MicroBatches:
         return batch
 
     def of_step(self, consumed: int, count: int, following: int | None = None) -> Callable[[int], dict[str, Tensor]]:
-        """`load` for the `count` micro-batches of a step, which begins to read the next one each time: after the last
-        the first of the step that begins at `following`."""
+        """Return a `load` for the `count` micro-batches of a step that also begins to read the next micro-batch.
+
+        After the last one that is the first micro-batch of the step that begins at `following`, if given.
+        """
 
         def batch(micro_batch: int) -> dict[str, Tensor]:
-            found = self.load(consumed, micro_batch)
-            step, coming = (consumed, micro_batch + 1) if micro_batch + 1 < count else (following, 0)
+            loaded = self.load(consumed, micro_batch)
+            step, ahead = (consumed, micro_batch + 1) if micro_batch + 1 < count else (following, 0)
             if step is not None and self.reads and self.packs:
-                self._ask(step, coming)
-            return found
+                self._ask(step, ahead)
+            return loaded
 
         return batch
 
     def counts(self, consumed: int, micro_batches: int) -> Mapping[str, float]:
-        """What the loss's terms count in this data-parallel rank's samples of a step; nothing on ranks that leave that
-        to another one. What is read for it is kept for `load`."""
-        found: Counter[str] = Counter()
+        """Return the counts of the loss's terms in this data-parallel rank's samples of a step.
+
+        Only one rank of each tp and cp group and of each pipeline counts; the others return nothing. The micro-batches
+        that are read for it are kept for `load`.
+        """
+        counts: Counter[str] = Counter()
         if self.counts_terms:
             for read in [self._ask(consumed, i) for i in range(micro_batches)]:
-                found.update(read.result().counts)
+                counts.update(read.result().counts)
+            # `load` returns at once on a rank that reads no fields, so it would never release them.
             if not self.packs:
-                self._coming = {}
-        return found
+                self._pending_reads = {}
+        return counts
 
     def exchange(self, by: int) -> None:
-        """From now on a data-parallel rank reads the samples of the one so many places after it."""
-        self._exchanged, self._coming = by, {}
+        """Let each data-parallel rank read the samples of the rank `by` places after it from now on."""
+        self._exchanged, self._pending_reads = by, {}
 
     def _ask(self, consumed: int, micro_batch: int) -> Future[Read]:
         key = (consumed, micro_batch)
-        if key not in self._coming:
-            self._coming[key] = self.reader.submit(self._read, consumed, micro_batch)
-        return self._coming[key]
+        if key not in self._pending_reads:
+            self._pending_reads[key] = self.reader.submit(self._read, consumed, micro_batch)
+        return self._pending_reads[key]
 
     def _own_rows(self, sample: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-        """A sample or, where ranks share sequences, this rank's rows of it and the numbers of all ranks' rows."""
+        """Return a sample or, if ranks share sequences, this rank's rows of it and the numbers of all ranks' rows."""
         tokens = self.ctx.mesh.tokens
         if tokens.alone:
             return sample
@@ -176,8 +190,8 @@ class MicroBatches:
 
     def _read(self, consumed: int, micro_batch: int) -> Read:
         readers = self.ctx.mesh.samples
-        place = (readers.index + self._exchanged) % readers.size if self._exchanged else readers.index
-        ids = sample_ids(consumed, micro_batch, self.size, place, readers.size)
+        position = (readers.index + self._exchanged) % readers.size if self._exchanged else readers.index
+        ids = sample_ids(consumed, micro_batch, self.size, position, readers.size)
         whole = [self.dataset.sample(n) for n in ids]
         samples = [self._own_rows(sample) for sample in whole]
         packed: dict[torch.dtype, Tensor] = {}
@@ -186,6 +200,7 @@ class MicroBatches:
             packed[dtype] = self.ctx.device.pin(torch.from_numpy(np.concatenate(parts)))
         counts: Counter[str] = Counter()
         if self.loss_counts is not None:
-            for sample in whole:  # one of the ranks that share it counts for all
+            # Whole samples are counted, not this rank's rows: one of the ranks that share a sample counts for all.
+            for sample in whole:
                 counts.update(self.loss_counts(sample))
         return Read(packed, counts)

@@ -1,4 +1,4 @@
-"""Which blocks torch.compile takes as one graph."""
+"""Compile blocks with torch.compile, and decide how many neighbouring blocks become one graph."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from meshwright.models.stage import stage_of
 from meshwright.spec.model.description import model_of
 from meshwright.spec.model.part import Unit
 
-# Forward and backward of a smaller block take a fast device (of some 800 TFLOP/s) less time than the host needs to
-# launch its kernels, 2 to 3 ms.
+# The FLOPs of forward and backward below which a block is small. On a fast device (some 800 TFLOP/s) a smaller block
+# takes less time than the 2 to 3 ms that the host needs to launch its kernels.
 SMALL_BLOCK_FLOP = 2.5e12
-MOST_TOGETHER = 4  # a larger group saves the host little and takes longer to compile
-# One function runs all kinds of blocks, with gradients and without, of every length that becomes a symbol. Torch's own
-# limit of 8 graphs is soon reached, and ends the run.
+MOST_TOGETHER = 4  # Larger groups save the host little more and take longer to compile.
+# The recompile limit. One function runs all kinds of blocks, with and without gradients, for every length that becomes
+# a symbol. Torch's default limit of 8 graphs is soon reached, and exceeding it ends the run.
 GRAPHS = 64
 
 
 def blocks_together(ctx: Context, module: nn.Module) -> int:
-    """Returns how many neighbouring blocks become one graph. By itself that happens only where the device would wait
-    for the host, on a rank that trains alone: no gradients are sent while backward goes on, and no stage waits until
-    another is compiled. Then there are no more kinds of groups than of blocks."""
+    """Return the number of neighbouring blocks that become one graph.
+
+    With `auto`, blocks are joined only if they are so small that the device would wait for the host, and only on a rank
+    that trains alone: then no gradients are sent during backward, and no stage waits while another one compiles. The
+    number is chosen so that there are at most as many kinds of groups as kinds of blocks.
+    """
     c, asked = ctx.config, ctx.config.train.compile_together
     if not isinstance(module, GraphStage) or asked == 1:
         return 1
@@ -43,24 +46,26 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
         return 1
     blocks = module.compiled_blocks()
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))
+    # Forward and backward take 6 FLOPs per weight and token.
     if 6 * weights * c.train.micro_batch * c.model.seq > SMALL_BLOCK_FLOP:
         return 1
     units = model_of(c).blocks
     runs = [[units[layer] for layer in run] for run in module.runs_of_layers()]
     kinds = {unit for run in runs for unit in run}
     fitting = (count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
-    return max(fitting, default=1)  # a chunk may have no blocks
+    # No count fits a chunk without blocks.
+    return max(fitting, default=1)
 
 
 def _kinds_of_groups(runs: Sequence[Sequence[Unit]], count: int) -> int:
-    """Returns how many different groups of so many blocks there are; 0 where blocks would be left over."""
+    """Return the number of different groups of `count` blocks, or 0 if some run is not a multiple of `count`."""
     if any(len(run) % count for run in runs):
         return 0
     return len({tuple(run[at : at + count]) for run in runs for at in range(0, len(run), count)})
 
 
 def compile_blocks(module: nn.Module, together: int = 1) -> None:
-    """Compiles each block, or some of them `together`, as one graph, which all blocks of a chunk share."""
+    """Compile each block, and also each run of `together` blocks, as one graph. Equal blocks of a chunk share it."""
     _keep_gradients_of_outputs()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     for block in stage_of(module).compiled_blocks():
@@ -70,29 +75,32 @@ def compile_blocks(module: nn.Module, together: int = 1) -> None:
 
 
 def _keep_gradients_of_outputs() -> None:
-    """Make torch 2.11 pass gradients on through every output of a compiled autograd function.
+    """Make torch 2.11 propagate gradients through every output of a compiled autograd function.
 
-    In its graphs an output that forward wrote in place (a sum over ranks, an added bias) or that a `.to` returned as it
-    was gets no gradient: all gradients before it are zero, without a message. A view of such an output gets one, so
-    every output becomes a view. Later versions need no help.
+    In its graphs, an output gets no gradient if forward wrote it in place (a sum over ranks, an added bias) or if it is
+    a tensor that `.to` returned unchanged. All gradients before it are then silently zero. A view of such an output
+    does get a gradient, so every output becomes a view. Later versions need no workaround.
     """
-    if torch.__version__ < "2.12":  # torch compares versions here, not strings
+    # torch.__version__ is a TorchVersion, which compares as a version and not as a string.
+    if torch.__version__ < "2.12":
         helper = autograd_function.DynamoAutogradFunctionTraceHelper
         setattr(helper, "fwd_trace_helper", staticmethod(_with_views))  # noqa: B010 (mypy refuses an assignment)
 
 
 def _with_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward that Dynamo traces, as torch's own wrapper does, but with views of all outputs instead of
-    those alone that are inputs too."""
+    """Return the forward that Dynamo traces, with all its outputs as views.
+
+    Torch's own wrapper does the same only for outputs that are also inputs.
+    """
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            found = forward(*args, **kwargs)
-        if isinstance(found, Tensor):
-            return found.view_as(found)
+            outputs = forward(*args, **kwargs)
+        if isinstance(outputs, Tensor):
+            return outputs.view_as(outputs)
         views = []
-        for each in found:
-            views.append(each.view_as(each) if isinstance(each, Tensor) else each)
+        for output in outputs:
+            views.append(output.view_as(output) if isinstance(output, Tensor) else output)
         return tuple(views)
 
     return traced
@@ -100,13 +108,13 @@ def _with_views(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def blocks_one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """No blocks run as one meanwhile."""
+    """Run every block on its own within this context, even blocks that were compiled together."""
     stages = [module for module in modules if isinstance(module, GraphStage)]
-    before = [stage.several for stage in stages]
+    runners = [stage.several for stage in stages]
     for stage in stages:
         stage.several = None
     try:
         yield
     finally:
-        for stage, several in zip(stages, before, strict=True):
-            stage.several = several
+        for stage, runner in zip(stages, runners, strict=True):
+            stage.several = runner

@@ -1,4 +1,4 @@
-"""What a run passes around instead of globals: the config and this rank's place in the mesh."""
+"""The context of a run: the config and this rank's position in the mesh, passed around instead of globals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.spec.traffic.placement import shard_axes
 
 @dataclass(frozen=True)
 class Context:
-    """Handed to every provider and to `forward_step`."""
+    """The run's config, layout, mesh and device, which every provider and `forward_step` receive."""
 
     config: Config
     layout: Layout
@@ -48,11 +48,11 @@ class Context:
 
     @cached_property
     def at(self) -> Coordinate:
-        """Where this rank stands, for the parts of its model."""
+        """This rank's position in the mesh, in the form that the parts of its model take."""
         return self.at_rank(self.mesh.rank)
 
     def at_rank(self, rank: int) -> Coordinate:
-        """Return where a rank stands."""
+        """Return the position of any rank in the mesh."""
         return place_of(self.config, self.layout, rank)
 
 
@@ -69,7 +69,10 @@ def build_context(
     process_groups: dict[str, Any] | None = None,
     trains: bool = False,
 ) -> Context:
-    """`trains`: a Trainer will be made; then no rank ever holds all of the weights that ZeRO stage 3 divides."""
+    """Build the mesh, the random streams and the settings of layers for one rank.
+
+    `trains` says that a Trainer will be made; then no rank ever allocates the full weights that ZeRO stage 3 shards.
+    """
     if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
         return_freed_memory()
     layout = layout_of(config, world, node_size)
@@ -78,7 +81,7 @@ def build_context(
         raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout, emulate=emulate)
     at = mesh.coordinate
-    # Ranks with other samples or other tokens draw other numbers.
+    # Ranks that process different samples or different tokens must draw different random numbers.
     data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]
     streams = Streams(config.train.seed, data_rank, at["tp"], device.torch, at["pp"])
     streams.active = config.drops
@@ -103,8 +106,10 @@ def expert_groups(mesh: Mesh, at: Coordinate) -> ExpertGroups:
 
 
 def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
-    """Returns the ranks that share sequences: those along cp, or along an axis of a grid where there are too few
-    sequences to deal out."""
+    """Return the ranks that share sequences, or None if every rank has whole ones.
+
+    They are the ranks along cp, or along one axis of a grid if a micro-batch has too few sequences to distribute.
+    """
     grid = config.layout.grid
     if grid is not None and grid.shares(config.train.micro_batch) > 1:
         return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
@@ -116,23 +121,26 @@ def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
 
 
 def is_host(config: Config, device: Device) -> bool:
-    """Whether a run's device is a CPU. A dry run, on `meta`, is of the device that the config names, so that it keeps
-    what the real run keeps."""
+    """Return True if the run's device is a CPU.
+
+    A dry run, on `meta`, goes by the device that the config names, so that it allocates the same tensors as the real
+    run.
+    """
     return (config.run.device if device.is_meta else device.kind) == "cpu"
 
 
 def fuses(config: Config, device: Device) -> bool:
-    """Whether blocks use the fused parts whose forward a compiler must put together."""
+    """Return True if blocks use the parts of nn/fused.py, whose forward a compiler must fuse to be fast."""
     return config.compiles and (not is_host(config, device) or config.train.compile == "true")
 
 
 def compiles(config: Config, device: Device) -> bool:
-    """Whether blocks are compiled."""
+    """Return True if blocks are compiled with torch.compile."""
     return not device.is_meta and fuses(config, device)
 
 
 def products_of(config: Config) -> str:
-    """The precision of linear layers' products where it is not the weights' (see nn/products.py)."""
+    """Return the precision of linear layers' products (see nn/products.py), or "" for that of the weights."""
     if config.train.precision != "fp8":
         return ""
     return "fp8" if config.train.fp8_scale == "tensor" else "fp8-row"

@@ -1,4 +1,4 @@
-"""The token datasets of a config, and what can be known of them before any rank starts. No torch."""
+"""Build the token datasets of a config and check them before any rank starts. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from meshwright.data.word_parts import special_ids, word_parts
 from meshwright.errors import UserError
 from meshwright.record.companions import tokenizer_of_data
 
-VOCAB_MULTIPLE = 128  # to which vocabularies are rounded up, times the ranks that share them
+# Vocabularies are usually rounded up to a multiple of this, times the ranks that share them.
+VOCAB_MULTIPLE = 128
 
 
 class Checked:
-    """A dataset whose ids are checked: one outside of the vocabulary would be looked up as nothing, silently."""
+    """A dataset that checks its token ids.
+
+    An embedding sharded over tp silently returns zeros for an id outside the vocabulary.
+    """
 
     def __init__(self, dataset: Any, vocab: int) -> None:
         self.dataset, self.vocab = dataset, vocab
@@ -48,7 +52,7 @@ class Checked:
 
     @property
     def sources(self) -> dict[str, int]:
-        """Of a blend, how many of each period's samples a file gives; nothing of a single file."""
+        """The number of samples per period that each file of a blend gives; empty for a single file."""
         source = getattr(self.dataset, "source", None)
         if not isinstance(source, Blend):
             return {}
@@ -56,7 +60,7 @@ class Checked:
 
 
 def masking_of(config: Config) -> Masking:
-    """How tokens are masked. Words and special tokens come from the tokenizer of the first file, if that is known."""
+    """Return how tokens are masked. The tokenizer of the data, if known, gives the words and special tokens."""
     m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
     tokenizer = tokenizer_of_data(config.data.prefixes)
     pieces = [] if tokenizer is None else tokenizer.pieces()
@@ -82,32 +86,36 @@ def masking_of(config: Config) -> Masking:
 
 
 def spans_of(config: Config) -> SpanOptions:
-    """How spans are taken out. The end token comes from the data, unless the config names it."""
+    """Return how spans are taken out for span corruption. The data name the end token unless the config does."""
     m, d = config.model, config.data
     known = [read_metadata(prefix) or {} for prefix in d.prefixes]
-    ends = {int(each["eod"]) for each in known if "eod" in each} if d.eod < 0 else {d.eod}
+    ends = {int(metadata["eod"]) for metadata in known if "eod" in metadata} if d.eod < 0 else {d.eod}
     if len(ends) != 1:
-        why = f"the token files end documents with different tokens {sorted(ends)}" if ends else (
-            f"{d.prefixes[0]}.json does not name the end-of-document token"
-        )  # fmt: skip
+        why = f"{d.prefixes[0]}.json does not name the end-of-document token"
+        if ends:
+            why = f"the token files end documents with different tokens {sorted(ends)}"
         raise UserError(f"{why}, with which targets end: set data.eod to its id")
+    # Sentinels count down from the first one, so by default they are the last ids of the vocabulary.
     first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
-    found = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
+    options = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
     if first >= m.vocab:
         raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={m.vocab}: use one below that")
-    used = max((int(each["vocab_size"]) for each in known if "vocab_size" in each), default=0)
-    if d.spans.sentinel < 0 and used > found.last_sentinel:
+    used = max((int(metadata["vocab_size"]) for metadata in known if "vocab_size" in metadata), default=0)
+    if d.spans.sentinel < 0 and used > options.last_sentinel:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for {found.spans} sentinels above the {used} tokens of the data: "
-            f"set model.vocab={used + found.spans} or more, or data.spans.sentinel where the tokenizer has its own"
+            f"model.vocab={m.vocab} leaves no room for {options.spans} sentinels above the {used} tokens of the data: "
+            f"set model.vocab={used + options.spans} or more, or data.spans.sentinel where the tokenizer has its own"
         )
-    if found.last_sentinel < 0:
-        raise UserError(f"data.spans.sentinel={first} leaves no room for {found.spans} sentinels: raise it")
-    return found
+    if options.last_sentinel < 0:
+        raise UserError(f"data.spans.sentinel={first} leaves no room for {options.spans} sentinels: raise it")
+    return options
 
 
 def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids of [MASK], [gMASK], [sop], [eop] and [pad]: the config's, or the five after the tokenizer's last."""
+    """Return the ids of [MASK], [gMASK], [sop], [eop] and [pad].
+
+    They are the config's, or else the five ids after the last one of the tokenizer.
+    """
     m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
     used = 0 if tokenizer is None else len(tokenizer.pieces())
     used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
@@ -126,19 +134,22 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
 
 
 def blanks_of(config: Config) -> BlankOptions:
-    """How blanks are made."""
+    """Return how blanks are made for blank infilling (GLM)."""
     m, b = config.model, config.data.blanks
     specials = blank_specials(config, tokenizer_of_data(config.data.prefixes))
-    found = BlankOptions(
+    options = BlankOptions(
         m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types), b.instructions, b.instruction_share
     )
-    if found.added >= m.seq // 2:
-        raise UserError(f"model.seq={m.seq} is too short for blanks, of which {found.added // 2} may come: raise it")
-    return found
+    if options.added >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for up to {options.added // 2} blanks: raise it")
+    return options
 
 
 def datasets_of(config: Config) -> tuple[Any, Any, Any]:
-    """Train, valid and test (None where the split leaves none); raises for every mistake that the files show."""
+    """Return the train, validation and test datasets (None where the split leaves none).
+
+    Raises a UserError for every mistake that can be seen from the files.
+    """
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     if config.objective_facts.packed:
@@ -147,23 +158,25 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
         raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
     makers: dict[str, Callable[[Config], Any]] = {"masked": masking_of, "spans": spans_of, "blanks": blanks_of}
     made: list[Any] = [maker(config) if name == config.objective else None for name, maker in makers.items()]
-    how = (config.model.seq, config.train.seed, options, d.draw_split, *made)
-    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *how))
+    settings = (config.model.seq, config.train.seed, options, d.draw_split, *made)
+    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *settings))
 
 
 def packed_of(config: Config) -> list[PackedStream | None]:
-    """Packed conversations, or pairs of answers."""
+    """Return the splits of packed conversations, pairs of answers, or judged answers."""
     d, m = config.data, config.model
     if d.weights:
         raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
     kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.judges_each else {"pairs"}
-    placed = m.numbers_positions
-    return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, placed, kinds)
+    positions = m.numbers_positions
+    return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, positions, kinds)
 
 
 def unused_tokens(config: Config, data: Any) -> str:
-    """Says how much larger the model's vocabulary is than that of its data, where that is more than a usual rounding
-    up; else an empty string. Objectives that add tokens of their own to the data's are left out."""
+    """Return a note if the model's vocabulary exceeds that of the data by more than the usual rounding, else "".
+
+    Objectives that add tokens to those of the data get no note.
+    """
     needed, vocab = data.dataset.vocab_needed, config.model.vocab
     unit = VOCAB_MULTIPLE * config.layout.tp
     if needed is None or vocab <= -(-needed // unit) * unit or not config.objective_facts.splits_documents:

@@ -1,7 +1,8 @@
-"""The one executor: runs a rank's list of any schedule table. Without a pipeline it is gradient accumulation.
+"""The executor of all pipeline schedules: it runs one rank's list of a schedule table.
 
-Between stages travels a named set of tensors. A chunk declares what it takes (`receives`: name -> shape and dtype);
-receives are posted when the table says and waited for by the compute that needs them.
+A table without a pipeline amounts to gradient accumulation. Stages exchange named sets of tensors, and a chunk declares
+the ones it takes (`receives`: name -> shape and dtype). Receives are posted when the table says so, and the compute
+that needs the tensors waits for them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, A
 from meshwright.spec.schedule.trace import Recorder, span_name
 
 Named = dict[str, Tensor]
-ForwardStep = Callable[[nn.Module, Named, Named], Any]  # returns what `as_output` takes
+ForwardStep = Callable[[nn.Module, Named, Named], Any]  # Returns anything that `as_output` accepts.
 
-# Sends under way at most, since what is sent is held as long. The tables run without deadlock even if every send waits
-# for its receive, so waiting for the oldest is always safe.
+# The most sends in flight. Each holds its tensor in memory until it is done. The tables run without deadlock even if
+# every send blocks until its receive, so waiting for the oldest send is always safe.
 SENDS_IN_FLIGHT = 4
 
 
 class Shares(Protocol):
-    """The data-parallel side of an executor: called by a table's gather, free and reduce actions. `work` is the compute
-    that comes next; `sinks` takes the weight gradients."""
+    """The data-parallel side of an executor, which a table's gather, free and reduce actions call.
+
+    `work` names the compute that follows a gather, and `sinks` receives the weight gradients.
+    """
 
     sinks: SinkTable
 
@@ -48,16 +51,22 @@ class Shares(Protocol):
 
 @dataclass(frozen=True)
 class Seeds:
-    """What backward multiplies each term's sum by, before the term's own weight. `of` is given a term's name, and
-    refuses one that nobody announced; `announced` is that of the loss itself, where one is known."""
+    """The factors that scale each term's sum for backward, in addition to the term's own weight.
+
+    `of` returns the factor of a term by name, and raises an error for a term that was not declared. `announced` is the
+    factor of the term "loss" if it is known before forward.
+    """
 
     of: Callable[[str], float]
     announced: float | None = None
 
 
 class Output:
-    """A tensor that a stage passes on. Once it has been sent, this rank releases its memory and keeps its shape, its
-    dtype and its place in the graph, from which backward begins."""
+    """A tensor that a stage passes on.
+
+    Once it has been sent, this rank releases its memory. It keeps the shape, the dtype and the gradient edge, from
+    which backward begins.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self.tensor: Tensor | None = x.detach()
@@ -69,8 +78,11 @@ class Output:
 
 
 class Executor:
-    """Runs tables on this rank's chunks. `modules` are in the order of the local chunk number; `compiled` says that
-    their blocks are, which matters where weight gradients are computed apart (see `nn.weight_grad.Deferred`)."""
+    """Runs schedule tables on this rank's chunks.
+
+    `modules` are in the order of the local chunk number. `compiled` says that their blocks are compiled, which matters
+    to schedules that compute weight gradients separately (see `nn.weight_grad.Deferred`).
+    """
 
     def __init__(
         self,
@@ -83,21 +95,21 @@ class Executor:
         overlaps: bool = True,
         pp_back: Group | None = None,
     ) -> None:
-        """`pp_back`: the group of the gradients, where they are not sent over `pp` as activations are."""
+        """Create an executor. `pp_back`: the group for gradients, if they are not sent over `pp` like activations."""
         self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
-        self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction
+        self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction: 1 forward, -1 backward
         self.stages = [stage_of(module) for module in modules]
         self.streams, self.shares, self.compiled = streams, shares, compiled
         self.in_flight = SENDS_IN_FLIGHT if overlaps else 0
         self.rank, self.ledger = max(0, pp.index), pp.ledger
-        self.done: list[Action] = []  # of the last run, in the order they ended
-        self.recorder: Recorder | None = None  # while a step is traced
+        self.done: list[Action] = []  # the finished actions of the last run, in order
+        self.recorder: Recorder | None = None  # set while a step is traced
 
     def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
         return self.recorder.span(track, name, **args) if self.recorder else nullcontext()
 
     def run(self, table: Table, batches: Callable[[int], Named], step: int, seeds: Seeds) -> Totals:
-        """Runs this rank's list for one global batch. `batches(m)` loads micro-batch m."""
+        """Run this rank's list of actions for one global batch. `batches(m)` loads micro-batch m."""
         run = _Run(self, table, batches, step, seeds)
         actions, self.done = table.ranks[self.rank], []
         for action, following in zip(actions, (*actions[1:], None), strict=True):
@@ -138,10 +150,11 @@ class _Run:
         data_before, begin = self.totals.seconds["data"], time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
+        # Loading a batch within this action is booked as data, not as compute.
         self.totals.seconds[name] += time.perf_counter() - begin - (self.totals.seconds["data"] - data_before)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        """What a validation communicates is all counted as such."""
+        """Return a context that books communication under a phase, or under "validation" during a validation."""
         ledger = self.executor.ledger
         return ledger.phase(ledger.current_phase if ledger.current_phase == "validation" else name)
 
@@ -162,7 +175,7 @@ class _Run:
 
     def share(self, action: Action, following: Action | None) -> None:
         shares, begin = self.executor.shares, time.perf_counter()
-        assert shares is not None, f"{action} needs somebody who shards"
+        assert shares is not None, f"{action} needs a `shares` object that shards weights"
         with self.executor.span("step", f"{action.op.value} of chunk {action.chunk}"):
             if action.op is Op.GATHER:
                 assert following is not None
@@ -177,11 +190,11 @@ class _Run:
         with self.executor.span("wait", "for sends"):
             while self.sends:
                 self.sends.popleft()[0].wait()
-        left = (self.arriving, self.inputs, self.outputs, self.roots, self.grads, self.deferred)
-        assert not any(left), "a table left work undone"
+        unfinished = (self.arriving, self.inputs, self.outputs, self.roots, self.grads, self.deferred)
+        assert not any(unfinished), "a table left work undone"
 
     def load(self, micro_batch: int) -> None:
-        """Loads a micro-batch, once for all of this rank's chunks."""
+        """Load a micro-batch, once for all of this rank's chunks."""
         if micro_batch in self.loaded:
             return
         begin = time.perf_counter()
@@ -190,7 +203,7 @@ class _Run:
         self.totals.seconds["data"] += time.perf_counter() - begin
 
     def use(self, micro_batch: int) -> Named:
-        """A loaded micro-batch, which the last of this rank's chunks to use it releases."""
+        """Return a loaded micro-batch. The last of this rank's chunks to use it releases it."""
         batch, uses = self.loaded.pop(micro_batch)
         if uses > 1:
             self.loaded[micro_batch] = (batch, uses - 1)
@@ -199,6 +212,7 @@ class _Run:
     def forward(self, action: Action, received: Named) -> None:
         e, key = self.executor, (action.micro_batch, action.chunk)
         if self.training:
+            # Received tensors become leaves of the graph, whose gradients are sent back after backward.
             for name, x in received.items():
                 x.requires_grad_(self._is_graded(action.chunk, name, x.dtype))
             self.inputs[key] = received
@@ -206,11 +220,13 @@ class _Run:
         module, stage = e.modules[action.chunk], e.stages[action.chunk]
         e.streams.begin(self.step, action.micro_batch, action.chunk)
         if self.training and not stage.draws_by_key:
+            # Modules that draw from torch's default generator become reproducible, whatever the order of micro-batches.
             e.streams.seed_default()
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
             result = as_output(e.forward_step(module, batch, received))
-        if self.training and (mark := getattr(module, MARK, None)) is not None:  # of a chunk without units
+        # Units show their outputs to their marks themselves; a chunk without units has one mark.
+        if self.training and (mark := getattr(module, MARK, None)) is not None:
             for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
                 mark(x, module)
         self.totals.add(result)
@@ -223,24 +239,26 @@ class _Run:
         roots = [(term.sum, term.weight * self.seeds.of(term.name)) for term in result.terms]
         if self.training:
             self.roots[key] = [(x, seed) for x, seed in roots if x.requires_grad]
-        goes_on = self.table.beside(1, e.rank, action.chunk) is not None
-        if goes_on and not result.tensors:
+        has_next_stage = self.table.beside(1, e.rank, action.chunk) is not None
+        if has_next_stage and not result.tensors:
             raise UserError("forward_step passed nothing on from a stage that is not the last: return its tensors too")
-        if goes_on or self.training:
+        if has_next_stage or self.training:
             self.outputs[key] = {name: Output(x) for name, x in result.tensors.items()}
-        if goes_on:
+        if has_next_stage:
             self._hand_over(action, {name: x.detach() for name, x in result.tensors.items()})
 
     def backward(self, action: Action, received: Named) -> None:
         key = (action.micro_batch, action.chunk)
         outputs = self.outputs.pop(key)
-        begin: list[tuple[Any, Tensor]] = [(x, torch.full_like(x, seed)) for x, seed in self.roots.pop(key)]
-        begin += [(edge, grad) for name, grad in received.items() if (edge := outputs[name].edge) is not None]
-        if begin:
-            torch.autograd.backward([x for x, _ in begin], [grad for _, grad in begin])
+        # Backward begins both at the terms of the loss and at the outputs whose gradients the next stage sent back.
+        roots: list[tuple[Any, Tensor]] = [(x, torch.full_like(x, seed)) for x, seed in self.roots.pop(key)]
+        roots += [(edge, grad) for name, grad in received.items() if (edge := outputs[name].edge) is not None]
+        if roots:
+            torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
         if inputs := self.inputs.pop(key):
             chunk = action.chunk
             with_grad = {name: x for name, x in inputs.items() if self._is_graded(chunk, name, x.dtype)}
+            # The previous stage waits for a gradient of every graded tensor, so unused ones are sent as zeros.
             self.grads[key] = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in with_grad.items()}
             mark = getattr(self.executor.modules[action.chunk], MARK_SENT_BACK, None)
             if mark is not None:
@@ -249,9 +267,9 @@ class _Run:
             self._hand_over(action, self.grads[key])
 
     def input_grad(self, action: Action, received: Named) -> None:
-        """A backward whose weight gradients wait. What they need is kept, the rest of the activations is not."""
+        """Run a backward that defers the weight gradients. Only the activations that these need are held."""
         shares = self.executor.shares
-        assert shares is not None, f"{action} needs somebody who takes weight gradients"
+        assert shares is not None, f"{action} needs a `shares` object that takes weight gradients"
         deferred = self.deferred[action.micro_batch, action.chunk] = Deferred(self.executor.compiled)
         with shares.sinks.deferring(deferred):
             self.backward(action, received)
@@ -260,11 +278,11 @@ class _Run:
         self.deferred.pop((action.micro_batch, action.chunk)).run()
 
     def _is_graded(self, chunk: int, name: str, dtype: torch.dtype) -> bool:
-        """Whether the gradient of a tensor that passes into or out of a chunk comes back."""
+        """Return True if a tensor that passes into or out of a chunk gets a gradient."""
         return dtype.is_floating_point and name not in self.executor.stages[chunk].ungraded
 
     def _hand_over(self, action: Action, tensors: Named) -> None:
-        """Passes tensors to the neighbouring stage if that is on this same rank."""
+        """Pass tensors to the neighbouring stage if it is on this same rank, where nothing is sent."""
         direction = MEANING[action.op].direction
         to = self.table.beside(direction, self.executor.rank, action.chunk)
         if to is None or to[0] != self.executor.rank:
@@ -273,7 +291,7 @@ class _Run:
         self._forget(direction, (action.micro_batch, action.chunk))
 
     def _forget(self, direction: int, key: tuple[int, int]) -> None:
-        """Releases what was handed on: gradients altogether, outputs except for what their backward needs."""
+        """Release tensors that were handed on. Outputs keep the edges that their backward begins from."""
         if direction < 0:
             del self.grads[key]
         elif not self.training:
@@ -283,7 +301,7 @@ class _Run:
                 output.tensor = None
 
     def _received(self, action: Action) -> Named:
-        """Waits for what a compute takes from its neighbour."""
+        """Wait for the tensors that a compute takes from the neighbouring stage, and return them."""
         key = (MEANING[action.op].direction, action.micro_batch, action.chunk)
         tensors, pendings = self.arriving.pop(key, ({}, []))
         if pendings:
@@ -297,6 +315,7 @@ class _Run:
         direction = SENDS[action.op]
         outputs = {n: o.tensor for n, o in self.outputs[key].items() if o.tensor is not None} if direction > 0 else {}
         assert action.peer is not None
+        # Both ends order the tensors by name, so that every receive meets its send.
         for _, x in sorted((outputs or self.grads[key]).items()):
             x = x.detach().contiguous()
             self.sends.append((self.executor.pipes[direction].send(x, action.peer), x))
@@ -305,7 +324,7 @@ class _Run:
             self.sends.popleft()[0].wait()
 
     def receive(self, action: Action) -> None:
-        """Posts the receive; the compute that needs the tensors waits for them."""
+        """Post the receives of an action. The compute that needs the tensors waits for them."""
         assert action.peer is not None
         direction, e = RECEIVES[action.op], self.executor
         if direction > 0:
@@ -314,10 +333,10 @@ class _Run:
             buffers = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in receives}
         else:
             outputs = self.outputs[action.micro_batch, action.chunk].items()
-            graded = (each for each in outputs if self._is_graded(action.chunk, each[0], each[1].dtype))
-            buffers = {name: x.empty_gradient() for name, x in graded}
-        # On NCCL a posted receive is a kernel that holds multiprocessors until the tensor comes, so these communicators
-        # have few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would save those too, but the tensor
-        # could then not travel while this rank computes.
+            graded = {name: x for name, x in outputs if self._is_graded(action.chunk, name, x.dtype)}
+            buffers = {name: x.empty_gradient() for name, x in graded.items()}
+        # On NCCL a posted receive is a kernel that occupies multiprocessors until the tensor arrives, so these
+        # communicators use few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would free those too,
+        # but then the transfer could not overlap with this rank's compute.
         pendings = [e.pipes[direction].receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)

@@ -1,4 +1,4 @@
-"""Hooks and watchers: what a run does around its training steps."""
+"""Hooks and watchers: the callbacks that run around training steps."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from meshwright.engine.step import StepResult
 class Hook:
     """A callback that runs around each training step.
 
-    Every rank has the same hooks, called in one order, so a hook may communicate.
+    Every rank calls the same hooks in the same order, so a hook may communicate.
     """
 
     def pauses(self, step: int) -> bool:
-        """Return True if the hook needs the trainer as this step leaves it: the next step then waits."""
+        """Return True if the hook needs the trainer in its state after this step. The next step then waits."""
         return False
 
     def before(self, step: int) -> None:
-        """Called before a step is begun, or, if the loop runs ahead, before its result is waited for."""
+        """Run before a step begins or, if the loop runs ahead, before the loop waits for the step's result."""
 
     def wants_save(self) -> bool:
         """Return True to save after the next step. Only the answer of the rank that writes the run counts."""
         return False
 
     def after(self, result: StepResult, last: bool) -> None:
-        """Called with each step's result; `last` says that no further step will follow."""
+        """Handle the result of a step. `last`: no further step will follow."""
 
 
 class Watcher(Protocol):
@@ -39,5 +39,5 @@ class Watcher(Protocol):
     def finished(self) -> None: ...
 
 
-class WentBack(Exception):  # noqa: N818 (no error: the run goes on from there)
-    """The trainer stands at an earlier step."""
+class WentBack(Exception):  # noqa: N818 (not an error: the run continues from there)
+    """Raised when the trainer has been rolled back to an earlier step."""

@@ -1,17 +1,17 @@
-"""The loss as a list of terms: the sum over them of weight x sum / count, which are those of the whole global batch.
+"""The loss as a list of terms: the sum over terms of weight x sum / count, each over the whole global batch.
 
-A count is known for certain only when the last micro-batch has been through. So there are two ways:
+A count is known for certain only after the last micro-batch. So there are two ways to divide by it:
 
 - One term, named "loss", needs no declaration. Its gradient is stored as a sum with a nominal weight, its count is
-  summed together with the loss after backward, and the update divides by it. Nothing is communicated beforehand.
+  summed together with the loss after backward, and the update divides by it. Nothing is communicated in advance.
 - Any other list is declared by `loss_counts(sample) -> {name: count}`, a pure function of a sample. At the beginning
   of a step the counts of all its samples are summed over the world, and each term's gradient is divided by its count
-  before it is added to the others'. That costs one small all-reduce, which the host waits for, and the reader holds the
-  step's micro-batches meanwhile. What forward counts is checked against it. A model of ours whose loss has several
-  terms declares them itself (`StageModule.loss_counts`).
+  before the terms are added. That costs one small all-reduce that the host waits for, and the reader holds all
+  micro-batches of the step meanwhile. The counts of forward are checked against the declared ones. Built-in models
+  whose loss has several terms declare them (`StageModule.loss_counts`).
 
-Terms that a model's own blocks add (`StageModule.losses`) count the tokens of "loss", once in each block: their counts
-are multiples of that one's, so they need no declaration either.
+Terms that a model's blocks add (`StageModule.losses`) count the tokens of "loss" once in each block. Their counts are
+multiples of the count of "loss", so they need no declaration either.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from meshwright.spec.traffic.counts import sums_length
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How the stored gradient becomes the true one: divided by weight x count. `counts` are the declared terms' counts
-    in this step, which then stand in the stored gradient already; without them the count comes from the sums. `blocks`
-    says how many blocks add each of the model's own terms."""
+    """The divisor that turns the stored gradient into the true one: weight x count.
+
+    `counts` are the counts of the declared terms in this step. The stored gradient is then already divided by them;
+    without them the count comes from the sums. `blocks` has the number of blocks that add each of the model's terms.
+    """
 
     weight: float
     counts: Mapping[str, float] | None = None
     blocks: Mapping[str, int] = field(default_factory=dict)
 
     def seed(self, name: str) -> float:
-        """What a term's sum is multiplied by. A term that nobody counted contributes nothing."""
+        """Return the factor of a term's sum in the stored gradient. A term with a count of 0 contributes nothing."""
         if name in self.blocks:
             return self.seed(LOSS) / self.blocks[name]
         if self.counts is None:
@@ -58,15 +60,15 @@ class Normalisation:
 
     def seeds(self) -> Seeds:
         known = self.counts is None or LOSS in self.counts
-        # A seed of 0 is not announced: a gradient that was made with it could not be told from one that is missing.
+        # A seed of 0 is not announced, because a gradient of zeros looks like a missing one.
         return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
 
     def count(self, tokens: float) -> float:
-        """What the stored gradient is still to be divided by, beside the weight; 0 where nothing was counted."""
+        """Return the divisor of the stored gradient apart from the weight, or 0 if nothing was counted."""
         return tokens if self.counts is None else float(any(self.counts.values()))
 
     def count_on_device(self, tokens: Tensor) -> Tensor:
-        """The same, filled in by the device: a number that is copied there would make the host wait."""
+        """Return the same number as a tensor that the device fills in, since a copy would make the host wait."""
         return tokens if self.counts is None else tokens.new_full((), self.count(0.0))
 
 
@@ -74,10 +76,13 @@ _DECLARE = "pass loss_counts to pretrain, which says from a sample what each ter
 
 
 def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]) -> dict[str, float]:
-    """The declared counts of a step, of the ranks that train together. Of each pipeline one rank counts; the others
-    give nothing."""
+    """Return the declared counts of a step, summed over the ranks of one replica. `own` are this rank's counts.
+
+    One rank of each pipeline counts; the others contribute zeros.
+    """
     counted = [own.get(name, 0.0) for name in names]
-    if ctx.mesh.inner.alone:  # else the host waits here for the device, and can't launch a step ahead
+    # A rank alone needs no sum. Reading one would make the host wait for the device, and it could not launch ahead.
+    if ctx.mesh.inner.alone:
         return dict(zip(names, counted, strict=True))
     vector = torch.tensor(counted, dtype=torch.float64)
     with ctx.ledger.phase("data"):
@@ -89,8 +94,11 @@ def declared_counts(ctx: Context, names: Sequence[str], own: Mapping[str, float]
 def sums_over_world(
     ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor | float = 0.0, group: Group | None = None
 ) -> Tensor:
-    """One small all-reduce of the terms' weighted sums, their counts, the squared gradient norm and, where there are
-    several terms, their plain sums. All tensor-parallel ranks of a stage know its terms, and one of them gives them."""
+    """Sum the loss of a step over ranks with one small all-reduce, in the format of `sums_length`.
+
+    It holds the terms' weighted sums, their counts, the squared gradient norm and, if there are several terms, their
+    plain sums. All tensor-parallel ranks of a stage have the same terms, so only the first one contributes them.
+    """
     vector = torch.zeros(sums_length(len(names)), dtype=torch.float64, device=ctx.device.torch)
     if ctx.mesh.tp.index <= 0:
         for i, name in enumerate(names):
@@ -104,9 +112,12 @@ def sums_over_world(
 
 
 class StepSums(NamedTuple):
-    """The sums of a step's loss, tokens and squared norm: over the ranks that train together, and over all, which is
-    what is reported. Where there are replicas, the latter's norm is the root of the mean square of theirs, and `tokens`
-    are those that each has learned from: none, where a gradient is not finite."""
+    """The sums of a step's loss, tokens and squared norm.
+
+    `own` is over the ranks of one replica, and `all` over all ranks, which is reported. With several replicas, the norm
+    of `all` is the root mean square of the replicas' norms. `tokens` has the number of tokens that each replica has
+    learned from; it is zero for a replica whose gradient is not finite.
+    """
 
     own: Tensor
     all: Tensor
@@ -114,22 +125,24 @@ class StepSums(NamedTuple):
 
 
 def sums_of_step(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor) -> StepSums:
-    """One small all-reduce over the ranks that train together, and where there are replicas one over these."""
+    """Sum over the ranks of each replica with one small all-reduce and, if there are several, over the replicas."""
     own = sums_over_world(ctx, totals, names, squares, ctx.mesh.inner)
     replicas = ctx.layout.replicas
     if replicas == 1:
         return StepSums(own, own)
-    both = torch.cat([own, own.new_zeros(replicas)])
-    both[2 * len(names)] *= replicas
-    both[own.numel() + ctx.mesh.replica] = own[len(names)]
-    ctx.mesh.group(REPLICAS).all_reduce(both)
-    summed, tokens = both.split([own.numel(), replicas])
+    vector = torch.cat([own, own.new_zeros(replicas)])
+    # The true gradient of a replica is its stored one over its tokens, about 1 / replicas of all tokens. The factor
+    # makes the squares fit the sum of the tokens by which the reported norm is divided.
+    vector[2 * len(names)] *= replicas
+    vector[own.numel() + ctx.mesh.replica] = own[len(names)]
+    ctx.mesh.group(REPLICAS).all_reduce(vector)
+    summed, tokens = vector.split([own.numel(), replicas])
     return StepSums(own, summed, tokens * summed[2 * len(names)].isfinite())
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What `sums_over_world` summed, on the host. `losses` are the terms' own means, where there are several."""
+    """The result of `sums_over_world` on the host. `losses` are the means of the single terms if there are several."""
 
     loss: float
     tokens: float
@@ -143,6 +156,7 @@ class Sums:
         counts = list(numbers[n : 2 * n])
         divisors = [count if count > 0 else 1.0 for count in counts]
         loss = sum(weighted / divisor for weighted, divisor in zip(numbers[:n], divisors, strict=True))
+        # With a single term there are no plain sums, so `means` is empty.
         means = [x / count if count else math.nan for x, count in zip(numbers[2 * n + 1 :], counts, strict=False)]
         by_name = dict(zip(names, counts, strict=True))
         return Sums(loss, counts[0], numbers[2 * n], by_name, dict(zip(names, means, strict=False)))
@@ -157,30 +171,36 @@ class Sums:
 
 
 class Gate:
-    """Holds the update of a step whose loss or gradient norm is above a bound or, with `nonfinite`, not finite; and of
-    all steps after it that were begun before somebody knew, so that the weights stay as they were before the bad step.
-    `release` lets updates pass again. The decision is made where the sums are, so that an accelerator holds back an
-    update by itself while the host, which runs ahead, does not know of it yet."""
+    """Holds back the update of a step whose loss or gradient norm is above a bound or, with `nonfinite`, not finite.
+
+    Later steps that were launched before the host knew are held back too, so that the weights stay as they were before
+    the bad step. `release` lets updates pass again. The decision is made on the device that has the sums: the host runs
+    ahead and does not know of it yet.
+    """
 
     def __init__(self, terms: int) -> None:
         self.terms = terms
         self.active = self.nonfinite = False
         self.loss_bound = self.norm_bound = math.inf
-        self._held: Tensor | None = None  # whether one was held since the last release
+        self._held: Tensor | None = None  # true if an update was held back since the last release
 
     def release(self) -> None:
         self._held = None
 
     def pass_on(self, sums: StepSums, normalisation: Normalisation) -> tuple[StepSums, Tensor | None]:
-        """Returns the sums that an update may be made of, in which a held step has an infinite gradient, so that
-        nobody learns from it; and whether it is held, as a number."""
+        """Return the sums to update from, and whether the step is held (1.0 or 0.0), or None if the gate is not active.
+
+        A held step gets an infinite squared norm, so that no rank makes an update from it.
+        """
         if not self.active:
             return sums, None
         n, all_sums = self.terms, sums.all
         counts = all_sums[n : 2 * n]
+        # The divisor of a term without a count becomes 1, to avoid 0 / 0.
         loss = (all_sums[:n] / (counts + (counts <= 0))).sum()
         count = normalisation.count_on_device(all_sums[n])
         norm = gradient_scaling(count, all_sums[2 * n], normalisation.weight, 0.0).norm
+        # The bounds only judge finite numbers; `nonfinite` decides about all others.
         held = (loss > self.loss_bound) & loss.isfinite() | (norm > self.norm_bound) & norm.isfinite()
         if self.nonfinite:
             held = held | ~loss.isfinite() | ~norm.isfinite()

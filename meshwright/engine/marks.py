@@ -1,6 +1,9 @@
-"""Norms of what each unit of the model passes on, of the gradients that come back to it, and of each rank's own weight
-gradients before they are summed. Nobody looks at them until a step is bad: then they tell which rank and which layer
-were the first. They are kept for two steps, since the loop runs one ahead, and are numbers on the device until then."""
+"""Norms that localise a bad step to a rank and a layer.
+
+The norms are those of each unit's output, of the gradient that comes back to it, and of each rank's weight gradients
+before they are summed. They are read only after a bad step, to find the first rank and layer that went wrong. They are
+kept for two steps, since the loop runs one step ahead, and stay on the device until they are read.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from meshwright.spec.schedule.kinds import placement_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
 DIRECTIONS = (FORWARD, BACKWARD, WEIGHTS)
-# By how much a norm may differ where the same step is computed again: kernels of accelerators add in any order.
+# The relative difference that is allowed when a step is computed again: accelerator kernels add in any order.
 TOLERANCE = 1e-3
 
 
 class Mark(NamedTuple):
-    """One norm: `order` grows with the place in the model, whatever the rank."""
+    """One norm. `order` grows with the position in the model and is comparable between ranks."""
 
     direction: str
     order: int
@@ -36,7 +39,7 @@ class Mark(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A mark as the other ranks are told of it."""
+    """A mark without its norm, as it is sent to the other ranks."""
 
     direction: str
     order: int
@@ -45,7 +48,7 @@ class Found(NamedTuple):
 
     @property
     def sooner(self) -> tuple[int, int]:
-        """Sorts by what comes first: forward from the model's beginning, backward from its end."""
+        """The key that sorts marks by time: forward in model order, backward in reverse, then weight gradients."""
         back = self.direction == BACKWARD
         return DIRECTIONS.index(self.direction), -self.order if back else self.order
 
@@ -57,8 +60,11 @@ class Found(NamedTuple):
 
 
 class UnitPlace(NamedTuple):
-    """A unit, or a chunk: where it stands in the model, its name, and that of the unit after it (of a chunk: its first
-    one), whose work a gradient is that comes back to it (of a chunk: that it sends back)."""
+    """The position of a unit or of a chunk in the model, and its name.
+
+    For a unit, `following` names the unit after it, which computes the gradient that comes back. For a chunk it names
+    the chunk's first unit, which computes the gradient that the chunk sends back.
+    """
 
     unit: nn.Module
     order: int
@@ -69,6 +75,7 @@ class UnitPlace(NamedTuple):
 def chunk_places(ctx: Context, modules: Sequence[nn.Module]) -> Iterator[UnitPlace]:
     c = ctx.config
     places = placement_of(c.pipeline.schedule, c.layout.pp, c.layout.chunks)
+    # The upper bits of an order are the stage, the lower 20 the unit in it, so orders of all ranks compare.
     stages = [number for number, (rank, _) in enumerate(places) if rank == ctx.pp_rank]
     for stage, module in zip(stages, modules, strict=True):
         units = stage_of(module).units()
@@ -86,8 +93,10 @@ def unit_places(ctx: Context, modules: Sequence[nn.Module]) -> Iterator[UnitPlac
 
 
 def unit_name(module: nn.Module, unit: nn.Module) -> str:
-    """Returns the name that a unit of a chunk has in the whole model, by which its parameters are called, or else in
-    the chunk. A unit that only joins parts of a wrapped module has none, and is called by the first of them."""
+    """Return a unit's name in the whole model, from the names of its parameters, or else its name in the chunk.
+
+    A unit that only groups parts of a wrapped module has no name, and gets that of its first part.
+    """
     records = [(name, record) for name, value in unit.named_parameters() if (record := record_of(value)) is not None]
     for name, record in records:
         if record.name.endswith(f".{name}"):
@@ -99,14 +108,14 @@ def unit_name(module: nn.Module, unit: nn.Module) -> str:
 
 
 class Marks:
-    """The marks of this rank's last steps."""
+    """The marks of this rank's last two steps. The constructor attaches itself to all units and chunks."""
 
     def __init__(self, ctx: Context, modules: Sequence[nn.Module]) -> None:
         self.streams = ctx.parallel.streams
         self.steps: dict[int, list[Mark]] = {}
         self._now: list[Mark] = []
         self._names: dict[nn.Module, str] = {}
-        self._joined: dict[str, str] = {}  # what units that run as one graph are called, by the first one's name
+        self._joined: dict[str, str] = {}  # the common name of units that run as one graph, by the first one's name
         for place in unit_places(ctx, modules):
             self._names[place.unit] = place.name
             setattr(place.unit, MARK, partial(self._passed, place.order, place.name, place.following))
@@ -114,12 +123,12 @@ class Marks:
             setattr(chunk.unit, MARK_SENT_BACK, partial(self._came_back, chunk.order, chunk.following))
 
     def begin(self, step: int) -> None:
-        """Begins to note a step, anew if it is computed again."""
+        """Begin to record a step, or begin anew if it is computed again."""
         self.steps = {number: marks for number, marks in self.steps.items() if number == step - 1}
         self._now = self.steps[step] = []
 
     def _passed(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
-        """Notes what the units from `first` to this one, mostly the same, pass on."""
+        """Record the output of a unit, or of several units from `first` to this one that ran as one graph."""
         begin = self._names[first]
         name = self._joined[begin] = name if begin == name else f"{begin} to {name}"
         x = passed[0] if isinstance(passed, tuple) else passed
@@ -134,17 +143,18 @@ class Marks:
         self._now.append(Mark(BACKWARD, order, self._joined.get(name, name), micro_batch, _norm(grad)))
 
     def reduces(self, bucket: Bucket, grads: Tensor) -> None:
-        """Notes this rank's own gradients of a bucket, which are about to be summed with the others'."""
+        """Record this rank's gradients of a bucket before they are summed over ranks."""
         names = [slot.record.name for slot in bucket.slots]
         name = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
         self._now.append(Mark(WEIGHTS, bucket.index, name, -1, _norm(grads)))
 
     def not_finite(self, marks: Sequence[Mark]) -> Found | None:
-        """The first that is not finite."""
+        """Return the first mark whose norm is not finite, or None."""
         return _first(m for m, norm in zip(marks, _read(marks), strict=True) if not math.isfinite(norm))
 
     def differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Found | None:
-        """The first that was another one when the step was computed again."""
+        """Return the first mark whose norm differed when the step was computed again, or None."""
+        # Marks are matched by position, which needs equal numbers.
         if len(marks) != len(again):
             return None
         norms = zip(marks, _read(marks), _read(again), strict=True)
@@ -152,6 +162,7 @@ class Marks:
 
 
 def _norm(x: Tensor) -> Tensor:
+    # In 16 bits the norm would overflow (fp16) or lose most of its digits (bf16).
     norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32 if x.element_size() < 4 else None)
     return norm
 
@@ -162,4 +173,4 @@ def _read(marks: Sequence[Mark]) -> list[float]:
 
 def _first(marks: Iterable[Mark]) -> Found | None:
     found = [Found(*mark[:4]) for mark in marks]
-    return min(found, key=lambda one: one.sooner, default=None)
+    return min(found, key=lambda mark: mark.sooner, default=None)

@@ -1,8 +1,8 @@
-"""Values that `forward_step` returns beside the loss, averaged over the ranks and micro-batches that have them.
+"""Monitored values: `forward_step` returns them with the loss; they are averaged over ranks and micro-batches.
 
-Any stage may return any of them in any step, so a rank can't know beforehand which names the others bring. The ranks
-agree on a list of names; a rank that brings a new one says so in the metrics that all sum in every step, and all then
-exchange their names. From then on the value takes part in one small sum over the world, which nobody waits for.
+Any stage may return any value in any step, so a rank can't know in advance which names the other ranks have. The ranks
+agree on a list of names. A rank with a new name sets a flag in the metrics that all ranks sum in every step, and then
+all ranks exchange their names. From then on the value is part of one small asynchronous all-reduce over the world.
 """
 
 from __future__ import annotations
@@ -21,43 +21,49 @@ from meshwright.engine.output import Totals
 
 
 class Summing(NamedTuple):
-    """Sums under way: of the values, and of how often each was given."""
+    """Sums in flight: of the monitored values and of their counts."""
 
     names: tuple[str, ...]
     sums: Download
 
     def means(self) -> dict[str, float]:
-        """The mean of each value that any rank had."""
-        found = zip(self.names, *self.sums.read(), strict=True)
-        return {name: total / times for name, total, times in found if times}
+        """Return the mean of each value that any rank had."""
+        rows = zip(self.names, *self.sums.read(), strict=True)
+        return {name: total / count for name, total, count in rows if count}
 
 
 class Monitored:
     """The names that all ranks know, and the sums of their values."""
 
     def __init__(self, ctx: Context, names: tuple[str, ...] = ()) -> None:
-        """`names`: those that all ranks know from the beginning."""
+        """Begin with the names that all ranks know from the start."""
         self.ctx, self.names = ctx, names
 
     def is_new(self, totals: Totals) -> bool:
-        """Whether this rank has a value whose name the others don't know."""
+        """Return True if this rank has a value whose name the other ranks don't know."""
         return not set(totals.monitored) <= set(self.names)
 
     def begin(self, totals: Totals) -> Summing | None:
-        """Begins to sum the values of the known names; returns None without any."""
+        """Begin to sum the values of the known names. Return None if there are no names."""
         return Summing(self.names, self._sum(totals, self.names)) if self.names else None
 
     def learn(self, totals: Totals, begun: Summing | None) -> Summing:
-        """Exchanges the names, which all ranks must do together, and sums what `begun` left out of this step. (The step
-        after one with a new name may have been launched before the names were exchanged.)"""
+        """Exchange names between all ranks, and sum the values of this step that `begun` does not include.
+
+        All ranks must call it together. `begun` may lack names that are known by now: the step after one with a new
+        name may have been launched before the exchange.
+        """
         with self.ctx.ledger.phase("metrics"):
-            told = gather_bytes(self.ctx.mesh.world, json.dumps(sorted(totals.monitored)).encode(), self.ctx)
-            self.names = tuple(sorted({name for text in told for name in json.loads(text)}.union(self.names)))
+            gathered = gather_bytes(self.ctx.mesh.world, json.dumps(sorted(totals.monitored)).encode(), self.ctx)
+            self.names = tuple(sorted({name for text in gathered for name in json.loads(text)}.union(self.names)))
             rest = tuple(name for name in self.names if begun is None or name not in begun.names)
             return Summing(rest, self._sum(totals, rest))
 
     def _sum(self, totals: Totals, names: Sequence[str]) -> Download:
-        """All tensor-parallel ranks of a stage have the same values, and one of them gives them."""
+        """Sum values and counts over the world.
+
+        All tensor-parallel ranks of a stage have the same values, so only the first one contributes.
+        """
         vector = torch.zeros(2, len(names), dtype=torch.float64, device=self.ctx.device.torch)
         if self.ctx.mesh.tp.index <= 0:
             for i, name in enumerate(names):
@@ -67,9 +73,10 @@ class Monitored:
 
 
 def gather_bytes(group: Group, own: bytes, ctx: Context) -> list[bytes]:
-    """Everybody's bytes, in the order of the group's ranks."""
+    """Return the bytes of every rank, in the order of the group's ranks."""
     data = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     length = torch.tensor([len(own)], device=ctx.device.torch)
+    # All-gather needs equal sizes, so the ranks first agree on the longest and pad to it.
     lengths: Tensor = length.new_empty(group.size)
     group.all_gather(lengths, length)
     longest = int(lengths.max())

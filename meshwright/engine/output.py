@@ -1,4 +1,4 @@
-"""What a stage's forward gives: tensors for the next stage, terms of the loss, values to monitor."""
+"""The output of a stage's forward: tensors for the next stage, terms of the loss, and values to monitor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 
-LOSS = "loss"  # the name of the one term that needs no declaration
+LOSS = "loss"  # The only term that may be used without declaring it.
 
 Number = float | Tensor
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss, of one micro-batch: the loss is the sum over terms of weight x sum / count, where sum and
-    count are those of the whole global batch. Every tensor-parallel rank returns the whole sum."""
+    """One term of the loss in one micro-batch.
+
+    The loss is the sum over terms of weight x sum / count, with sum and count over the whole global batch. Every
+    tensor-parallel rank returns the whole sum.
+    """
 
     name: str
     sum: Tensor
@@ -29,7 +32,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Share:
-    """A value to monitor that is a share of some number, which may be another in every micro-batch."""
+    """A monitored value that is a ratio, such as an accuracy. Its `count` may differ between micro-batches."""
 
     sum: Number
     count: Number
@@ -37,15 +40,18 @@ class Share:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What `forward_step` may return from any stage."""
+    """The full form of the value that `forward_step` may return from any stage."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # to pass on to the next stage
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # passed on to the next stage
     terms: Sequence[Term] = ()
     monitored: Mapping[str, Any] = field(default_factory=dict)
 
 
 def as_output(result: Any) -> StageOutput:
-    """Takes `forward_step`'s short forms too: a dict of tensors to pass on; a tuple of loss sum, count, monitored."""
+    """Convert the return value of `forward_step` to a StageOutput.
+
+    Its short forms are a dict of tensors to pass on, and a tuple (loss sum, count, monitored values).
+    """
     if isinstance(result, StageOutput):
         return result
     if isinstance(result, tuple) and len(result) == 3:
@@ -61,7 +67,7 @@ def as_output(result: Any) -> StageOutput:
 
 @dataclass
 class TermTotal:
-    """A term summed over micro-batches. `weighted` is the sum times the term's weight."""
+    """A term summed over micro-batches. `weighted` is the sum of the values times the term's weight."""
 
     sum: Number = 0.0
     count: Number = 0.0
@@ -75,12 +81,12 @@ class TermTotal:
 
 @dataclass
 class Totals:
-    """What this rank's stages found, summed over its micro-batches."""
+    """The outputs of this rank's stages, summed over its micro-batches."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     terms: dict[str, TermTotal] = field(default_factory=lambda: defaultdict(TermTotal))
     monitored: dict[str, Number] = field(default_factory=lambda: defaultdict(float))
-    times: dict[str, Number] = field(default_factory=lambda: defaultdict(float))  # that each of them was given
+    times: dict[str, Number] = field(default_factory=lambda: defaultdict(float))  # the divisors of `monitored`
 
     def add(self, output: StageOutput) -> None:
         for term in output.terms:

@@ -1,4 +1,4 @@
-"""Models that a program brings: what the config can do for them, and their weights as a whole."""
+"""Models that a user's program brings: the checks on them, their precision, and their complete weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from meshwright.spec.layout.params import DATA_AXES, Init
 if TYPE_CHECKING:
     from meshwright.engine.step import ForwardStep, Trainer
 
-GIVEN = Init("given")  # of the records that a foreign model's parameters get
-AUTOCAST = ("bf16", "fp16")  # precisions in which torch computes a model whose weights are float32
+GIVEN = Init("given")  # the init in the records that a foreign model's parameters get
+AUTOCAST = ("bf16", "fp16")  # the precisions in which torch.autocast can compute a model with float32 weights
 
 
 def is_own(module: nn.Module) -> bool:
-    """Whether no parameter has a record of its own that says how it is cut: every rank holds and computes all of it."""
+    """Return True if no parameter has a record of how it is sharded, so that every rank computes the whole module."""
     records = [record_of(parameter) for parameter in module.parameters()]
     return bool(records) and all(record is None or record.init == GIVEN for record in records)
 
 
 def check_own(ctx: Context, module: nn.Module) -> None:
-    """Refuses what would silently do nothing, or the same work on several ranks."""
+    """Refuse settings that would silently have no effect on a user's model, or repeat its work on several ranks."""
     c = ctx.config
     name = type(module).__name__
     for axis in ("tp", "cp"):
@@ -48,7 +48,7 @@ def check_own(ctx: Context, module: nn.Module) -> None:
     named = module.named_parameters()
     kinds = [(key, list(value.shape), str(value.dtype), value.requires_grad) for key, value in named]
     if ctx.mesh.group(DATA_AXES).unlike_first(crc32(repr(kinds).encode()), ctx.device.torch):
-        # Gathered as one, shares of different weights would be taken for each other's.
+        # The ranks gather shards by their position alone, so shards of different weights would be mixed up silently.
         raise UserError(
             f"the ranks that train copies of {name} built it with other parameters (by name, shape, dtype or "
             "requires_grad): let the model provider build the same on all of them"
@@ -56,14 +56,14 @@ def check_own(ctx: Context, module: nn.Module) -> None:
 
 
 def _is_cast(ctx: Context, module: nn.Module) -> bool:
-    """Whether nothing needs to be done for the precision: fp32 is what a program chooses itself."""
+    """Return True if a module needs no cast to the config's precision. With fp32 the user's own dtypes are used."""
     precision = ctx.config.train.precision
     floats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    return precision == "fp32" or floats <= {PRECISION_DTYPES[precision]} and precision != "fp8"
+    return precision == "fp32" or (floats <= {PRECISION_DTYPES[precision]} and precision != "fp8")
 
 
 def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
-    """The step of models of one's own, computed in the config's precision where their weights are in float32."""
+    """Return a forward step that computes users' models under torch.autocast if their weights need a cast."""
     foreign = [module for module in modules if is_own(module) or stage_of(module).foreign]
     if all(_is_cast(ctx, module) for module in foreign):
         return forward_step
@@ -76,20 +76,23 @@ def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: Forwa
 
 
 def state_dicts(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """The whole weights of this rank's chunks, on the CPU, under the names that the modules give them. Every rank must
-    call it together: with zero.stage=3 a module holds its weights only while it uses them, and they are gathered here,
-    unit by unit. (With layout.tp they are this rank's part of those that are cut.)"""
+    """Return the complete weights of this rank's chunks on the CPU, under the names of the modules.
+
+    All ranks must call it together: with zero.stage=3 a module holds its weights only while it uses them, and they are
+    gathered here unit by unit. With layout.tp, sharded weights stay this rank's slices.
+    """
     weights, copies = trainer.data_parallel.weights, {}
     weights.wait_for_gathers()
     for unit in weights.units:
         weights.open(unit)
+        # Copied before `close`, which may free the weights. Names are looked up later, by object: two may be tied.
         for parameter in unit.module.parameters():
             copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
         weights.close(unit)
 
     def whole(module: nn.Module) -> dict[str, Tensor]:
-        found = module.state_dict(keep_vars=True)
-        rest = {id(value): value.detach().to("cpu", copy=True) for value in found.values() if id(value) not in copies}
-        return {name: (copies | rest)[id(value)] for name, value in found.items()}
+        state = module.state_dict(keep_vars=True)
+        rest = {id(value): value.detach().to("cpu", copy=True) for value in state.values() if id(value) not in copies}
+        return {name: (copies | rest)[id(value)] for name, value in state.items()}
 
     return [whole(module) for module in trainer.modules]

@@ -1,5 +1,8 @@
-"""Losses over answers that were preferred or judged: each is one function of log-probabilities and is divided by the
-number of pairs (or answers) of the whole global batch. The reference is the model without its adapters."""
+"""Losses over preferred or judged answers.
+
+Each loss is one function of log-probabilities. It is divided by the number of pairs (or answers) of the whole global
+batch. The reference model is the model without its adapters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from meshwright.spec.model.graph import reference_of
 
 
 class Answer(NamedTuple):
-    """Of some answers: the log-probability, that of the reference (0 without one), and the number of tokens."""
+    """The log-probabilities of some answers, those under the reference model (or 0), and the numbers of tokens."""
 
     logp: Tensor
     reference: Tensor
@@ -36,32 +39,38 @@ class Answer(NamedTuple):
 
 
 def dpo(chosen: Answer, rejected: Answer, tune: TuneConfig) -> Tensor:
-    """Direct preference optimisation: -log sigmoid(beta (chosen's log-ratio to the reference - rejected's))."""
+    """Return the DPO loss: -log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)).
+
+    Log-ratios are those of the trained model to the reference.
+    """
     return -F.logsigmoid(tune.beta * (chosen.ratio - rejected.ratio))
 
 
 def ipo(chosen: Answer, rejected: Answer, tune: TuneConfig) -> Tensor:
-    """Identity preference optimisation, with log-ratios per token: (difference - 1 / (2 beta))^2."""
+    """Return the IPO loss: (difference of the log-ratios per token - 1 / (2 beta))^2."""
     difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
     return (difference - 1.0 / (2.0 * tune.beta)).square()
 
 
 def simpo(chosen: Answer, rejected: Answer, tune: TuneConfig) -> Tensor:
-    """Simple preference optimisation: mean log-probabilities, no reference, and a margin."""
+    """Return the SimPO loss: -log sigmoid(beta (difference of mean log-probabilities) - margin), with no reference."""
     return -F.logsigmoid(tune.beta * (chosen.mean - rejected.mean) - tune.margin)
 
 
 def orpo(chosen: Answer, rejected: Answer, tune: TuneConfig) -> Tensor:
-    """Odds ratio preference optimisation: the chosen answer's mean loss, and beta times the loss of the odds' ratio."""
-    odds = [each.mean - torch.log(-torch.expm1(each.mean)) for each in (chosen, rejected)]
-    return -chosen.mean - tune.beta * F.logsigmoid(odds[0] - odds[1])
+    """Return the ORPO loss: the mean loss of the chosen answer, plus beta times the loss of the odds ratio."""
+    # log(p / (1 - p)) with p = exp(mean); expm1 is exact where p is close to 1.
+    log_odds = [answer.mean - torch.log(-torch.expm1(answer.mean)) for answer in (chosen, rejected)]
+    return -chosen.mean - tune.beta * F.logsigmoid(log_odds[0] - log_odds[1])
 
 
-def kto(answer: Answer, good: Tensor, there: Tensor, tune: TuneConfig) -> Tensor:
-    """Kahneman-Tversky optimisation: 1 - sigmoid(beta (log-ratio - point)), of bad answers with the other sign. The
-    point is the mean log-ratio of the answers in the same packed sample, at least 0, as a constant."""
-    ratio = torch.where(there, answer.ratio, 0.0)
-    point = (ratio.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0).detach()
+def kto(answer: Answer, good: Tensor, present: Tensor, tune: TuneConfig) -> Tensor:
+    """Return the KTO loss: 1 - sigmoid(beta (log-ratio - point)), with the opposite sign for bad answers.
+
+    The point is the mean log-ratio of the answers in the same packed sample, at least 0, and is treated as a constant.
+    """
+    ratio = torch.where(present, answer.ratio, 0.0)
+    point = (ratio.sum(1, keepdim=True) / present.sum(1, keepdim=True).clamp(min=1)).clamp(min=0.0).detach()
     return 1.0 - torch.sigmoid(tune.beta * torch.where(good, ratio - point, point - ratio))
 
 
@@ -73,8 +82,11 @@ PAIRED: dict[str, Callable[[Answer, Answer, TuneConfig], Tensor]] = {
 def preference_output(
     config: Config, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]
 ) -> StageOutput:
-    """The loss of one micro-batch, or what a stage before the last passes on. All ranks that share the sequences know
-    the same answers; the first of them gives the loss and the others its gradient alone."""
+    """Return the loss of one micro-batch, or the tensors that a stage before the last passes on.
+
+    All ranks that share the sequences compute the same answers. The first of them returns the loss; the others return
+    a loss of zero with the same gradient.
+    """
     assert isinstance(module, GraphStage)
     reference: dict[str, Tensor] | AnswerLogps = {}
     own = {name: x for name, x in received.items() if name not in module.ungraded}
@@ -83,31 +95,34 @@ def preference_output(
         with torch.no_grad(), without_adapters(module.eval()):
             reference = module.answers(batch, {name: received[reference_of(name)] for name in own})
         module.train(training)
-    found = module.answers(batch, own)
-    if isinstance(found, dict):
+    answers = module.answers(batch, own)
+    if isinstance(answers, dict):
         assert isinstance(reference, dict)
-        return StageOutput(found | {reference_of(name): x for name, x in reference.items()})
-    before = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(found.sums)
-    losses, there, monitored = (_judged if config.tune.judges_each else _paired)(found, before, config.tune)
-    total, count = torch.where(there, losses, 0.0).sum(), there.sum()
+        return StageOutput(answers | {reference_of(name): x for name, x in reference.items()})
+    reference_logps = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(answers.sums)
+    loss_function = _judged if config.tune.judges_each else _paired
+    losses, present, monitored = loss_function(answers, reference_logps, config.tune)
+    total, count = torch.where(present, losses, 0.0).sum(), present.sum()
     if module.tokens.index > 0:
+        # The value becomes zero, so that the loss is counted once, but the gradient remains.
         total, count = total - total.detach(), torch.zeros_like(count)
     return StageOutput({}, [Term(LOSS, total, count)], monitored)
 
 
-Judged = tuple[Tensor, Tensor, dict[str, Share]]  # losses, which of them are there, values to monitor
+# Losses, a mask of the entries that exist (samples have different numbers of answers), and monitored values.
+Judged = tuple[Tensor, Tensor, dict[str, Share]]
 
 
-def _judged(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
-    there = found.counts > 0
-    return kto(Answer(found.sums, before, found.counts), found.good, there, tune), there, {}
+def _judged(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+    present = answers.counts > 0
+    return kto(Answer(answers.sums, reference_logps, answers.counts), answers.good, present, tune), present, {}
 
 
-def _paired(found: AnswerLogps, before: Tensor, tune: TuneConfig) -> Judged:
-    pairs = [each.view(len(each), -1, 2) for each in (found.sums, before, found.counts)]
-    there = (pairs[2] > 0).all(2)
-    # Where there is no pair, one token of probability 1/2 stands for it, so that no gradient becomes infinite.
-    logps = torch.where(there[..., None], pairs[0], -0.7)
-    chosen, rejected = (Answer(logps[..., n], pairs[1][..., n], pairs[2][..., n].clamp(min=1.0)) for n in (0, 1))
-    better = Share(((chosen.ratio > rejected.ratio) & there).sum(), there.sum())
-    return PAIRED[tune.loss](chosen, rejected, tune), there, {BETTER: better}
+def _paired(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+    logps, references, counts = (x.view(len(x), -1, 2) for x in (answers.sums, reference_logps, answers.counts))
+    present = (counts > 0).all(2)
+    # A missing pair is replaced by answers of one token with probability 1/2, so that no gradient becomes infinite.
+    logps = torch.where(present[..., None], logps, -0.7)
+    chosen, rejected = (Answer(logps[..., n], references[..., n], counts[..., n].clamp(min=1.0)) for n in (0, 1))
+    better = Share(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
+    return PAIRED[tune.loss](chosen, rejected, tune), present, {BETTER: better}

@@ -1,4 +1,4 @@
-"""The three providers of `pretrain` for our own models: its chunks, its token files, its forward step."""
+"""The providers that `pretrain` uses for built-in models: of the model's chunks, the datasets and the forward step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step did: the line of metrics.jsonl, and what displays show of it."""
+"""The result of one step: its line of metrics.jsonl, and the values that displays show."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from meshwright.spec.traffic.counts import LEARNED
 
 @dataclass
 class StepResult:
-    """What one step did, the same on every rank. `tokens` went through the model, and `counted` is what the loss is a
-    mean over, in units of `counted_as`. `losses` are the terms' own means, where the loss has several; `exposed_s` are,
-    by axis, the seconds for which communication held up a rank, in the mean over all of them."""
+    """The result of one step, the same on every rank.
+
+    `tokens` went through the model. The loss is a mean over `counted` items, in units of `counted_as`. `losses` are the
+    means of the single terms if the loss has several. `exposed_s` are the seconds by axis that ranks waited for
+    communication, averaged over all ranks.
+    """
 
     step: int
     loss: float
@@ -35,15 +38,15 @@ class StepResult:
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
     ranks: RankFigures | None = None
-    time: float = 0.0  # when it ended
+    time: float = 0.0  # Unix time at the end of the step
     step_time_s: float = 0.0
-    tflops: float | None = None  # of the model, all ranks together
+    tflops: float | None = None  # of the model, summed over all ranks
     mfu: float | None = None
     stop: bool = False
     save: bool = False
-    held: bool = False  # the update was held back, since the numbers are bad
-    bounds: tuple[float, float] = (math.inf, math.inf)  # of loss and norm, above which it is
-    consumed: int = 0  # samples before it
+    held: bool = False  # The update was held back because the loss or the gradient norm is bad.
+    bounds: tuple[float, float] = (math.inf, math.inf)  # of loss and norm; above them the update is held back
+    consumed: int = 0  # samples consumed before the step
 
     @property
     def why_skipped(self) -> str:
@@ -55,30 +58,34 @@ class StepResult:
 
     @property
     def counted_words(self) -> list[str]:
-        """Says which share of the tokens is learned, where not all are."""
+        """The words for the share of the tokens that is learned; none if all are."""
         if self.counted_as != LEARNED or self.counted == self.tokens or not self.tokens:
             return []
         return [f"{100 * self.counted / self.tokens:.3g} % learned"]
 
     @property
     def shown(self) -> list[str]:
-        """What is shown of a step beside its loss and norm: terms of the loss, the busiest expert and rank over the
-        mean, dropped choices, monitored values; of pairs, in how many the chosen answer is the likelier one."""
-        found = {name: value for name, value in self.losses.items() if name != LOSS}
+        """The values that displays show in addition to the loss and the norm.
+
+        They are the terms of the loss, the load of the busiest expert and rank relative to the mean, the dropped
+        choices and the monitored values. For preference pairs, the last is the number of pairs whose chosen answer is
+        the more likely one.
+        """
+        values = {name: value for name, value in self.losses.items() if name != LOSS}
         for key, name in (("busiest", "busiest expert"), ("busiest_rank", "busiest rank")):
             if max(self.experts.get(key, [1.0])) > 1.0:
-                found[name] = max(self.experts[key])
+                values[name] = max(self.experts[key])
         if self.experts.get("dropped"):
-            found["dropped"] = self.experts["dropped"]
-        found |= {name: value for name, value in self.monitored.items() if name != BETTER}
-        words = [f"{name} {value:.4g}" for name, value in found.items()]
+            values["dropped"] = self.experts["dropped"]
+        values |= {name: value for name, value in self.monitored.items() if name != BETTER}
+        words = [f"{name} {value:.4g}" for name, value in values.items()]
         if BETTER in self.monitored:
             likelier = round(self.monitored[BETTER] * self.counted)
             words.append(f"{likelier} of {self.counted} chosen answers likelier")
         return words
 
     def line(self) -> dict[str, Any]:
-        """The line of metrics.jsonl, numbers unrounded."""
+        """Return the step's line of metrics.jsonl, with unrounded numbers. Empty sections are left out."""
         out: dict[str, Any] = {
             "step": self.step, "time": self.time, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr,
             "loss_scale": self.loss_scale, "skipped": self.skipped, "tokens": self.tokens,
@@ -91,5 +98,8 @@ class StepResult:
         if self.tflops is not None:
             out |= {"tflops": self.tflops, "mfu": self.mfu}
         ranks = self.ranks.summary() if self.ranks else {}
-        found = {"exposed_s": self.exposed_s, "ranks": ranks, "losses": self.losses, "monitored": self.monitored}
-        return out | {name: values for name, values in (found | {"experts": self.experts}).items() if values}
+        sections = {
+            "exposed_s": self.exposed_s, "ranks": ranks, "losses": self.losses, "monitored": self.monitored,
+            "experts": self.experts,
+        }  # fmt: skip
+        return out | {name: values for name, values in sections.items() if values}

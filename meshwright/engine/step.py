@@ -1,4 +1,7 @@
-"""One training step and one validation pass: what every layout does between two lines of metrics.jsonl."""
+"""Training steps and validation passes.
+
+Every parallel layout runs this same code between two lines of metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +54,18 @@ ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device may still be working on: its result but for the numbers that are on their way."""
+    """A launched step that the device may still be working on.
+
+    `Trainer.read` fills in the numbers of `result` that the device computes.
+    """
 
     result: StepResult
     begin: float
     totals: Totals
     normalisation: Normalisation
-    sums: Download
-    own: Download  # sums of the ranks that train together
-    held: Download | None  # whether the update was held back; None: nobody looks
+    sums: Download  # over all ranks
+    own: Download  # over the ranks of one replica
+    held: Download | None  # Positive if the gate held the update back; None if the gate is off.
     counts: Download
     monitored: Summing | None
     balance: Download | None
@@ -68,7 +74,7 @@ class Launched:
 def refuse_without_matrices(ctx: Context, parallel: DataParallel) -> None:
     """Raise an error if the optimizer updates whole matrices and no block of the model names any."""
     name = ctx.config.optimizer.name
-    # With a pipeline, a rank without blocks has none either.
+    # With a pipeline, a rank without blocks legitimately has no matrices.
     if (
         ctx.config.optimizer.whole_matrices
         and ctx.layout.pp == 1
@@ -83,7 +89,7 @@ def refuse_without_matrices(ctx: Context, parallel: DataParallel) -> None:
 def batches_by_source(
     ctx: Context, data: Dataset, fields: set[str] | None, reader: ThreadPoolExecutor
 ) -> dict[str, MicroBatches]:
-    """Return the validation batches of each file that samples come from, if the data name several files."""
+    """Return the validation batches of each source file by name, or nothing if all samples are from one file."""
     sources = by_source(data, validation_samples(ctx.config))
     if len(sources) < 2:
         return {}
@@ -91,7 +97,7 @@ def batches_by_source(
 
 
 class Trainer:
-    """Model, optimizer and data of this rank, and the two counters that say where the run is."""
+    """The model, optimizer and data of one rank, with the run's position: `step_number` and `consumed` samples."""
 
     def __init__(
         self,
@@ -123,6 +129,7 @@ class Trainer:
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)
             self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
+            # The outer optimizer may change the masters of a bucket before its weights are published.
             self.optimizer.updated = self.outer.updated
         self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
@@ -131,7 +138,7 @@ class Trainer:
         self.executor = Executor(
             self.modules, ctx.mesh.pp, forward, streams, parallel, compiled, overlap.pipeline, ctx.mesh.pp_back
         )
-        # One thread reads for both: they may be one dataset, which need not be made for two.
+        # Training and validation may share a dataset object that is not thread-safe, so one thread reads for both.
         fields, reader = fields_of(self.modules), ThreadPoolExecutor(1, "meshwright-reader")
         loss_counts = loss_counts or stage_of(self.modules[0]).loss_counts
         self.train_batches = MicroBatches(ctx, train_data, fields, reader, loss_counts)
@@ -139,7 +146,7 @@ class Trainer:
         self.valid_sources: dict[str, MicroBatches] = {}
         if valid_data is not None and loss_counts is None:
             self.valid_sources = batches_by_source(ctx, valid_data, fields, reader)
-        # The terms of the loss, in one order on every rank; the first one's count is what a run reports as its tokens.
+        # The terms of the loss, in the same order on every rank. The count of the first one is reported as tokens.
         self.declared_terms = (LOSS,) if loss_counts is None else tuple(loss_counts(train_data.sample(0)))
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
@@ -155,36 +162,40 @@ class Trainer:
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that owns and writes the run's folder, and speaks: rank 0, on the first node."""
+        """True on the only rank that writes the run's folder and prints messages: rank 0, on the first node."""
         return self.ctx.rank == 0
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches that this rank runs in the next step."""
+        """The number of micro-batches that this rank runs in the next step."""
         return micro_batches(self.ctx, len(self._samples(self.consumed)))
 
     def _samples(self, consumed: int) -> range:
-        """The numbers of the samples that this rank's replica takes in the step that begins at `consumed`."""
+        """Return the samples, by number, that this rank's replica trains on in the step that begins at `consumed`."""
         samples, replicas = global_batch(self.ctx.config, consumed), self.ctx.layout.replicas
         part = self.ctx.config.train.local.parts(samples, replicas)[self.ctx.mesh.replica]
         return range(consumed + part.start, consumed + part.stop)
 
     @property
     def is_last(self) -> bool:
-        """Whether the next step is the run's last."""
+        """True if the next step is the run's last."""
         return self.step_number + 1 == self.ctx.config.train.steps
 
     def table(self, micro_batches: int) -> Table:
-        """What the pipeline's ranks do in a step of so many micro-batches each."""
+        """Return the verified pipeline schedule of a step with this many micro-batches per rank."""
         c = self.ctx.config
         return verified(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks, self.data_parallel.stage)
 
     def gradients(self) -> tuple[Totals, Normalisation]:
-        """Forward, backward and reduction for the next global batch; and how the gradients become the true ones."""
+        """Run forward, backward and gradient reduction for the next global batch.
+
+        Returns the sums of the outputs, and the normalisation that turns the stored gradients into the true ones.
+        """
         samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
         normalisation = self._normalisation(samples, count)
+        # `train()` visits every submodule, so it is called only after a validation.
         for module in (module for module in self.modules if not module.training):
-            module.train()  # it goes through every part of a module
+            module.train()
         if self.marks is not None:
             self.marks.begin(self.step_number + 1)
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
@@ -198,7 +209,11 @@ class Trainer:
         return totals, normalisation
 
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
-        """One undeclared term is stored with loss scale / nominal tokens: gradients then have about their true size."""
+        """Return how the gradients of the next step are normalised.
+
+        The count of an undeclared term is known only after backward. Its gradient is stored with the weight
+        loss scale / nominal tokens, so that it has about its true size.
+        """
         if self.train_batches.loss_counts is None:
             nominal = samples * self.ctx.config.model.seq / self.ctx.layout.replicas
             return Normalisation(self.loss_scale.value / nominal, None, self.blocks)
@@ -207,12 +222,15 @@ class Trainer:
         return Normalisation(self.loss_scale.value, counts, self.blocks)
 
     def step(self, stop_requested: bool = False) -> StepResult:
-        """One update (or a skipped one): consumes its batch either way. `stop` of the result says whether any rank was
-        asked to stop, so that all stop after the same step; `save` whether the rank that writes wants a checkpoint."""
+        """Make one update, or skip it; the batch is consumed either way.
+
+        `stop` of the result is true if any rank was asked to stop, so that all ranks stop after the same step. `save`
+        is true if the rank that writes the run wants a checkpoint.
+        """
         return self.read(self.launch(stop_requested))
 
     def launch(self, stop_requested: bool = False, save_requested: bool = False) -> Launched:
-        """Runs all of a step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
+        """Run a whole step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
         ledger.clear()
@@ -222,14 +240,16 @@ class Trainer:
         samples = global_batch(config, self.consumed)
         totals, normalisation = self.gradients()
         update = time.perf_counter()
-        self.before_update()  # the balance of experts moves their biases, which a save may still be copying
+        # The expert balance changes the routers' biases, which a checkpoint save may still be copying.
+        self.before_update()
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
             sums = sums_of_step(self.ctx, totals, self.terms, self.data_parallel.square_sum())
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
             balance = self.balance.update(passed.all[2 * len(self.terms)])
         lr = learning_rate(config, self.step_number + 1)
-        scale = self.loss_scale.value if self.loss_scale.active else None  # that of this step, before the update
+        # The update below may change the loss scale, and the result reports the scale that this step used.
+        scale = self.loss_scale.value if self.loss_scale.active else None
         with self.executor.span("step", UPDATED):
             if self.outer is None:
                 waited = self._update(lr, passed, held, normalisation)
@@ -247,6 +267,7 @@ class Trainer:
         result.counted_as = counted_as(config)
         result.bounds = self.gate.loss_bound, self.gate.norm_bound
         self.consumed += samples
+        # Requests are summed over ranks in one number. NEW_NAME and SAVE are so large that the three sums do not mix.
         asks = int(stop_requested) + NEW_NAME * int(self.monitored.is_new(totals))
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
@@ -254,18 +275,23 @@ class Trainer:
         return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
 
     def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
-        """One update, or none if it is held back, the gradient is not finite or nothing was counted. Returns the
-        seconds waited. All replicas make an update or none does."""
+        """Make one update and return the seconds that the host waited for the sums.
+
+        There is no update if it is held back, if the gradient is not finite, or if nothing was counted. Either all
+        replicas make an update or none does.
+        """
         weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
-        kinds = sums[:1] if sums.own is sums.all else sums[:2]
+        # A replica scales by its own sums, but the sums of all replicas decide whether there is an update.
+        vectors = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
-            found = [normalisation.count_on_device(x[terms]) for x in kinds]
-            on_device = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(found, kinds, strict=True)]
-            self.optimizer.step_on_device(lr, on_device[0]._replace(updates=on_device[-1].updates))
+            counts = [normalisation.count_on_device(x[terms]) for x in vectors]
+            scalings = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(counts, vectors, strict=True)]
+            self.optimizer.step_on_device(lr, scalings[0]._replace(updates=scalings[-1].updates))
             return 0.0
-        arrived, begun = [self.ctx.device.download(x) for x in kinds], time.perf_counter()
-        read = [Sums.read(each.read(), self.terms) for each in arrived]
-        waited = time.perf_counter() - begun
+        downloads = [self.ctx.device.download(x) for x in vectors]
+        begin = time.perf_counter()
+        read = [Sums.read(download.read(), self.terms) for download in downloads]
+        waited = time.perf_counter() - begin
         own, scaling = (
             gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip) for x in (read[0], read[-1])
         )
@@ -278,23 +304,24 @@ class Trainer:
         return waited
 
     def take_back(self, result: StepResult) -> None:
-        """Stands where the trainer stood before this step, whose update was held back."""
+        """Return to the position before this step, whose update was held back."""
         self.step_number, self.consumed = result.step - 1, result.consumed
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host can go on before it knows this step's numbers. (A dynamic loss scale needs them first.)"""
+        """True if the host can continue before it knows this step's numbers; a dynamic loss scale needs them first."""
         return self.optimizer.on_device and not self.loss_scale.active
 
     def read(self, launched: Launched) -> StepResult:
-        """Waits until the device has finished a launched step and returns its result."""
-        result, how = launched.result, launched.normalisation
-        found = Sums.read(launched.sums.read(), self.terms)
-        if how.counts is not None:
-            Sums.read(launched.own.read(), self.terms).check_counts(how.counts)
-        scaling = gradient_scaling(how.count(found.tokens), found.squares, how.weight, clip=0.0)
-        result.loss, result.counted = found.loss if scaling.counts else math.nan, math.ceil(found.tokens)
-        result.losses = found.losses
+        """Wait until the device has finished a launched step, and return its result."""
+        result, normalisation = launched.result, launched.normalisation
+        sums = Sums.read(launched.sums.read(), self.terms)
+        if normalisation.counts is not None:
+            Sums.read(launched.own.read(), self.terms).check_counts(normalisation.counts)
+        scaling = gradient_scaling(normalisation.count(sums.tokens), sums.squares, normalisation.weight, clip=0.0)
+        result.loss = sums.loss if scaling.counts else math.nan
+        result.counted = math.ceil(sums.tokens)
+        result.losses = sums.losses
         result.grad_norm = scaling.norm if math.isfinite(scaling.norm) else math.inf
         result.held = launched.held is not None and launched.held.read()[0] > 0
         result.skipped = result.held or not scaling.updates
@@ -306,19 +333,24 @@ class Trainer:
         if new_names:
             result.monitored |= self.monitored.learn(launched.totals, launched.monitored).means()
         end = time.perf_counter()
+        # A step that was launched ahead begins before the previous one is read; only the time after that counts.
         result.step_time_s = end - max(launched.begin, self._read_at)
         self._read_at, result.time = end, time.time()
         return result
 
     def _count(self, seconds: Mapping[str, float], asks: int, elapsed: float) -> Download:
-        """Sum over all ranks of the ledger of this step, this very call included, the seconds by phase, each rank's own
-        figures, and what the ranks ask for (`spec/traffic/counts.py`). `elapsed`: the step's seconds so far."""
+        """Sum the counts of this step over all ranks, in the format of `spec/traffic/counts.py`.
+
+        They are the ledger's totals (this call included), the waits by axis, the seconds by phase, each rank's figures
+        and the requests of the ranks. `elapsed`: the step's seconds so far.
+        """
         mesh = self.ctx.mesh
         axes = mesh.layout.step_groups()
         totals = self.ctx.ledger.totals("axis")
         assert set(totals) <= set(axes), f"a step used the groups {set(totals) - set(axes)}, which no step has"
         payload = counts_bytes(len(axes), mesh.world.size)
         if not mesh.world.alone:
+            # The ledger records the all-reduce below too late for these totals, so it is added by hand.
             totals["world"].add(CallTotals(1, payload, wire_bytes("all_reduce", payload, mesh.world.size)))
         counts = [getattr(totals[axis], count) for axis in axes for count in COUNTS]
         micros = [int(seconds.get(name, 0.0) * 1e6) for name in PHASES]
@@ -336,8 +368,11 @@ class Trainer:
         return self.ctx.device.download(vector)
 
     def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> Exposure:
-        """Returns how long this rank computed and waited: in this step or, where a device's stream waits and not the
-        host, in one that was timed before (nothing in the steps in between)."""
+        """Return how long this rank computed and waited.
+
+        On an accelerator the stream waits and not the host, so the figures are those of an earlier, timed step; between
+        timed steps they are zero.
+        """
         ledger = self.ctx.ledger
         read = max(0, int((seconds.get("data", 0.0) - ledger.waited_in["data"]) * 1e6))
         if self.sampled is not None:
@@ -346,14 +381,14 @@ class Trainer:
         return Exposure(waited, int(elapsed * 1e6) - sum(waited.values()), read)
 
     def _own_counts(self, exposure: Exposure) -> list[int]:
-        """Returns RANK_COUNTS of this rank."""
+        """Return the figures of this rank that RANK_COUNTS names."""
         on_device = self.ctx.device.peak_bytes()
         peak = process_peak_bytes() if on_device is None else on_device
         waited = sum(exposure.waited_us.values())
         return [exposure.busy_us, waited, exposure.data_us, peak, self.data_parallel.weights.checksum]
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
-        """Fills in the result; returns whether some rank has a new name."""
+        """Fill in the result from the summed counts. Return True if any rank monitors a value under a new name."""
         mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
@@ -371,7 +406,7 @@ class Trainer:
         return new_names > 0
 
     def states(self) -> Iterator[State | SideState]:
-        """What a checkpoint holds of this rank, beside `counters`. Adapters' frozen base is stored elsewhere."""
+        """Yield the tensors of this rank that a checkpoint holds. The frozen base of adapters is stored elsewhere."""
         every = not self.ctx.config.tune.adapts
         own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
         yield from own if self.outer is None else self.outer.tensors(own)
@@ -380,13 +415,13 @@ class Trainer:
     def counters(self) -> dict[str, float | None]:
         scale = self.loss_scale
         value = scale.value if scale.active else None
-        found: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
-        found["good_steps"] = scale.good_steps
-        found |= self.data_parallel.reducer.counters()
-        return found if self.outer is None else found | self.outer.counters()
+        counters: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
+        counters["good_steps"] = scale.good_steps
+        counters |= self.data_parallel.reducer.counters()
+        return counters if self.outer is None else counters | self.outer.counters()
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
-        """Continues where a loaded checkpoint left off. The loss scale of another precision starts anew."""
+        """Continue from a loaded checkpoint. The loss scale starts anew if the precision has changed."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
         self.data_parallel.reducer.restore(counters)
@@ -397,68 +432,69 @@ class Trainer:
             self.loss_scale.good_steps = int(counters["good_steps"])
 
     def publish(self) -> None:
-        """Copies the master weights, after they were set from outside, to the model's weights."""
+        """Copy the master weights to the model's weights, after other code has set the masters."""
         self.optimizer.publish()
 
     def validate(self) -> dict[str, Any] | None:
-        """The loss over the first samples of the validation data, or None without any."""
+        """Return the line of metrics for the loss over the first validation samples, or None without such data."""
         if self.valid_batches is None:
             return None
         samples, stage = validation_samples(self.ctx.config), self.data_parallel.stage
         if self.valid_sources:
             return {"step": self.step_number, "samples": samples} | self._validate_sources(stage)
-        found = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
-        line = {"step": self.step_number, "loss": found.loss, "tokens": math.ceil(found.tokens), "samples": samples}
-        return line | ({"losses": found.losses} if found.losses else {})
+        sums = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
+        line = {"step": self.step_number, "loss": sums.loss, "tokens": math.ceil(sums.tokens), "samples": samples}
+        return line | ({"losses": sums.losses} if sums.losses else {})
 
     def _validate_sources(self, stage: int) -> dict[str, Any]:
-        """The same samples source by source, each filled up to whole rounds of the ranks by samples without a loss."""
-        unit, found = validation_unit(self.ctx), {}
+        """Validate source by source. Samples without a loss pad each source to a multiple of `validation_unit`."""
+        unit, sums_by_name = validation_unit(self.ctx), {}
         for name, batches in self.valid_sources.items():
             count = len(batches.dataset.numbers)  # type: ignore[attr-defined]
-            found[name] = mean_loss(self.executor, batches, -(-count // unit) * unit, stage)
-        tokens = sum(sums.tokens for sums in found.values())
-        total = sum(sums.loss * sums.tokens for sums in found.values() if sums.tokens)
-        by_name = {name: sums.loss for name, sums in found.items()}
-        return {"loss": total / tokens if tokens else math.nan, "tokens": math.ceil(tokens), "sources": by_name}
+            sums_by_name[name] = mean_loss(self.executor, batches, -(-count // unit) * unit, stage)
+        tokens = sum(sums.tokens for sums in sums_by_name.values())
+        total = sum(sums.loss * sums.tokens for sums in sums_by_name.values() if sums.tokens)
+        losses = {name: sums.loss for name, sums in sums_by_name.items()}
+        return {"loss": total / tokens if tokens else math.nan, "tokens": math.ceil(tokens), "sources": losses}
 
 
 def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, rule: MatrixRule) -> MatrixExchange:
-    """Returns what makes the matrices of a buffer whole, among the ranks that shard it and those that cut them."""
+    """Return the exchange that assembles whole matrices from a buffer's shards and from tensor-parallel slices."""
     model, cutting = model_of(ctx.config), ctx.mesh.group(cut_axis(buffer.key.data_axes))
-    of_ranks = [model.records(ctx.at_rank(rank)) for rank in cutting.ranks]
-    own = of_ranks[cutting.index]
-    # Two parameters may hold parts of one global tensor: queries, and key-value heads that several ranks hold.
-    peers = {(record.name, record.boxes): [records[key] for records in of_ranks] for key, record in own.items()}
+    by_rank = [model.records(ctx.at_rank(rank)) for rank in cutting.ranks]
+    own = by_rank[cutting.index]
+    # A name alone is not unique: two parameters may hold slices of one global tensor (queries, and copied key-value
+    # heads).
+    peers = {(record.name, record.boxes): [records[key] for records in by_rank] for key, record in own.items()}
     shards = parallel.groups(buffer).shards
-    return MatrixExchange(buffer, shards, cutting, lambda each: peers[each.name, each.boxes], rule.matrix_flops)
+    return MatrixExchange(buffer, shards, cutting, lambda record: peers[record.name, record.boxes], rule.matrix_flops)
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:
-    """The batch's fields that a rank's chunks read; None (all of them) if one doesn't say."""
+    """Return the fields of the batch that a rank's chunks read, or None (all of them) if a chunk does not say."""
     needs = [stage_of(module).needs for module in modules]
     return None if None in needs else {name for fields in needs if fields for name in fields}
 
 
 def validation_samples(config: Config) -> int:
-    """Every validation looks at the same samples, the first ones."""
+    """Return the number of samples of a validation. Every validation uses the same samples, the first ones."""
     return config.run.eval_samples or 4 * config.train.global_batch
 
 
 def validation_unit(ctx: Context) -> int:
-    """What the samples of a validation are a multiple of: all ranks take part, those of all replicas too."""
+    """Return the divisor of a validation's sample count: all ranks of all replicas take part in every round."""
     return ctx.mesh.samples.size * ctx.layout.replicas * ctx.config.train.micro_batch
 
 
 def micro_batches(ctx: Context, samples: int) -> int:
-    """The micro-batches in which the ranks that train together take so many samples."""
+    """Return the number of micro-batches per rank when one replica processes this many samples."""
     return samples // (ctx.mesh.samples.size * ctx.config.train.micro_batch)
 
 
 def releases_grads(ctx: Context, samples: int) -> bool:
     """Return True if gradients in ZeRO stages 0 and 1 are freed between the update and the next backward."""
-    # Later micro-batches add to the gradients of the first, and a CPU keeps them too: a page that was returned to the
-    # system costs ten times as much to write as one that was kept.
+    # Later micro-batches add to the gradients of the first. CPUs do not free gradients either: writing to a page that
+    # was returned to the system costs ten times as much as writing to one that the process still has.
     return micro_batches(ctx, samples) == 1 and not is_host(ctx.config, ctx.device)
 
 
@@ -466,9 +502,9 @@ def releases_grads(ctx: Context, samples: int) -> bool:
 def mean_loss(
     executor: Executor, batches: MicroBatches, samples: int, zero_stage: int = 0, terms: Sequence[str] = (LOSS,)
 ) -> Sums:
-    """The loss and the number of tokens of the first `samples` samples, without a backward."""
+    """Return the loss and the number of tokens of the first `samples` samples, without a backward."""
     ctx, c = batches.ctx, batches.ctx.config
-    part = samples // ctx.layout.replicas  # each replica takes as many, with its own weights
+    part = samples // ctx.layout.replicas  # Each replica validates an equal part with its own weights.
     count = micro_batches(ctx, part)
     table = verified(c.pipeline.schedule, c.layout.pp, count, c.layout.chunks, zero_stage, validation=True)
     for module in executor.modules:

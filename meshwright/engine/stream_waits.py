@@ -1,9 +1,9 @@
-"""Measure a device's compute time and its waits for communication, in one step of ten. No torch.
+"""Measure a device's compute time and its waits for communication in every tenth step. Does not import torch.
 
-On an accelerator the host launches work and goes on, so its clock tells neither. In every tenth step marks are recorded
-on the compute stream around each wait: between them the stream does nothing but wait. They are read two steps later,
-when the device has long passed them, so that the host never waits for them. Recording two marks takes the host some
-10 us for each wait of one step in ten, while the device works on what was launched before.
+On an accelerator the host launches work without waiting for it, so the host's clock shows neither time. In every tenth
+step, marks are recorded on the compute stream around each wait; between the two the stream does nothing but wait. They
+are read two steps later, when the device has long passed them, so that the host never waits for them. Recording two
+marks takes the host some 10 us per wait in one step of ten, while the device works on earlier launches.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meshwright.spec.traffic.ledger import Ledger
 
 EVERY = 10  # One step in EVERY is timed.
 FIRST = 5  # The first timed step; earlier steps fill caches that later ones reuse.
-# Steps until the marks are read, the same on all ranks, whose figures are summed. The host reads a step's numbers,
-# which are the last work of that step, before it launches the step after the next.
+# The number of steps after which the marks are read. It is the same on all ranks, since their figures are summed. The
+# host reads a step's numbers, the last work of that step, before it launches the step after the next one.
 LATER = 2
 
 
 class Timer(Protocol):
-    """The part of `device.StreamTimer` that is used here."""
+    """The part of `device.StreamTimer` that this module uses."""
 
     def mark(self) -> Any: ...
     def seconds(self, begin: Any, end: Any) -> float | None: ...
@@ -32,7 +32,7 @@ class Timer(Protocol):
 
 @dataclass
 class TimedStep:
-    """The marks of one step: its begin and end, and around each wait, with the axis that was waited for."""
+    """The marks of one step: at its begin and end, and around each wait, with the axis of the communication."""
 
     begin: Any
     end: Any = None
@@ -50,7 +50,7 @@ class Exposure:
 
 
 class SampledWaits:
-    """Times the waits of one step in `EVERY`; an observer of the ledger in those steps."""
+    """Times the waits of one step in `EVERY`. In those steps it observes the ledger."""
 
     def __init__(self, timer: Timer, ledger: Ledger) -> None:
         self.timer, self.ledger = timer, ledger
@@ -59,7 +59,7 @@ class SampledWaits:
         self._unread: TimedStep | None = None
 
     def begin_step(self) -> None:
-        """Called before the first work of each step."""
+        """Start timing if this step is to be timed. Call it before the first work of each step."""
         self.launched += 1
         if self.launched % EVERY == FIRST:
             self._now = TimedStep(self.timer.mark())
@@ -73,8 +73,7 @@ class SampledWaits:
         self._now.waits.append((axis, begun, self.timer.mark()))
 
     def end_step(self, data_us: int) -> Exposure | None:
-        """Called after the last work of each step. Returns the figures of a step that was timed before, if they are
-        due in this one."""
+        """Stop timing after the last work of a step. Return the figures of the last timed step if they are due now."""
         if self._now is not None:
             self._now.end, self._now.data_us = self.timer.mark(), data_us
             self._unread, self._now, self.ledger.stream_waits = self._now, None, None
@@ -84,7 +83,8 @@ class SampledWaits:
 
     def _read(self, step: TimedStep) -> Exposure | None:
         whole = self.timer.seconds(step.begin, step.end)
-        if whole is None:  # a device that is more than two steps behind; its memory of marks is not used again
+        if whole is None:
+            # The device is more than two steps behind. Its marks are not forgotten, since they may not be reused yet.
             return None
         waited: dict[str, float] = defaultdict(float)
         for axis, begin, end in step.waits:

@@ -26,7 +26,8 @@ class AdamW(Rule):
         c = self.config
         params, grads = [part.master for part in parts], [part.grad for part in parts]
         extra = {}
-        if grads[0].dtype == torch.float64:  # the fused kernel takes its scale in float32 only
+        # The fused kernel takes its scale in float32 only, which would lose digits of float64 gradients.
+        if grads[0].dtype == torch.float64:
             torch._foreach_div_(grads, step.divisor)
         else:
             scale = torch.tensor(step.divisor, dtype=torch.float32, device=grads[0].device)

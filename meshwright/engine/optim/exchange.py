@@ -1,4 +1,4 @@
-"""The exchange around the update of whole matrices: gathers them on their owners and returns the results."""
+"""The communication around the update of whole matrices: gather them on their owners, and return the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class Gathered(NamedTuple):
-    """What a rank has of a bucket after both hops: its parameters in a flat tensor, and for each matrix of them the
-    view of its parameter, and the matrix itself if this rank owns it."""
+    """The tensors of a bucket on one rank after both hops.
+
+    `flat` has the whole parameters of this rank. For each of their matrices, `held` is the view of its parameter in
+    `flat`, and `whole` the matrix itself if this rank owns it, else an empty tensor.
+    """
 
     flat: Tensor
     held: list[Tensor]
@@ -31,19 +34,23 @@ class Gathered(NamedTuple):
 
 
 def _of_one_shape(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield matrices to transform together: of one shape, and of TOGETHER elements at most unless it is one matrix.
-    Experts are many and small."""
+    """Yield batches of matrices to transform together: of one shape, with at most TOGETHER elements or one matrix.
+
+    Without batches, the many small matrices of experts would each need their own launches.
+    """
     ordered = sorted(matrices, key=lambda matrix: matrix.shape)
     for _, group in groupby(ordered, key=lambda matrix: matrix.shape):
-        same = list(group)
-        count = max(1, TOGETHER // same[0].numel())
-        yield from (same[at : at + count] for at in range(0, len(same), count))
+        matrices_of_shape = list(group)
+        count = max(1, TOGETHER // matrices_of_shape[0].numel())
+        yield from (matrices_of_shape[at : at + count] for at in range(0, len(matrices_of_shape), count))
 
 
 class MatrixExchange:
-    """Replaces the gradients of one buffer by a function of each whole matrix of them. `shards` are the ranks that
-    shard the buffer and `cutting` those that cut its matrices; `peers` gives the records that these hold in place of
-    one of this rank's, itself included."""
+    """Replaces each whole gradient matrix of one buffer by a function of it.
+
+    `shards` are the ranks that shard the buffer (ZeRO), and `cutting` the ranks that shard its matrices (tp or etp).
+    `peers` returns, for a record of this rank, the records of the same parameter on all ranks of `cutting`.
+    """
 
     def __init__(
         self, buffer: FlatBuffer, shards: Group, cutting: Group,
@@ -55,31 +62,32 @@ class MatrixExchange:
             for b in buffer.buckets
         ]
         rounds = plan_rounds(buckets, (shards.size, shards.index), (cutting.size, cutting.index), cost)
-        places = iter(buffer.buckets)
-        self.rounds = [[(next(places), plan) for plan in plans] for plans in rounds]
+        remaining = iter(buffer.buckets)
+        self.rounds = [[(next(remaining), plan) for plan in plans] for plans in rounds]
 
     @torch.no_grad()
     def run(self, transform: Transform) -> None:
-        """Replace the gradients, round by round. `transform` takes matrices of one shape [count, rows, columns]."""
+        """Replace the gradients round by round. `transform` takes a batch of matrices [count, rows, columns]."""
         with self.shards.ledger.phase("optimizer"):
             for plans in self.rounds:
                 gathered = [self._gather(bucket, plan) for bucket, plan in plans]
                 matrices = [matrix for own, (_, plan) in zip(gathered, plans, strict=True) for matrix in own.of(plan)]
-                for same in _of_one_shape(matrices):
-                    results = transform(torch.stack([matrix.view(matrix.shape[-2:]) for matrix in same]))
-                    for matrix, result in zip(same, results, strict=True):
+                for batch in _of_one_shape(matrices):
+                    results = transform(torch.stack([matrix.view(matrix.shape[-2:]) for matrix in batch]))
+                    for matrix, result in zip(batch, results, strict=True):
                         matrix.view(result.shape).copy_(result)
                 for own, (bucket, plan) in zip(gathered, plans, strict=True):
                     self._return(own, bucket, plan)
 
     def _gather(self, bucket: Bucket, plan: BucketPlan) -> Gathered:
-        """Fill this rank's parameters of a bucket, and its matrices."""
+        """Gather this rank's whole parameters of a bucket, then the matrices of them that it owns."""
         flat = bucket.own_grads.new_empty(plan.held)
         redistribute([bucket.own_grads], plan.gather, self.shards, [flat])
         held = []
         for matrix, offset in zip(plan.matrices, plan.offsets, strict=True):
             slot = bucket.slots[matrix.parameter]
             held.append(flat[offset : offset + slot.record.numel].view(slot.record.local_shape))
+        # `redistribute` expects a tensor for every matrix, so matrices of other owners get empty ones.
         mine = set(plan.mine)
         whole = [
             flat.new_empty(matrix.shape if number in mine else (0,) * len(matrix.shape))

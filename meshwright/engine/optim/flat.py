@@ -1,10 +1,13 @@
-"""Storage of masters and states in flat buffers, and the passes of an update over them: a few fused calls for the whole
-model, each rank on the shares that it owns. The arithmetic is the rule's (`engine/optim/rule.py`).
+"""Flat storage of master weights and optimizer states, and the passes of an update over it.
 
-fp64 and fp32 weights are updated in place; bf16 and fp16 weights have fp32 masters, which are copied over after the
-update. Where both are on the device, a bf16 weight is one half of its master and the states hold the other
-(`engine/sharding/remainders.py`). Updates are computed in fp32 (fp64 for fp64), whatever the states are stored in,
-and wherever. The gradient's scale (loss scale, token count, clipping) is one number that the update divides by.
+An update of the whole model takes a few fused calls. Each rank updates the shards that it owns. The arithmetic is that
+of an update rule (`engine/optim/rule.py`).
+
+fp64 and fp32 weights are updated in place. bf16 and fp16 weights have fp32 masters, which are copied to the weights
+after the update. If both are on the device, a bf16 weight is one half of its master, and only the other half, the
+remainder, is stored (`engine/sharding/remainders.py`). Updates are computed in fp32 (fp64 for fp64), whatever the dtype
+and the place in which the states are stored. The scale of the gradient (loss scale, token count, clipping) is one
+divisor.
 """
 
 from __future__ import annotations
@@ -29,15 +32,18 @@ from meshwright.engine.sharding.remainders import PairedTensor, Values
 from meshwright.kernels import kernels_take
 from meshwright.spec.traffic.placement import piece_size
 
-# Elements that are updated at a time where an update needs memory of its own, as for masters that are joined because
-# no kernel takes them as they are stored.
+# The elements that are updated at a time if an update needs workspace: for example, if no kernel takes split masters,
+# so that they must be joined first.
 SLICE = 2**22
 
 
 class UpdatePart(NamedTuple):
-    """The tensors of a range that this rank owns. `decay` says whether its first weights decay, and `flips` where that
-    changes (counted from the range's begin). `weights` are the model's own weights, where they are narrower than the
-    masters; masters of int16 are the weights' remainders."""
+    """The tensors of a range that this rank owns.
+
+    `decay` says whether its first weights decay, and `flips` are the offsets in the range at which that changes.
+    `weights` are the model's weights if they are narrower than the masters. A `master` of int16 holds the
+    remainders of masters whose other halves are the weights.
+    """
 
     decay: bool
     master: Tensor
@@ -47,7 +53,7 @@ class UpdatePart(NamedTuple):
     flips: tuple[int, ...] = ()
 
     def cut(self, low: int, high: int) -> UpdatePart:
-        """Return elements low to high, which must all decay or all not."""
+        """Return elements low to high. Either all or none of them must decay."""
         states = tuple(state[low:high] for state in self.states)
         weights = None if self.weights is None else self.weights[low:high]
         return UpdatePart(self.decay, self.master[low:high], self.grad[low:high], states, weights)
@@ -59,8 +65,10 @@ class UpdatePart(NamedTuple):
 
 
 class DecayRange(NamedTuple):
-    """Elements low to high of this rank's share of a bucket. The first weights decay or don't, as `decay` says, and
-    those at each of `flips` are the first for which that changes."""
+    """Elements low to high of this rank's shard of a bucket.
+
+    `decay` says whether the first weights decay, and `flips` are the offsets in the shard at which that changes.
+    """
 
     bucket: Bucket
     low: int
@@ -70,11 +78,14 @@ class DecayRange(NamedTuple):
 
 
 class FlatState:
-    """The masters of one buffer and the states that its rule keeps. Each is a store with one tensor per bucket, of this
-    rank's share of it. `in_place` says that the model's own weights are the masters, `paired` that they are one half of
-    them and the first store holds the remainders; `fused` that one kernel updates everything in the precisions it is
-    stored in (where a dry run has no device, `kernels` says that it would); `ready` that updates use all stores as they
-    are; else a prefetcher copies them in pieces."""
+    """The masters of one buffer and the states of its rule, each in a store with one tensor per shard.
+
+    - `in_place`: the model's weights are the masters.
+    - `paired`: the weights are one half of the masters, and the first store holds the other half, the remainders.
+    - `fused`: one kernel updates everything in the precisions it is stored in. A dry run has no device to check that;
+      then `kernels` says so.
+    - `ready`: updates use all stores in place. Otherwise a prefetcher copies them chunk by chunk.
+    """
 
     def __init__(self, buffer: FlatBuffer, rule: Rule, offload: OffloadConfig, kernels: bool) -> None:
         self.buffer, self.rule = buffer, rule
@@ -96,21 +107,22 @@ class FlatState:
             for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)
         self.stores = [masters, *(new(self.dtype if state.wide else state_dtype) for state in rule.states)]
-        brought = self.stores[1:] if self.paired else self.stores
-        alike = all(store.ready_in_place(buffer.device, self.dtype) for store in brought)
-        taken = kernels and not double if own[0].is_meta else kernels_take(*masters.shares, *own, buffer.grads)
-        stays = offload.params == "none" and all(store.on_device for store in brought)
-        self.fused = rule.has_kernel and taken and stays
-        self.ready = self.fused or (alike and buffer.grads.dtype == self.dtype)
+        # The remainders of paired masters are always on the device and need no copy.
+        copied = self.stores[1:] if self.paired else self.stores
+        all_in_place = all(store.ready_in_place(buffer.device, self.dtype) for store in copied)
+        kernel_fits = kernels and not double if own[0].is_meta else kernels_take(*masters.shares, *own, buffer.grads)
+        on_device = offload.params == "none" and all(store.on_device for store in copied)
+        self.fused = rule.has_kernel and kernel_fits and on_device
+        self.ready = self.fused or (all_in_place and buffer.grads.dtype == self.dtype)
         self._ranges = list(self._find_ranges())
         if not self.ready:
             limit = piece_size(int(offload.buffer_mib * 2**20 // self.dtype.itemsize), sizes)
             self._order = cut_pieces(sizes, list(reversed(range(len(sizes)))), limit)
-            self._prefetcher = Prefetcher(brought, buffer.device, self.dtype, limit)
+            self._prefetcher = Prefetcher(copied, buffer.device, self.dtype, limit)
 
     @property
     def master(self) -> list[Values]:
-        """The masters of each share."""
+        """The masters of this rank's shard of each bucket."""
         stored = self.stores[0].shares
         if not self.paired:
             return list(stored)
@@ -118,19 +130,23 @@ class FlatState:
 
     @property
     def _adjacent(self) -> bool:
-        """Whether a range can continue into the next bucket. Where this rank owns whole buckets and the states are
-        ready in place, the buckets are adjacent in memory (except in stage 3, whose store may be a file with gaps, and
-        where the gradients of each bucket have memory of their own)."""
+        """True if a range can continue into the next bucket, because buckets are adjacent in memory.
+
+        They are if this rank owns whole buckets and updates use the stores in place. Exceptions are stage 3, whose
+        store may be a file with gaps, and gradients that are allocated bucket by bucket.
+        """
         split = self.buffer.split
         return self.ready and split.shards == 1 and (split.stage == 2 or not self.buffer.releases_grads)
 
     def _find_ranges(self) -> Iterator[DecayRange]:
-        """Yields the ranges whose weights all decay or all don't, joined across buckets where possible, so that few
-        fused calls update everything."""
+        """Yield ranges of which all or no weights decay.
+
+        They are joined across buckets where possible, so that few fused calls update everything.
+        """
         for decay in (True, False):
             runs = self.buffer.runs(slot for slot in self.buffer.slots if slot.record.decay == decay)
             joined: list[DecayRange] = []
-            end = -1  # of the last one, in the buffer
+            end = -1  # the end of the last range, in the buffer
             for bucket, low, high in runs:
                 if self._adjacent and bucket.start + low == end:
                     first = joined[-1].bucket
@@ -141,41 +157,44 @@ class FlatState:
             yield from joined
 
     def _spans(self) -> list[DecayRange]:
-        """The same ranges, joined where they touch: as a rule one for each bucket, or for all of them."""
+        """Join the ranges where they touch. Usually one remains for each bucket, or one for all of them."""
         spans: list[DecayRange] = []
-        end, decays = -1, False  # of the last one
-        for found in sorted(self._ranges, key=lambda found: found.bucket.start + found.low):
-            begin = found.bucket.start + found.low
-            if begin == end and (self._adjacent or found.bucket is spans[-1].bucket):
+        end, decays = -1, False  # the end of the last range, and whether its last weights decay
+        for current in sorted(self._ranges, key=lambda span: span.bucket.start + span.low):
+            begin = current.bucket.start + current.low
+            if begin == end and (self._adjacent or current.bucket is spans[-1].bucket):
                 last = spans[-1]
                 high = begin - last.bucket.start
-                flips = last.flips if found.decay == decays else (*last.flips, high)
-                spans[-1] = last._replace(high=high + found.high - found.low, flips=flips)
+                flips = last.flips if current.decay == decays else (*last.flips, high)
+                spans[-1] = last._replace(high=high + current.high - current.low, flips=flips)
             else:
-                spans.append(found)
-            end, decays = begin + found.high - found.low, found.decay
+                spans.append(current)
+            end, decays = begin + current.high - current.low, current.decay
         return spans
 
     @cached_property
     def _parts(self) -> list[tuple[Bucket, UpdatePart]]:
-        """What is updated, found when the first update asks: no view can be taken of gradients without memory."""
-        return [(found.bucket, self._part(found)) for found in self._ranges]
+        """The parts to update, created at the first update: gradients without memory can have no views before."""
+        return [(span.bucket, self._part(span)) for span in self._ranges]
 
     @cached_property
     def _joined_parts(self) -> list[tuple[Bucket, UpdatePart]]:
-        return [(found.bucket, self._part(found)) for found in self._spans()]
+        return [(span.bucket, self._part(span)) for span in self._spans()]
 
-    def _part(self, found: DecayRange) -> UpdatePart:
-        bucket, low, high, decay, flips = found
+    def _part(self, span: DecayRange) -> UpdatePart:
+        bucket, low, high, decay, flips = span
         master, *states = (_from(store.shares[bucket.index], low, high) for store in self.stores)
         weights = None if self.in_place else _from(bucket.own_params, low, high)
         flips = tuple(at - low for at in flips)
         return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(states), weights, flips)
 
     def portions(self, joined: bool = False) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
-        """Yields what is updated at once, and the buckets that are complete after it: the whole buffer; or, where other
-        ranks wait for the weights, one bucket, beginning with those that forward needs first; or one piece. Parts that
-        are `joined` hold weights that decay and others."""
+        """Yield the parts to update together, and the buckets that are complete after them.
+
+        One yield usually covers the whole buffer. If other ranks wait for the weights, it covers one bucket, beginning
+        with those that forward needs first. If states are copied, it covers one chunk. With `joined`, one part may hold
+        both weights that decay and weights that do not.
+        """
         if not self.ready:
             yield from self._prefetched()
             return
@@ -187,39 +206,46 @@ class FlatState:
                 yield [part for owner, part in parts if owner is bucket], [bucket]
 
     def _prefetched(self) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
-        # Weights that are themselves updated in copied pieces are complete only when the last has been copied back.
+        # If the weights are the masters and are updated in copied chunks, they are complete only after the last chunk
+        # has been copied back.
         late = self.in_place and not self.stores[0].ready_in_place(self.buffer.device, self.dtype)
-        for piece, brought in self._prefetcher.run(self._order):
+        for piece, copies in self._prefetcher.run(self._order):
             bucket, parts = self.buffer.buckets[piece.share], []
             at = slice(piece.low, piece.high)
-            kept = [self.stores[0].shares[piece.share][at]] if self.paired else []
-            master, *states = kept + brought
+            remainders = [self.stores[0].shares[piece.share][at]] if self.paired else []
+            master, *states = remainders + copies
             weights = None if self.in_place else bucket.own_params[at]
             grad = bucket.own_grads[at].to(self.dtype)
             whole = UpdatePart(True, master, grad, tuple(states), weights)
-            for _, low, high, decay, _ in (found for found in self._ranges if found.bucket is bucket):
+            for _, low, high, decay, _ in (span for span in self._ranges if span.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
                     parts.append(whole.cut(low - piece.low, high - piece.low)._replace(decay=decay))
             yield parts, [bucket] if piece.last and not late else []
+            # Later passes of a matrix rule read the gradients that this pass wrote, so the converted copy is written
+            # back.
             if isinstance(self.rule, MatrixRule) and grad.dtype != bucket.own_grads.dtype:
-                bucket.own_grads[at].copy_(grad)  # its passes hand gradients on
+                bucket.own_grads[at].copy_(grad)
         if late:
             yield [], list(reversed(self.buffer.buckets))
 
 
 def _from(share: Tensor, low: int, high: int) -> Tensor:
-    """Returns elements low to high of a share. Unlike a slice, they may reach into the next shares in memory."""
+    """Return elements low to high of a shard. Unlike a slice, they may extend into the next shards in memory."""
     return share.as_strided((high - low,), (1,), share.storage_offset() + low)
 
 
 def _joined(parts: list[UpdatePart]) -> Iterator[list[UpdatePart]]:
-    """Yields what is updated at once, with masters in full: first the parts that have them, and then the others in
-    slices. A slice is joined from weights and remainders, which are set when the next one is asked for."""
+    """Yield parts to update together, with complete masters.
+
+    The parts that have complete masters come first, then slices of the others. The master of a slice is joined from the
+    two halves; it is split again when the caller asks for the next slice.
+    """
     yield [part for part in parts if part.master.dtype != torch.int16]
     for part in (part for part in parts if part.master.dtype == torch.int16):
+        # A dry run makes no update, so it needs no memory to join masters in.
         if part.master.is_meta:
-            continue  # a dry run's update joins nothing in memory
+            continue
         for piece in part.slices():
             assert piece.weights is not None
             paired = PairedTensor(piece.weights, piece.master)
@@ -229,7 +255,7 @@ def _joined(parts: list[UpdatePart]) -> Iterator[list[UpdatePart]]:
 
 
 class FlatOptimizer:
-    """The states of all buffers and their updates. `updated` is called for each bucket with new weights."""
+    """The states of all buffers, and their updates. `updated` is called for each bucket with new weights."""
 
     def __init__(
         self,
@@ -240,7 +266,7 @@ class FlatOptimizer:
         kernels: bool = False,
         exchange: Callable[[FlatBuffer, MatrixRule], MatrixExchange] | None = None,
     ) -> None:
-        """`exchange` makes what brings whole matrices to one rank each, for a rule that needs them."""
+        """Allocate the states. `exchange` creates the exchange of a buffer whose rule needs whole matrices."""
         self.rules, self.updated = rules_of(config), updated
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
@@ -262,7 +288,7 @@ class FlatOptimizer:
 
     @property
     def updates(self) -> int:
-        """Updates made so far; on a device that counts them itself, reading this waits for it."""
+        """The number of updates so far. If the device counts them, reading it makes the host wait for the device."""
         return int(self._updates)
 
     @updates.setter
@@ -270,7 +296,7 @@ class FlatOptimizer:
         self._updates = value
 
     def tensors(self) -> Iterator[State]:
-        """Yields every state that a checkpoint must hold."""
+        """Yield every state that a checkpoint must hold, the parameters included."""
         for state in self.states:
             yield State("param", state.buffer, state.master)
             for spec, store in zip(state.rule.states, state.stores[1:], strict=True):
@@ -279,7 +305,7 @@ class FlatOptimizer:
             yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
 
     def publish(self) -> None:
-        """Brings the model's weights up to date after a load has set the masters."""
+        """Bring the model's weights up to date after other code, such as a load, has set the masters."""
         for state in self.states:
             for bucket, master in zip(state.buffer.buckets, state.stores[0].shares, strict=True):
                 if not (state.in_place or state.paired):
@@ -289,12 +315,12 @@ class FlatOptimizer:
 
     @property
     def on_device(self) -> bool:
-        """Whether `step_on_device` can run: a fused pass with numbers from the device."""
+        """True if `step_on_device` can run, which is a fused pass with numbers from the device."""
         return bool(self.states) and all(state.fused and state.buffer.grads.is_cuda for state in self.states)
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:
-        """Makes one update, or none if `scaling` says so. The device decides which, so the host never waits for it."""
+        """Make one update, or none if `scaling` says so. The device decides, so the host never waits for it."""
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=scaling.norm.device)
         self._updates = self._updates + scaling.updates
@@ -302,7 +328,7 @@ class FlatOptimizer:
         self._fused_step(lr, torch.stack(numbers).float())
 
     def _fused_step(self, lr: float, numbers: Tensor) -> None:
-        """Makes an update by the rule's kernel."""
+        """Make one update with the rule's kernel."""
         for state in reversed(self.states):
             for parts, done in state.portions(joined=True):
                 for part in parts:
@@ -312,18 +338,20 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:
-        """Makes one update with gradients / divisor."""
+        """Make one update with gradients / divisor."""
         self.updates += 1
         if self.on_device:
             numbers = [1.0, 1.0 / divisor, *self.rules.elements.kernel_numbers(self.updates)]
             self._fused_step(lr, torch.tensor(numbers, device=self.states[0].buffer.device))
             return
         step = UpdateStep(self.updates, lr, divisor)
+        # `transform` replaces the gradients of matrices, so it precedes the updates that read them.
         for state, exchange in self._exchanges.items():
             assert isinstance(state.rule, MatrixRule)
             for parts, _ in state.portions():
                 state.rule.direct([part for part in parts if not part.master.is_meta], step)
             exchange.run(state.rule.transform)
+        # Buffers are in the order of backward. In reverse, the weights that forward needs first are complete first.
         for state in reversed(self.states):
             for parts, done in state.portions():
                 self._update(state.rule, parts, step)
@@ -331,12 +359,12 @@ class FlatOptimizer:
                     self.updated(bucket)
 
     def _update(self, rule: Rule, parts: list[UpdatePart], step: UpdateStep) -> None:
-        """Updates some ranges by a rule, and the weights that stand for them."""
-        for whole in _joined(parts):
+        """Update the masters and states of some ranges by a rule, then copy the masters to the weights."""
+        for group in _joined(parts):
             for decay in (True, False):
-                chosen = [part for part in whole if part.decay == decay and not part.master.is_meta]
+                chosen = [part for part in group if part.decay == decay and not part.master.is_meta]
                 if chosen:
                     rule.update(chosen, rule.config.weight_decay if decay else 0.0, step)
-            for part in whole:
+            for part in group:
                 if part.weights is not None:
                     part.weights.copy_(part.master)

@@ -1,11 +1,10 @@
-"""Which rank makes which matrix whole, for rules that update matrices and not elements. No torch.
+"""The assignment of whole matrices to ranks, for rules that update matrices and not elements. Does not import torch.
 
-A matrix may be cut twice: over the ranks that shard its flat buffer (ZeRO), anywhere, and over those that divide the
-product (tp, or etp for experts), by rows or columns. It is put together in the same two hops. First each parameter of
-a bucket goes whole to one of the ranks that shard it. Then, among the ranks that cut the parameter and hold it now,
-each of its matrices (queries, keys and values are three, every expert has its own) goes to one owner. The results
-return the same way. The plan is a pure function of sizes and records: every rank finds the same one, and so does the
-planner.
+A matrix may be sharded twice: at arbitrary offsets over the ranks that shard its flat buffer (ZeRO), and by rows or
+columns over tensor-parallel ranks (tp, or etp for experts). It is assembled in two hops. First each parameter of a
+bucket is gathered on one of the ranks that shard the bucket. Then the tensor-parallel ranks that hold its slices send
+each of its matrices (queries, keys and values are three, and every expert has its own) to one owner. The results return
+the same way. The plan is a pure function of sizes and records, so every rank and the planner compute the same one.
 """
 
 from __future__ import annotations
@@ -23,13 +22,17 @@ from meshwright.spec.model.experts import EXPERT_DATA_AXES
 if TYPE_CHECKING:
     from meshwright.spec.layout.redistribute import Ownership, Redistribution
 
-TOGETHER = 2**22  # elements of matrices of one shape that are transformed at once
-FILL = 4  # a round has at least the work of so many of its most costly matrices for each rank
+TOGETHER = 2**22  # the most elements of equally shaped matrices that are transformed in one batch
+# A round has at least the work of this many of its most costly matrices per rank, so that the ranks' shares are even.
+FILL = 4
 
 
 class MatrixParameter(NamedTuple):
-    """A parameter that holds matrices: its first element in its bucket, and the records of the ranks that cut it
-    together, in the order of their group."""
+    """A parameter that holds matrices.
+
+    `start` is its first element in its bucket. `peers` are its records on the tensor-parallel ranks that hold its
+    slices, in the order of their group.
+    """
 
     start: int
     peers: tuple[ParamRecord, ...]
@@ -40,8 +43,10 @@ class MatrixParameter(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix: the number of its parameter in the bucket, and its rectangle of the global tensor, whose leading dims,
-    if there are any, are 1."""
+    """A matrix, as a rectangle of its global tensor. Leading dimensions, if any, have the size 1.
+
+    `parameter` is the number of its parameter in the bucket.
+    """
 
     parameter: int
     start: tuple[int, ...]
@@ -52,21 +57,23 @@ class Matrix(NamedTuple):
         return self.shape[-1] * self.shape[-2]
 
 
-BucketParameters = tuple[int, Sequence[MatrixParameter]]  # the elements of a bucket, and its parameters
-Cost = Callable[[int, int], float]  # of a matrix of so many rows and columns
+BucketParameters = tuple[int, Sequence[MatrixParameter]]  # the number of elements of a bucket, and its parameters
+Cost = Callable[[int, int], float]  # the cost of a matrix, from its rows and columns
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How one rank takes part in making the matrices of a bucket whole.
+    """One rank's part in assembling the matrices of a bucket.
 
-    `shares` and `whole` are the ranges of the bucket that each of the ranks that shard it has before and after the
-    first hop: parts of parameters, and whole ones in a flat tensor of `held` elements, where the parameter of each of
-    `matrices` begins at `offsets`. `parts` and `owned` are the same for the second hop: by matrix and rank, the
-    rectangles of its parameter, and the whole matrix.
+    First hop: `shares` and `whole` are the ranges of the bucket that each of its shard ranks has before and after it.
+    Before, they are slices of parameters. After, they are whole parameters in a flat tensor of `held` elements, in
+    which the parameter of each of `matrices` begins at `offsets`.
+
+    Second hop: `parts` and `owned` are, by matrix and tensor-parallel rank, the rectangles before it (the rank's slice)
+    and after it (the whole matrix on its owner).
     """
 
-    index: tuple[int, int]  # of this rank among those that shard the bucket and those that cut its parameters
+    index: tuple[int, int]  # of this rank among the ranks that shard the bucket and among the tensor-parallel ranks
     shares: list[list[Box]]
     whole: list[list[Box]]
     held: int
@@ -97,8 +104,10 @@ class BucketPlan:
         return [number for number, ranks in enumerate(self.owned) if ranks[self.index[1]]]
 
     def calls(self) -> Iterator[tuple[int, int]]:
-        """Yield (hop, elements that this rank sends) of each call. The first hop is counted without its plan, which
-        takes long for thousands of ranks."""
+        """Yield (hop, elements that this rank sends) of each call.
+
+        The first hop is counted without its `Redistribution`, which is slow to compute for thousands of ranks.
+        """
         kept = [
             sum(max(0, min(_end(a), _end(b)) - max(a.start[0], b.start[0])) for a in own for b in wanted)
             for own, wanted in zip(self.shares, self.whole, strict=True)
@@ -112,7 +121,7 @@ class BucketPlan:
 
 
 def _redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> Redistribution:
-    # It imports numpy, for which commands that plan no matrices should not wait.
+    # The import is local because it imports numpy, which would slow down commands that plan no matrices.
     from meshwright.spec.layout.redistribute import redistribution
 
     return redistribution(before, after)
@@ -123,16 +132,19 @@ def _end(box: Box) -> int:
 
 
 def cut_axis(data_axes: str) -> str:
-    """Return the axis that cuts the matrices whose gradients are summed over `data_axes`."""
+    """Return the tensor-parallel axis of the matrices whose gradients are summed over `data_axes`."""
     return "etp" if data_axes == EXPERT_DATA_AXES else "tp"
 
 
 def plan_rounds(
     buckets: Sequence[BucketParameters], shards: tuple[int, int], cuts: tuple[int, int], cost: Cost
 ) -> Iterator[list[BucketPlan]]:
-    """Yield the plans of buckets for the rank at this (size, index) of the ranks that shard them and of those that cut
-    their parameters: round by round, since all ranks wait for each other at the end of one. The most costly matrices
-    of a round are assigned first, each to the rank with the least work so far."""
+    """Yield the plans of one rank for all buckets, round by round.
+
+    `shards` and `cuts` are (size, index) of the rank in the group that shards the buckets and in the tensor-parallel
+    group. All ranks wait for each other at the end of a round, so work is balanced within it: the most costly matrices
+    are assigned first, each to the rank with the least work so far.
+    """
     for chosen in _rounds(buckets, shards[0] * cuts[0], cost):
         costs = {
             (number, at): _cost(parameter, cost)
@@ -149,7 +161,10 @@ def plan_rounds(
 
 
 def _rounds(buckets: Sequence[BucketParameters], ranks: int, cost: Cost) -> Iterator[list[BucketParameters]]:
-    """Yield runs of buckets that have enough matrices to give all ranks about the same work."""
+    """Yield runs of buckets that have enough matrices to give all ranks about the same work.
+
+    The last run may have fewer.
+    """
     chosen: list[BucketParameters] = []
     total = largest = 0.0
     for bucket in buckets:
@@ -171,16 +186,17 @@ def _cost(parameter: MatrixParameter, cost: Cost) -> float:
 def _assigned(costs: Mapping[tuple[int, int], float], ranks: int) -> dict[tuple[int, int], int]:
     """Return a rank for each item: the most costly first, each to the rank with the least work so far."""
     work = [(0.0, rank) for rank in range(ranks)]
-    found = {}
+    owners = {}
+    # Ties are broken by the item and by the rank, so that all ranks compute the same assignment.
     for item in sorted(costs, key=lambda item: (-costs[item], item)):
         done, rank = heapq.heappop(work)
-        found[item] = rank
+        owners[item] = rank
         heapq.heappush(work, (done + costs[item], rank))
-    return found
+    return owners
 
 
 def _first_hop(bucket: BucketParameters, owners: Sequence[int], shards: tuple[int, int], index: int) -> BucketPlan:
-    """Return the plan of a bucket whose parameters have these owners; those of its matrices are left open."""
+    """Return the plan of a bucket whose parameters have these owners, without the owners of its matrices."""
     size, parameters = bucket
     whole: list[list[Box]] = [[] for _ in range(shards[0])]
     held = [0] * shards[0]
@@ -198,11 +214,11 @@ def _first_hop(bucket: BucketParameters, owners: Sequence[int], shards: tuple[in
 
 
 def _assign_matrices(plans: Sequence[BucketPlan], ranks: int, cost: Cost) -> None:
-    """Choose the owners of all matrices among the ranks that cut them."""
+    """Choose the owners of all matrices among the tensor-parallel ranks, and add them to the plans."""
     costs = {}
     for number, plan in enumerate(plans):
         for at, (matrix, parts) in enumerate(zip(plan.matrices, plan.parts, strict=True)):
-            # A matrix that all of these ranks hold is computed by all of them: sending the result would take longer.
+            # A matrix that all of these ranks hold in full is computed by all of them, which is faster than sending.
             if any(sum(box.numel for box in boxes) < matrix.numel for boxes in parts):
                 costs[number, at] = cost(*matrix.shape[-2:])
     owners = _assigned(costs, ranks)
@@ -214,7 +230,7 @@ def _assign_matrices(plans: Sequence[BucketPlan], ranks: int, cost: Cost) -> Non
 
 
 def _share(parameters: Sequence[MatrixParameter], width: int, shard: int) -> Iterator[Box]:
-    """Yield the ranges of a bucket that are parameters and in a rank's share, and where they are in that."""
+    """Yield the ranges of parameters in a rank's shard of a bucket, with their offsets in that shard."""
     for start, peers in parameters:
         low, high = max(start, shard * width), min(start + peers[0].numel, (shard + 1) * width)
         if low < high:
@@ -222,24 +238,24 @@ def _share(parameters: Sequence[MatrixParameter], width: int, shard: int) -> Ite
 
 
 def matrices_of(number: int, parameter: MatrixParameter) -> Iterator[Matrix]:
-    """Yield the matrices of which the ranks that cut a parameter hold parts."""
+    """Yield the matrices of which the tensor-parallel ranks hold slices in this parameter."""
     record = parameter.peers[0]
     *leading, _, columns = record.shape
     bounds = list(accumulate(record.matrices, initial=0))
     for index in product(*(range(n) for n in leading)):
         for low, high in zip(bounds, bounds[1:], strict=False):
-            found = Matrix(number, (*index, low, 0), (*(1 for _ in index), high - low, columns))
-            if _held_parts(found, record):
-                yield found
+            matrix = Matrix(number, (*index, low, 0), (*(1 for _ in index), high - low, columns))
+            if _held_parts(matrix, record):
+                yield matrix
 
 
 def _held_parts(matrix: Matrix, record: ParamRecord) -> list[Box]:
-    """Return the parts of a matrix that a rank's parameter holds."""
-    found = []
+    """Return the slices of a matrix that a rank's parameter holds, with their offsets in the parameter."""
+    parts = []
     for box in record.boxes:
         if where := overlap(matrix.start, matrix.shape, box):
             inside, local = where
             start = tuple(at + part.start for at, part in zip(matrix.start, inside, strict=True))
             shape = tuple(part.stop - part.start for part in inside)
-            found.append(Box(start, shape, tuple(part.start for part in local)))
-    return found
+            parts.append(Box(start, shape, tuple(part.start for part in local)))
+    return parts

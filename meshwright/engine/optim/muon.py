@@ -2,10 +2,10 @@
 
     M = mu M + G    D = G + mu M (Nesterov)    U = orthogonalised(D)    W = W (1 - lr wd) - lr s U
 
-U has D's singular vectors, and singular values near 1. It is found by iterations of an odd polynomial, which need
-products alone: X = D / |D|, then X = a X + (b A + c A^2) X with A = X X^T, over the shorter side. `s` is
-0.2 sqrt(max(out, in)), which gives an update the usual size of AdamW's so that its learning rate carries over
-(Moonlight, arXiv 2502.16982), or sqrt(max(1, out / in)) as first published.
+U has the singular vectors of D, and singular values near 1. It is computed by iterating an odd polynomial, which needs
+only matrix products: X = D / |D|, then X = a X + (b A + c A^2) X with A = X X^T over the shorter side. The scale `s` is
+0.2 sqrt(max(out, in)), which gives updates the typical size of AdamW updates, so that a learning rate for AdamW can be
+used (Moonlight, arXiv 2502.16982), or sqrt(max(1, out / in)) as first published.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ Polynomial = tuple[float, float, float]
 
 
 def _safe(a: float, b: float, c: float, by: float = 1.01) -> Polynomial:
-    """Return the polynomial of x / by: rounding may leave singular values a little above 1, where it diverges."""
+    """Return the polynomial of x / by.
+
+    Rounding may leave singular values slightly above 1, where the original polynomial diverges.
+    """
     return a / by, b / by**3, c / by**5
 
 
-# The polynomials by iteration; the last one serves all further iterations.
+# The polynomial of each iteration; the last one is used for all further iterations.
 COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     # Polar Express (Amsel et al., 2025, arXiv 2505.16932), Algorithm 1.
@@ -55,7 +58,7 @@ def orthogonalised(x: Tensor, coefficients: str, iterations: int) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     tiny = torch.finfo(x.dtype).tiny
-    # By the largest element first: the squares of small gradients would underflow.
+    # Divide by the largest element before the norm, since the squares of small gradients would underflow.
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(tiny)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(tiny)
     steps = COEFFICIENTS[coefficients]
@@ -67,8 +70,10 @@ def orthogonalised(x: Tensor, coefficients: str, iterations: int) -> Tensor:
 
 
 class AdamWBeside(AdamW):
-    """AdamW for the parameters that are no matrices of blocks, with a learning rate of its own. Its states have names
-    of their own too: a run that changes to or from plain AdamW begins with zeros everywhere."""
+    """AdamW for all parameters that are not matrices of blocks, with a separate learning rate.
+
+    Its states have separate names too, so that a run that changes to or from plain AdamW begins with zeros everywhere.
+    """
 
     states = (StateSpec("muon_exp_avg"), StateSpec("muon_exp_avg_sq"))
     has_kernel = False
@@ -80,7 +85,7 @@ class AdamWBeside(AdamW):
 
 
 class Muon(MatrixRule):
-    """The rule of matrices; `AdamWBeside` is that of other parameters."""
+    """The update rule of matrices. `AdamWBeside` updates the other parameters."""
 
     states = (StateSpec("muon_momentum"),)
     others = AdamWBeside
@@ -111,10 +116,10 @@ class Muon(MatrixRule):
 
         rows, columns = x.shape[-2:]
         narrow = self.muon.precision == "bf16" and x.dtype != torch.float64
-        found = orthogonalised(x.bfloat16() if narrow else x, self.muon.coefficients, self.muon.iterations)
+        result = orthogonalised(x.bfloat16() if narrow else x, self.muon.coefficients, self.muon.iterations)
         matches = self.muon.scale == "match_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1.0, rows / columns))
-        return found.to(x.dtype).mul_(scale)
+        return result.to(x.dtype).mul_(scale)
 
     def update(self, parts: Sequence[UpdatePart], decay: float, step: UpdateStep) -> None:
         for part in parts:

@@ -1,13 +1,13 @@
-"""Replicas that take steps of their own and synchronise rarely: local SGD, DiLoCo and its streaming form.
+"""The outer optimizer of replicas that train independently and synchronise rarely: local SGD and (streaming) DiLoCo.
 
-Every replica keeps, beside its own masters, the *outer* parameters, which are the same in all replicas. When a fragment
-is due, the replicas sum how far each has come from the outer parameters, weighted by the tokens that each has learned
-from, and an optimizer of its own, the outer one, takes this mean for a gradient:
+In addition to its local masters, every replica holds the *outer* parameters, which are equal in all replicas. When a
+fragment of the parameters is due, the replicas average how far each has moved from the outer parameters, weighted by
+the tokens that each has learned from. The outer optimizer uses this mean as its gradient:
 
     d = sum over replicas of tokens / all tokens x (outer - own)        momentum = mu momentum + d
     outer = outer - lr (d + mu momentum)                                own = outer
 
-With a delay the sum is under way while the replica goes on for some steps, and then own = (own + outer) / 2.
+With a delay, the sum is in flight while the replica continues for some steps, and then own = (own + outer) / 2.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from meshwright.spec.layout.params import stream_seed
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
 from meshwright.spec.traffic.placement import Split
 
-OWN = 0.5  # what a replica keeps of its own parameters where it went on while they were summed
+OWN = 0.5  # the weight of a replica's local parameters if it continued to train while the sum was in flight
 MOMENTUM, ARRIVING, RESIDUAL = f"{OUTER}momentum", f"{OUTER}arriving", f"{OUTER}residual"
 TOKENS, UNDER_WAY = f"{OUTER}tokens", f"{OUTER}under_way"
 
 
 class PieceBuffer:
-    """The pieces of a flat buffer's shares, as a reducer sees them: every replica holds all of a piece."""
+    """A stand-in for a flat buffer, for reducers. Its buckets are the fragments of this rank's shards.
+
+    Every replica holds the whole of each fragment.
+    """
 
     def __init__(self, key: BufferKey, replicas: Group) -> None:
         self.key, self.split = key, Split(0, 1, 0, replicas.size, replicas.index)
@@ -48,8 +51,11 @@ class PieceBuffer:
 
 
 class Piece(NamedTuple):
-    """One fragment of a share. `bucket` stands for it where a reducer asks; `low` to `high` is its range in the share,
-    and `width` the elements that are summed, some of which may be beyond the share."""
+    """One fragment of a shard.
+
+    `bucket` represents it to a reducer. `low` to `high` is its range in the shard. `width` is the number of elements
+    that are summed, some of which may be padding after the end of the shard.
+    """
 
     bucket: Bucket
     low: int
@@ -58,8 +64,10 @@ class Piece(NamedTuple):
 
 
 class OuterState:
-    """The outer parameters of one buffer, their momentum, and what arrives: one tensor for each of this rank's
-    shares."""
+    """The outer parameters of one buffer, their momentum, and the sums in flight (`arriving`).
+
+    Each has one tensor for each of this rank's shards.
+    """
 
     def __init__(self, inner: FlatState, config: LocalConfig, replicas: Group) -> None:
         self.inner, self.buffer = inner, inner.buffer
@@ -71,21 +79,22 @@ class OuterState:
         stand_in = PieceBuffer(self.buffer.key, replicas)
         self.stand_in = stand_in
         for bucket, params in zip(self.buffer.buckets, self.params, strict=True):
-            bounds, first = fragment_bounds(params.numel(), config.fragments, replicas.size), bucket.share[0]
-            held = []
+            bounds = fragment_bounds(params.numel(), config.fragments, replicas.size)
+            first = bucket.share[0]
+            fragments = []
             for low, end in bounds:
                 like = params[:0]
                 piece = Bucket(
                     stand_in, len(stand_in.buckets), first + low, first + end, (first + low, first + end),  # type: ignore[arg-type]
                     bucket.params, bucket.grads, like, like, bucket.slots,
                 )  # fmt: skip
-                held.append(Piece(piece, low, min(end, params.numel()), end - low))
+                fragments.append(Piece(piece, low, min(end, params.numel()), end - low))
                 stand_in.buckets += [piece] if end > low else []
-            self.pieces.append(held)
+            self.pieces.append(fragments)
             self.arriving += [params.new_zeros(bounds[-1][1])] if config.delay else []
 
     def keep_residuals(self, residuals: dict[Bucket, Tensor]) -> None:
-        """Replaces the residuals that a reducer has made for each piece by parts of one tensor for each share."""
+        """Replace the residuals that a reducer has allocated per fragment by views of one tensor per shard."""
         for pieces, params in zip(self.pieces, self.params, strict=True):
             self.residuals.append(params.new_zeros(sum(piece.width for piece in pieces)))
             for piece in (piece for piece in pieces if piece.width):
@@ -95,7 +104,7 @@ class OuterState:
         return self.inner.master[bucket.index][piece.low : piece.high]
 
     def set_master(self, bucket: Bucket, piece: Piece, values: Tensor) -> None:
-        """Sets a replica's own parameters, and the weights that stand for them."""
+        """Set a range of this replica's masters, and of the model's weights."""
         master = self.master(bucket, piece)
         if isinstance(master, PairedTensor):
             master[:] = values
@@ -106,7 +115,7 @@ class OuterState:
 
 
 class OuterOptimizer:
-    """The synchronisation of this rank with those of the same place in the other replicas."""
+    """Synchronises this rank with the ranks at the same position in the other replicas."""
 
     def __init__(
         self,
@@ -116,7 +125,7 @@ class OuterOptimizer:
         seed: int,
         sizes: tuple[Any, ...],
     ) -> None:
-        """`sizes` are what, beside the layout, decides which elements a rank's shares hold."""
+        """Allocate the outer states. `sizes` are the settings that, with the layout, determine a rank's shards."""
         self._sizes = sizes
         self.parallel, self.config, self.mesh = parallel, config, parallel.mesh
         self.replicas = parallel.mesh.group(REPLICAS)
@@ -128,7 +137,7 @@ class OuterOptimizer:
             for state in summed:
                 state.keep_residuals(self.reducer.residuals)
         device = states[0].buffer.device if states else torch.device("cpu")
-        # The tokens that each replica has learned from since a fragment was last summed.
+        # By fragment and replica: the tokens that the replica has learned from since the fragment was last summed.
         self.tokens = torch.zeros(config.fragments, self.replicas.size, dtype=torch.float64, device=device)
         self.under_way: set[int] = set()
         self._works: dict[tuple[Bucket, int], PendingReduction] = {}
@@ -137,12 +146,17 @@ class OuterOptimizer:
 
     @staticmethod
     def _compresses(state: OuterState) -> bool:
-        """Both ends of a tie must find the same sums, so what is held twice is summed as it is."""
+        """Return True if a state's sums are compressed.
+
+        Parameters that several ranks hold copies of are not, since all copies need equal sums.
+        """
         return state.buffer.key.compressed and not state.buffer.key.partial
 
     def _shares_residuals(self, state: OuterState) -> bool:
-        """Return True if another state has residuals for parts of the same tensors. Copied key-value rows have none,
-        and the query rows of the same tensor do."""
+        """Return True if another state has residuals for slices of the same tensors.
+
+        For example, copied key-value rows have no residuals, but the query rows of the same tensor do.
+        """
         names = {slot.record.name for each in self.states.values() if each.residuals for slot in each.buffer.slots}
         return any(slot.record.name in names for slot in state.buffer.slots)
 
@@ -152,13 +166,18 @@ class OuterOptimizer:
 
     @contextmanager
     def after(self, step: int, last: bool, tokens: Tensor) -> Iterator[None]:
-        """Around the update of a step: `updated` then synchronises what is due. `tokens` are those that each replica
-        has learned from in this step."""
+        """Enter this context around the update of a step, so that `updated` synchronises the fragments that are due.
+
+        `tokens` has the number of tokens that each replica has learned from in this step.
+        """
         self.tokens += tokens
         moment = moment_of(self.config, step, last)
+        # A sum that should arrive may be missing: `restore` drops sums if the fragments have changed.
         self._moment = moment._replace(arrive=tuple(f for f in moment.arrive if f in self.under_way))
         for f in moment.begin:
             total = self.tokens[f].sum()
+            # If no replica has learned from any token, all count equally. The device decides, so the host need not
+            # wait.
             even = torch.full_like(total, 1.0 / self.replicas.size)
             self._weights[f] = torch.where(total > 0, self.tokens[f, self.replicas.index] / total, even)
             self.tokens[f] = 0.0
@@ -172,7 +191,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def updated(self, bucket: Bucket) -> None:
-        """Called when a bucket's masters are new: synchronises what is due of it, and hands its weights on."""
+        """Handle new masters of a bucket: synchronise the fragments that are due, then publish the weights."""
         if self._moment is not None and bucket.buffer.key in self.states:
             state, moment, ledger = self.states[bucket.buffer.key], self._moment, self.mesh.ledger
             with ledger.phase("outer"), ledger.layer(None):
@@ -189,18 +208,21 @@ class OuterOptimizer:
         if not piece.width:
             return
         sums = self._sums(state, bucket, piece)
-        way = sums[: piece.high - piece.low]
-        torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=way)
-        way.mul_(self._weights[f])
-        sums[way.numel() :].zero_()
+        moved = sums[: piece.high - piece.low]
+        torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=moved)
+        moved.mul_(self._weights[f])
+        # The padding takes part in the all-reduce.
+        sums[moved.numel() :].zero_()
         reducer = self.reducer if self._compresses(state) else PLAIN_REDUCER
         self._works[bucket, f] = reducer.all_reduce(piece.bucket, sums, self.replicas)
+        # A compressed sum takes two calls. The second one begins in the same step, whatever the delay.
         if isinstance(reducer, Compressing):
-            reducer.proceed()  # the second of a compressed sum's two calls begins in the same step, whatever the delay
+            reducer.proceed()
 
     def _sums(self, state: OuterState, bucket: Bucket, piece: Piece) -> Tensor:
         if state.arriving:
             return state.arriving[bucket.index][piece.low :][: piece.width]
+        # Without a delay the sum is used at once, so it needs no lasting memory.
         self._scratch = state.params[bucket.index].new_empty(piece.width)
         return self._scratch
 
@@ -209,10 +231,11 @@ class OuterOptimizer:
         if not piece.width:
             return
         self._wait(bucket, f)
-        found = state.arriving[bucket.index][piece.low :] if state.arriving else self._scratch
-        mean = found[: piece.high - piece.low]
+        sums = state.arriving[bucket.index][piece.low :] if state.arriving else self._scratch
+        mean = sums[: piece.high - piece.low]
+        # The two copies of tied embeddings may get sums that differ in the last bit, so they are averaged.
         for axis in (axis for axis in bucket.buffer.key.partial if axis == "embedding"):
-            group = self.mesh.group(axis)  # both ends of a tie: their sums may differ in the last bit
+            group = self.mesh.group(axis)
             group.all_reduce(mean)
             mean.div_(group.size)
         outer = state.params[bucket.index][piece.low : piece.high]
@@ -228,8 +251,11 @@ class OuterOptimizer:
             work.wait()
 
     def tensors(self, inner: Iterator[State]) -> Iterator[State]:
-        """Yields what a checkpoint must hold. `param` are the outer parameters, the one model that all replicas train;
-        what a replica has of its own (`inner`, of the optimizer) has a row for each."""
+        """Yield the states that a checkpoint must hold.
+
+        `param` are the outer parameters, the one model that all replicas train. The local states of each replica
+        (`inner`, from its optimizer) have one row per replica.
+        """
         for bucket, f in list(self._works):
             self._wait(bucket, f)
         rows = Rows(self.replicas.index, self.replicas.size)
@@ -247,36 +273,39 @@ class OuterOptimizer:
                 cut = [x[:size] for x, size in zip(state.residuals, sizes, strict=True)]
                 yield State(RESIDUAL, state.buffer, cut, replica=rows, summed=True)
             elif self._shares_residuals(state):
-                # A checkpoint's tensors are whole: parameters that are not compressed leave nothing out.
+                # A checkpoint only holds whole tensors, so slices that are not compressed get residuals of zero.
                 zeros = [torch.zeros_like(x) for x in state.params]
                 yield State(RESIDUAL, state.buffer, zeros, replica=rows, summed=True)
 
     def kept(self) -> Iterator[Tensor]:
-        """Yields the tensors that persist from step to step."""
+        """Yield the tensors that persist from step to step."""
         for state in self.states.values():
             yield from (*state.params, *state.momentum, *state.arriving, *state.residuals)
 
     def counters(self) -> dict[str, float | None]:
-        """Returns the numbers that are saved beside the tensors."""
-        found: dict[str, float | None] = {f"{UNDER_WAY}.{f}": self._cut for f in self.under_way}
+        """Return the numbers that are saved in addition to the tensors."""
+        counters: dict[str, float | None] = {f"{UNDER_WAY}.{f}": self._fingerprint for f in self.under_way}
         for f, row in enumerate(self.tokens.tolist()):
-            found |= {f"{TOKENS}.{f}.{replica}": count for replica, count in enumerate(row)}
-        return found
+            counters |= {f"{TOKENS}.{f}.{replica}": count for replica, count in enumerate(row)}
+        return counters
 
     @property
-    def _cut(self) -> float:
-        """A number that tells whether fragments are the same elements as before, and take as long. All ranks must find
-        the same one."""
+    def _fingerprint(self) -> float:
+        """A number that changes if fragments are other elements or have another schedule. It is equal on all ranks."""
         c = self.config
-        cut = (self.mesh.layout, *self._sizes) if c.fragments > 1 else ()
-        return float(stream_seed(c.steps, c.fragments, c.delay, *cut) % 2**48)
+        bounds = (self.mesh.layout, *self._sizes) if c.fragments > 1 else ()
+        # 48 bits are exact in a float64.
+        return float(stream_seed(c.steps, c.fragments, c.delay, *bounds) % 2**48)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Sets what `counters` returned. Sums that were under way when another layout cut the fragments are dropped:
-        the replicas still hold what they were about. Tokens of other replicas or fragments are counted anew."""
+        """Restore the numbers that `counters` returned.
+
+        Sums in flight are dropped if the fragments have other bounds now. Nothing is lost: the replicas' masters still
+        contain the progress. Tokens are counted anew if the numbers of replicas or fragments have changed.
+        """
         shape, saved = self.tokens.shape, {key for key in counters if key.startswith(f"{TOKENS}.")}
         keys = [f"{TOKENS}.{f}.{replica}" for f in range(shape[0]) for replica in range(shape[1])]
         known = [float(counters[key] or 0.0) for key in keys] if saved == set(keys) else [0.0] * len(keys)
         self.tokens.copy_(torch.tensor(known, dtype=torch.float64).view(shape))
         fragments = range(self.config.fragments)
-        self.under_way = {f for f in fragments if counters.get(f"{UNDER_WAY}.{f}") == self._cut}
+        self.under_way = {f for f in fragments if counters.get(f"{UNDER_WAY}.{f}") == self._fingerprint}

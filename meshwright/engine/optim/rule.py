@@ -1,8 +1,8 @@
-"""What an optimizer's update rule states of itself, and how it is found by its name. No torch.
+"""The interface of an optimizer's update rule, and the lookup of rules by name. Does not import torch.
 
-A rule knows arithmetic: which states it keeps for a parameter, and how one update changes masters and states. It does
-not know where these are stored, in which precision or on how many ranks: that is `engine/optim/flat.py`. The planner,
-offload and checkpoints read the rule's states; so a new elementwise optimizer is a file with its rule, which must not
+A rule is arithmetic: the states that it keeps for a parameter, and how one update changes masters and states. Where
+these are stored, in which precision and on how many ranks is the business of `engine/optim/flat.py`. The planner,
+offload and checkpoints read the rule's states. So a new elementwise optimizer is a file with its rule, which must not
 import torch before an update is made, and a line in `RULES` of config/optimizer.py.
 """
 
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 
 class StateSpec(NamedTuple):
-    """A state with one element for each element of a parameter. Checkpoints name it STATE/PARAMETER, so two rules may
-    share a name only if either can go on from the other's values. It begins with zeros and is stored in
-    `optimizer.state_dtype`, or in fp32 if it is `wide`."""
+    """An optimizer state with one element for each element of a parameter.
+
+    Checkpoints name it STATE/PARAMETER, so two rules may share a name only if each can continue from the other's
+    values. It is initialised with zeros and stored in `optimizer.state_dtype`, or in fp32 if it is `wide`.
+    """
 
     name: str
     wide: bool = False
 
 
 class UpdateStep(NamedTuple):
-    """The numbers of one update: how many were made with this one, its learning rate, and the divisor that turns the
-    stored gradient into the one to use."""
+    """The numbers of one update: its number from 1, the learning rate, and the divisor of the stored gradient."""
 
     number: int
     lr: float
@@ -41,11 +42,11 @@ class UpdateStep(NamedTuple):
 
 
 class Rule(ABC):
-    """An update rule that treats every element alike, so that it runs on any range of a flat buffer.
+    """An update rule that treats all elements in the same way, so that it runs on any range of a flat buffer.
 
-    The planner takes an update to read the gradient, to read and write the master and each of `states`, and to compute
-    no more than that hides. A rule with a kernel (`has_kernel`) also updates a range on an accelerator in one pass, in
-    whatever precisions it is stored in, by numbers that are on the device.
+    The planner assumes that an update reads the gradient, reads and writes the master and each of `states`, and is
+    memory-bound. A rule with a kernel (`has_kernel`) also updates a range on an accelerator in one
+    pass, in the precisions it is stored in, with numbers that are on the device.
     """
 
     states: ClassVar[tuple[StateSpec, ...]] = ()
@@ -56,55 +57,64 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, parts: Sequence[UpdatePart], decay: float, step: UpdateStep) -> None:
-        """Update the masters and states of some ranges, all in the precision of updates, with this weight decay. The
-        gradients may be overwritten."""
+        """Update the masters and states of some ranges with this weight decay.
+
+        All tensors are in the precision of updates. The gradients may be overwritten.
+        """
 
     def kernel_numbers(self, updates: Any) -> list[Any]:
-        """Return the numbers that the kernel takes besides the scale of the gradient, given how many updates were made
-        with this one: as a number, or as a tensor that the host does not read."""
+        """Return the numbers that the kernel takes in addition to the scale of the gradient.
+
+        `updates` is the number of this update, from 1: a float, or a tensor that the host does not read.
+        """
         raise NotImplementedError
 
     def update_by_kernel(self, part: UpdatePart, lr: float, numbers: Tensor) -> None:
-        """Update one range by the kernel. `numbers` are on the device: 0 if nothing must change, the factor of the
-        gradient, and the `kernel_numbers`."""
+        """Update one range with the kernel.
+
+        `numbers` are on the device: 0 if nothing must change (else 1), the factor of the gradient, and the
+        `kernel_numbers`.
+        """
         raise NotImplementedError
 
 
 class MatrixRule(Rule):
-    """A rule that updates the matrices of blocks, each as a whole, and leaves all other parameters to the rule
-    `others`. An update has three passes: `direct`, on ranges of elements; `transform`, on whole matrices, which the
-    storage brings to one rank each; and `update`, on ranges again."""
+    """A rule that updates the matrices of blocks as wholes, and leaves all other parameters to the rule `others`.
+
+    An update has three passes: `direct` on ranges of elements; `transform` on whole matrices, each of which is gathered
+    on one rank; and `update` on ranges again.
+    """
 
     others: ClassVar[type[Rule]]
 
     @abstractmethod
     def matrix_flops(self, rows: int, columns: int) -> float:
-        """Return the FLOPs of `transform` for one matrix, by which ranks share the work."""
+        """Return the FLOPs of `transform` for one matrix, by which matrices are distributed over ranks."""
 
     @abstractmethod
     def matrix_bytes(self, rows: int, columns: int, element: int) -> float:
-        """Return the bytes that `transform` needs beside one matrix of this element size, its result included."""
+        """Return the bytes of workspace that `transform` needs for one matrix of this element size, plus its result."""
 
     @abstractmethod
     def direct(self, parts: Sequence[UpdatePart], step: UpdateStep) -> None:
-        """Replace the gradients of some ranges by what `transform` takes."""
+        """Replace the gradients of some ranges by the input of `transform`."""
 
     @abstractmethod
     def transform(self, x: Tensor) -> Tensor:
-        """Return what takes the place of matrices [count, rows, columns] in the gradients."""
+        """Return the matrices [count, rows, columns] that replace these gradients."""
 
 
 class Rules(NamedTuple):
-    """The rules of an optimizer: for parameters whose elements are updated alike, and for matrices if it has one."""
+    """The rules of an optimizer: the elementwise one, and the one for matrices if there is one."""
 
     elements: Rule
     matrices: MatrixRule | None
 
 
 def rule_class(name: str) -> type[Rule]:
-    """Return the rule of an optimizer's name."""
-    found: type[Rule] = load_object(RULES[name].rule)
-    return found
+    """Return the rule class of an optimizer's name."""
+    rule: type[Rule] = load_object(RULES[name].rule)
+    return rule
 
 
 def rules_of(config: OptimizerConfig) -> Rules:

@@ -1,5 +1,7 @@
-"""What the stored gradient is divided by, and whether there is an update at all: one formula for numbers on the host
-and for tensors on a device, whose values the host need not know. And the scale of the loss in fp16."""
+"""The divisor of the stored gradient, the decision whether to update, and the dynamic loss scale of fp16.
+
+One formula serves numbers on the host and tensors on a device whose values the host need not know.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Scaling(NamedTuple, Generic[Number]):
-    """How an update uses the stored gradient. `norm` is the grad norm before clipping; the stored gradient / `divisor`
-    is the gradient after clipping. `counts`: there was something to learn from; `updates`: the norm is finite too."""
+    """The numbers by which an update uses the stored gradient.
+
+    `norm` is the gradient norm before clipping. The stored gradient / `divisor` is the gradient after clipping.
+    `counts` is true if there was something to learn from, `updates` if the norm is finite as well.
+    """
 
     norm: Number
     divisor: Number
@@ -24,11 +29,13 @@ class Scaling(NamedTuple, Generic[Number]):
 
 
 def gradient_scaling(count: Number, squares: Number, weight: float, clip: float) -> Scaling[Number]:
-    """Returns the scaling of a stored gradient: weight x the sum over `count` tokens of their gradients, whose sum of
-    squares is `squares`. A clip of 0 means no clipping.
+    """Return the scaling of a stored gradient, which is weight x the sum of the gradients of `count` tokens.
 
-    Without a token and with a zero gradient nothing is learned. (One rank of a pipeline that is run alone has a
-    gradient, and no token of the last stage.) Branches are written as arithmetic, so that tensors stay on their device.
+    `squares` is the stored gradient's sum of squares. A clip of 0 means no clipping.
+
+    A step without tokens whose gradient is zero has nothing to learn from. (The gradient decides as well, because one
+    pipeline rank that runs alone has a gradient but not the last stage's tokens.) Branches are written as arithmetic,
+    so that tensors stay on their device.
     """
     divisor = weight * (count + (count == 0))
     norm = squares**0.5 / divisor
@@ -40,8 +47,11 @@ def gradient_scaling(count: Number, squares: Number, weight: float, clip: float)
 
 
 class LossScale:
-    """Dynamic loss scaling: the factor `value` multiplies the loss before backward. It is halved on overflow, when the
-    step is skipped, and doubled after a window of good steps. In precisions other than fp16 it is 1 and not active."""
+    """Dynamic loss scaling: the factor `value` multiplies the loss before backward.
+
+    It is halved on overflow, when the step is skipped, and doubled after a window of good steps. In precisions other
+    than fp16 it is 1 and not active.
+    """
 
     def __init__(self, config: LossScaleConfig, active: bool) -> None:
         self.config, self.active = config, active
@@ -56,6 +66,7 @@ class LossScale:
             self.good_steps = 0
             return
         self.good_steps += 1
-        if self.good_steps >= self.config.window:  # it exceeds the window where a run is resumed with a shorter one
+        # More than the window is possible: a run may be resumed with a shorter one.
+        if self.good_steps >= self.config.window:
             self.value *= 2
             self.good_steps = 0

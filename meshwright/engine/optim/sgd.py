@@ -1,4 +1,4 @@
-"""Plain SGD without momentum, to debug with: an update is as simple as it can be, and there is no state."""
+"""Plain SGD without momentum, for debugging: its update is as simple as possible, and it has no state."""
 
 from __future__ import annotations
 

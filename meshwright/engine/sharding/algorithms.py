@@ -1,7 +1,7 @@
-"""The reducer that sums gradients by our own algorithms (`spec/traffic/algorithms.py`) on sends and receives.
+"""The reducer that sums gradients with the algorithms of `spec/traffic/algorithms.py`, from sends and receives.
 
-They are there to be studied, and for networks on which they are better than the back end's own. This file imports no
-torch, so that the planner can ask it.
+They are meant for study, and for networks on which they are faster than the back end's collectives. This file does not
+import torch, so that the planner can use it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
 
 class AlgorithmReducer(PlainReducer):
-    """Sums by one of our own algorithms, when a sum is waited for, or (`auto`) by the one that is fastest over `links`
-    for each sum, torch's included. `node_size`: ranks per node; `switches`: the switch of each node, if known."""
+    """Sums with one of the algorithms while a sum is waited for.
+
+    `auto` picks the one that is fastest over `links` for each sum, torch's collective included. `node_size` is the
+    number of ranks per node, and `switches` has the switch of each node, if known.
+    """
 
     def __init__(
         self, kind: str, node_size: int = 1, links: LinkConfig | None = None, switches: Sequence[int] = ()
     ) -> None:
         self.kind, self.node_size, self.links, self.switches = kind, node_size, links, switches
-        self.steps: dict[tuple[Any, ...], list[Step]] = {}  # of all sums so far, by group, algorithm, op and device
+        self.steps: dict[tuple[Any, ...], list[Step]] = {}  # a cache by group, algorithm, op and device
 
     def chosen(self, op: str, payload: int, size: int, on_node: int) -> str:
-        """Returns the algorithm of a sum of so many bytes over a group of so many ranks."""
+        """Return the algorithm of a sum of `payload` bytes over a group of `size` ranks."""
         if self.kind != "auto" or self.links is None or size == 1:
             return self.kind
         return fastest(links_of(self.links, on_node, self.node_size), op, payload, size, on_node)
@@ -45,13 +48,14 @@ class AlgorithmReducer(PlainReducer):
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         if ranks == 1:
             return []
-        piece, kind = elements // ranks * element_bytes, self.chosen(op, elements * element_bytes, ranks, on_node)
+        slice_bytes = elements // ranks * element_bytes
+        kind = self.chosen(op, elements * element_bytes, ranks, on_node)
         if kind == "torch":
             return super().calls(op, elements, element_bytes, ranks, records, on_node)
-        return [("send", len(each.sent) * piece) for each, _ in rounds_of(kind, ranks, 0, op, on_node)]
+        return [("send", len(step.sent) * slice_bytes) for step, _ in rounds_of(kind, ranks, 0, op, on_node)]
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
-        """See `ReducerPlan`: our own algorithms sum after backward."""
+        """Return True only for torch's collective (see `ReducerPlan`): the other algorithms sum after backward."""
         return self.chosen(op, payload, ranks, on_node) == "torch"
 
     def seconds(
@@ -71,8 +75,10 @@ class AlgorithmReducer(PlainReducer):
 
 
 class GatherToOne(PlainReducer):
-    """The naive sum, to compare with: all ranks send everything to the first, which adds up and sends the sum back. On
-    average a rank sends what it sends in a ring, but all of it goes through the first one's link."""
+    """The naive sum, for comparison: all ranks send their gradients to the first rank, which returns the sum.
+
+    On average a rank sends as much as in a ring, but everything goes through the link of the first rank.
+    """
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
@@ -97,7 +103,7 @@ class GatherToOne(PlainReducer):
 
 
 class ThroughOne:
-    """A sum through the first rank of a group, that is made when it is waited for."""
+    """A sum through the first rank of a group. All communication happens in `wait`."""
 
     def __init__(self, out: Tensor, grads: Tensor, group: Group) -> None:
         self._out, self._grads, self._group = out, grads, group
@@ -106,10 +112,11 @@ class ThroughOne:
         group, grads = self._group, self._grads
         others = range(1, group.size)
         if group.index == 0:
-            found = grads.new_empty(grads.shape)
+            received = grads.new_empty(grads.shape)
+            # One rank after the other, so that one buffer is enough.
             for other in others:
-                group.receive(found, other).wait()
-                grads.add_(found)
+                group.receive(received, other).wait()
+                grads.add_(received)
             for pending in [group.send(grads, other) for other in others]:
                 pending.wait()
         elif not group.alone:
@@ -120,18 +127,21 @@ class ThroughOne:
 
 
 class Step(NamedTuple):
-    """One round, with the pieces of either side as `_pieces_index` gives them; `adds`: what arrives is added."""
+    """One round. `sent` and `received` index the slices as `_pieces_index` returns them.
+
+    `adds` says that received slices are added to the local ones; otherwise they replace them.
+    """
 
     to: int
     sent: slice | Tensor
     source: int
     received: slice | Tensor
-    arriving: int  # the number of pieces
+    arriving: int  # the number of slices that are received
     adds: bool
 
 
 class Rounds:
-    """A sum that is made when it is waited for."""
+    """A sum by one of the algorithms. All communication happens in `wait`."""
 
     def __init__(self, reducer: AlgorithmReducer, op: str, out: Tensor, grads: Tensor, group: Group) -> None:
         self._op, self._out, self._grads, self._group = op, out, grads, group
@@ -143,32 +153,34 @@ class Rounds:
         group, pieces = self._group, self._grads.view(self._group.size, -1)
         if not group.alone:
             for step in self._steps(pieces.device):
-                # What is gathered into one place arrives there; other pieces pass through a buffer.
+                # Contiguous slices that replace others are received in place. All others need a buffer.
                 direct = isinstance(step.received, slice) and not step.adds
-                found = pieces[step.received] if direct else pieces.new_empty(step.arriving, pieces.shape[1])
-                group.exchange(_taken(pieces, step.sent), step.to, found, step.source).wait()
+                received = pieces[step.received] if direct else pieces.new_empty(step.arriving, pieces.shape[1])
+                group.exchange(_taken(pieces, step.sent), step.to, received, step.source).wait()
                 if not direct:
-                    _put(pieces, step.received, found, step.adds)
+                    _put(pieces, step.received, received, step.adds)
         if self._op == "reduce_scatter":
             self._out.copy_(pieces[max(0, group.index)])
 
     def _steps(self, device: Any) -> list[Step]:
-        """Returns the rounds of this rank, made at the first sum of their kind: their indices stay on the device."""
+        """Return the rounds of this rank, which are cached with their indices on the device."""
         group, known, key = self._group, self._reducer.steps, (self._group.name, self.kind, self._op, device)
         if key not in known:
             order = ring_order(group.ranks, self._reducer.node_size, self._reducer.switches)
             rounds = rounds_of(self.kind, group.size, group.index, self._op, self._on_node, order)
             known[key] = [
-                Step(each.to, _pieces_index(each.sent, device), each.source, _pieces_index(each.received, device),
-                     len(each.received), adds)
-                for each, adds in rounds
+                Step(round_.to, _pieces_index(round_.sent, device), round_.source,
+                     _pieces_index(round_.received, device), len(round_.received), adds)
+                for round_, adds in rounds
             ]  # fmt: skip
         return known[key]
 
 
 def _pieces_index(pieces: Pieces, device: Any) -> slice | Tensor:
-    """Returns a slice of neighbouring pieces, else their numbers on the device. (A list as an index would be copied
-    there at every use, and the host would wait for it.)"""
+    """Return an index of slices: a `slice` if they are neighbours, else a tensor of their numbers on the device.
+
+    A list as an index would be copied to the device at every use, and the host would wait for the copy.
+    """
     first = pieces[0] if pieces else 0
     if pieces == tuple(range(first, first + len(pieces))):
         return slice(first, first + len(pieces))
@@ -183,11 +195,11 @@ def _taken(pieces: Tensor, index: slice | Tensor) -> Tensor:
     return pieces[index] if isinstance(index, slice) else pieces.index_select(0, index)
 
 
-def _put(pieces: Tensor, index: slice | Tensor, found: Tensor, adds: bool) -> None:
-    """Writes what arrived over the pieces, or adds it to them."""
+def _put(pieces: Tensor, index: slice | Tensor, received: Tensor, adds: bool) -> None:
+    """Add received slices to the local ones, or replace them. (Contiguous ones that replace are received in place.)"""
     if isinstance(index, slice):
-        pieces[index].add_(found)
+        pieces[index].add_(received)
     elif adds:
-        pieces.index_add_(0, index, found)
+        pieces.index_add_(0, index, received)
     else:
-        pieces.index_copy_(0, index, found)
+        pieces.index_copy_(0, index, received)

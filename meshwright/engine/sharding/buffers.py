@@ -1,13 +1,13 @@
 """Contiguous parameter and gradient buffers: one for each dtype and set of axes to reduce over, cut into buckets.
 
-Parameters become views of the parameter buffer, weight gradients are added straight into the gradient buffer, and a
-bucket is what is reduced or gathered at once. Parameters lie in the order in which backward fills them. Each bucket is
-padded so that the data-parallel ranks can split it evenly, whatever the ZeRO stage.
+Parameters become views of the parameter buffer, and weight gradients are added directly to the gradient buffer. A
+bucket is reduced or gathered in one call. Parameters are in the order in which backward produces their gradients. Each
+bucket is padded so that the data-parallel ranks can split it evenly, whatever the ZeRO stage.
 
-What a rank owns of a bucket is its *share*: all of it without ZeRO. Whole gradients (stage 2) or whole parameters too
-(stage 3) then exist only while they are used: their memory is released, but the tensors and all views of them stay.
-Where a step has one micro-batch, gradients come while activations go; so in stages 0 and 1 a bucket's have memory from
-the first of them to the next step.
+The range of a bucket that a rank owns is its *share*: its ZeRO shard, or the whole bucket without ZeRO. Whole gradients
+(stage 2), and whole parameters too (stage 3), exist only while they are used: their memory is released, but the tensors
+and all views of them remain valid objects. In a step of one micro-batch, gradients appear while activations are freed.
+So in stages 0 and 1 a bucket's gradients then have memory only from the first of them to the next step.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from meshwright.spec.traffic.placement import (
     place,
 )
 
-REDUCER = "reducer."  # with which the names of a reducer's states begin
-REPLICA_STATE = "replica."  # the same of states that each of `layout.replicas` has for itself
-OUTER = "outer."  # and of those of their synchronisation
+REDUCER = "reducer."  # the prefix of the names of a reducer's states
+REPLICA_STATE = "replica."  # the prefix of states that differ between the replicas of `layout.replicas`
+OUTER = "outer."  # the prefix of states of the synchronisation of these replicas
 
 
 class BufferKey(NamedTuple):
-    """What the parameters of one buffer have in common."""
+    """The properties that all parameters of one buffer have in common."""
 
     dtype: torch.dtype
     data_axes: str
     partial: tuple[str, ...]
     trained: bool = True
-    compressed: bool = False  # a reducer that mixes elements may sum them
-    matrices: bool = False  # the optimizer updates their matrices as wholes
+    compressed: bool = False  # A reducer that mixes elements may sum the gradients.
+    matrices: bool = False  # The optimizer updates the parameters' matrices as wholes.
 
 
 class NamedParameter(NamedTuple):
-    """A parameter before it has a place in a buffer; `unit` is the number of the unit that it is gathered with."""
+    """A parameter that has no slot in a buffer yet. `unit` is the number of the unit that it is gathered with."""
 
     name: str
     parameter: nn.Parameter
@@ -66,9 +66,11 @@ class NamedParameter(NamedTuple):
 
 @dataclass
 class Slot:
-    """One parameter's place in its buffer. `view` and `grad` are its whole value and gradient. In stage 3 the value,
-    and in a buffer whose gradients are released the gradient, has memory only while it is used. A frozen one has an
-    empty gradient, no sink."""
+    """One parameter's slot in its buffer. `view` and `grad` are its whole value and gradient.
+
+    In stage 3 the value has memory only while it is used, and so has the gradient in a buffer that releases gradients.
+    A frozen parameter has an empty gradient and no sink.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -85,11 +87,11 @@ class Slot:
 
 
 class ReleasableTensor:
-    """A flat tensor whose memory can be released and allocated again, under the same tensor and its views.
+    """A flat tensor whose memory can be released and allocated again, without replacing the tensor or its views.
 
-    On an accelerator the storage is resized, so that its memory goes back to torch's allocator while views keep
-    pointing at the storage. On a CPU the tensor lies in pages of its own, which go back to the system: blocks that the
-    C library frees and hands out again and again would leave gaps that add up.
+    On an accelerator the storage is resized: its memory returns to torch's allocator while views keep pointing at the
+    storage. On a CPU the tensor has separate pages that are returned to the system. Repeated allocation by the C
+    library would fragment memory more and more.
     """
 
     def __init__(self, tensor: Tensor, pages: mmap.mmap | None = None) -> None:
@@ -98,22 +100,23 @@ class ReleasableTensor:
 
     @classmethod
     def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
-        """Returns a new one, filled with zeros."""
+        """Return a new tensor, filled with zeros."""
         if device.type != "cpu":
             return cls(torch.zeros(size, dtype=dtype, device=device))
         pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # not every system has large pages
+        # Not every system has huge pages.
+        with suppress(AttributeError, OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         return cls(torch.frombuffer(pages, dtype=dtype, count=size), pages)
 
     def allocate(self) -> None:
-        """Allocates the memory; its contents are undefined until they are written."""
+        """Allocate the memory. Its contents are undefined until they are written."""
         if not self.allocated and self._pages is None:
             self.tensor.untyped_storage().resize_(self._bytes)
         self.allocated = True
 
     def release(self) -> None:
-        """Releases the memory. Views stay valid objects, but must not be read or written before `allocate`."""
+        """Release the memory. Views stay valid objects, but must not be read or written before `allocate`."""
         if self._pages is None:
             self.tensor.untyped_storage().resize_(0)
         else:
@@ -123,8 +126,11 @@ class ReleasableTensor:
 
 @dataclass(eq=False, repr=False)
 class Bucket:
-    """What is reduced or gathered at once. `share` is the range of the buffer that this rank owns, and `own_*` are the
-    tensors of that range. Their memory is never released, but for `own_grads` in stages 0 and 1."""
+    """A range of a buffer that is reduced or gathered in one call.
+
+    `share` is the range of the buffer that this rank owns, and `own_*` are the tensors of that range. Their memory is
+    never released, except that of `own_grads` in stages 0 and 1.
+    """
 
     buffer: FlatBuffer
     index: int
@@ -142,37 +148,38 @@ class Bucket:
         return self.buffer.split.stage
 
     def allocate_params(self) -> None:
-        """Allocates the whole weights, of which the model's parameters become views again."""
+        """Allocate the whole weights, and make the model's parameters views of them again."""
         self.params.allocate()
         for slot in self.slots:
             slot.parameter.data = slot.view
 
     def release_params(self) -> None:
-        """Releases the whole weights. The parameters become empty, so that no read finds released memory."""
+        """Release the whole weights. The parameters become empty, so that no code reads released memory."""
         for slot in self.slots:
             slot.parameter.data = slot.view.new_empty(0)
         self.params.release()
 
     def allocate_grads(self) -> None:
-        """Makes sure that the whole gradients have memory; what is between the parameters' own is zero."""
+        """Allocate the whole gradients if they have no memory, with zeros in the padding between parameters."""
         if not self.grads.allocated:
             self.grads.allocate()
+            # New memory has undefined contents, and the padding is reduced together with the gradients.
             for gap in self._gaps:
                 gap.zero_()
 
     @cached_property
     def _gaps(self) -> list[Tensor]:
-        """The gradients' memory between those of the parameters."""
-        found, at = [], self.start
+        """The padding between the gradients of the parameters and after the last one."""
+        gaps, at = [], self.start
         for start, stop in [*((s.start, s.stop) for s in self.slots), (self.stop, self.stop)]:
             if start > at:
-                found.append(self.grads.tensor[at - self.start : start - self.start])
+                gaps.append(self.grads.tensor[at - self.start : start - self.start])
             at = stop
-        return found
+        return gaps
 
 
 class FlatBuffer:
-    """The parameters of one key, their gradients, and the buckets they are reduced in."""
+    """The parameters of one key, their gradients, and the buckets in which they are reduced."""
 
     def __init__(
         self,
@@ -186,8 +193,10 @@ class FlatBuffer:
         releases_grads: bool,
         align: int = ALIGN,
     ) -> None:
-        """`params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file.
-        Parameters begin at multiples of `align` elements."""
+        """Allocate the buffer and move the parameters into it. They begin at multiples of `align` elements.
+
+        `params_at` says where owned weights are stored in stage 3: on the device, in host memory or in a file.
+        """
         self.key, self.split = key, split
         self.releases_grads = key.trained and (split.stage >= 2 or releases_grads)
         dtype = key.dtype if grad_bytes(key.dtype.itemsize, grad_dtype.itemsize) == key.dtype.itemsize else grad_dtype
@@ -197,13 +206,17 @@ class FlatBuffer:
         self.device = named[0].parameter.device
         self.size = bounds[-1][1]
         self.slots: list[Slot] = []
-        # Memory that is never released: for everything, or for this rank's shares, one after the other.
+        # `params` and `grads` are memory that is never released: the whole buffer, or this rank's shards in sequence.
         sizes = [(stop - start) // split.shards for start, stop in bounds]
         self.store = StateStore(sizes, key.dtype, self.device, *params_at) if split.stage == 3 else None
         self.params = torch.zeros(0 if split.stage == 3 else self.size, dtype=key.dtype, device=self.device)
-        # Where shares are views of whole gradients that are released, nothing of these lasts.
-        graded = self.size // split.shards if split.stage >= 2 else 0 if self.releases_grads else self.size
-        self.grads = torch.zeros(graded if key.trained else 0, dtype=dtype, device=self.device)
+        lasting_grads = self.size
+        if split.stage >= 2:
+            lasting_grads = self.size // split.shards
+        elif self.releases_grads:
+            # In stages 0 and 1 shards are views of the whole gradients, and those are released.
+            lasting_grads = 0
+        self.grads = torch.zeros(lasting_grads if key.trained else 0, dtype=dtype, device=self.device)
         self.buckets: list[Bucket] = []
         placed = list(zip(named, places, strict=True))
         for number, (start, stop) in enumerate(bounds):
@@ -213,6 +226,7 @@ class FlatBuffer:
 
     def _bucket(self, index: int, start: int, stop: int) -> Bucket:
         low, high = share = self.split.share(start, stop)
+        # In stages 2 and 3, `self.grads` has only this rank's shards, one after the other.
         own = slice(start // self.split.shards, stop // self.split.shards)
         params, own_params = ReleasableTensor(self.params[start:stop]), self.params[low:high]
         grads, own_grads = ReleasableTensor(self.grads[start:stop]), self.grads[low:high]
@@ -226,8 +240,11 @@ class FlatBuffer:
         return Bucket(self, index, start, stop, share, params, grads, own_params, own_grads)
 
     def _add_parameters(self, bucket: Bucket, named: list[tuple[NamedParameter, int]], seed: int) -> None:
-        """Gives parameters their slots and copies (or draws) their values into the bucket. Memory that the stage does
-        not keep is then released, so that no more than one bucket is whole at any time."""
+        """Give parameters their slots, and copy (or draw) their values into the bucket.
+
+        Memory that does not persist in this ZeRO stage is then released, so that at most one bucket is whole at any
+        time.
+        """
         for item, start in named:
             at = slice(start - bucket.start, start - bucket.start + item.record.numel)
             view = bucket.params.tensor[at].view(item.record.local_shape)
@@ -249,13 +266,16 @@ class FlatBuffer:
 
     @property
     def grad_bytes(self) -> int:
-        """The bytes of the gradients that an update needs: those of this rank's shares, or in stage 1 of all."""
+        """The bytes of the gradients that an update needs: those of this rank's shards, or all in stages 0 and 1."""
         whole = [bucket.grads.tensor for bucket in self.buckets if self.releases_grads and self.split.stage < 2]
         return self.grads.nbytes + sum(grads.nbytes for grads in whole)
 
     def runs(self, wanted: Iterable[Slot]) -> list[tuple[Bucket, int, int]]:
-        """Returns ranges of this rank's shares that cover the wanted slots: (bucket, start, stop), counted from the
-        share's first element. Neighbours are joined across the padding between them, which is zero."""
+        """Return ranges of this rank's shards that cover the wanted slots.
+
+        A range is (bucket, start, stop), counted from the first element of the shard. Neighbours are joined across the
+        padding between them, which is zero.
+        """
         chosen = {id(slot) for slot in wanted}
         ranges: list[tuple[Bucket, int, int]] = []
         for bucket in self.buckets:
@@ -275,24 +295,29 @@ class FlatBuffer:
 
 
 class Rows(NamedTuple):
-    """This rank's row, and the number of rows, of a state whose value is the sum of what several ranks hold."""
+    """This rank's row, and the number of rows, of a state that has one row for each of several ranks."""
 
     row: int
     rows: int
 
     def saved_as(self, rows: int) -> Iterator[Rows]:
-        """Yields this row among `rows`, and then those that hold nothing new. Several parameters may hold parts of one
-        global tensor (query rows and copied key-value rows), and the ranks that have rows of their own may be fewer for
-        one of them. The ranks that read row `row` of `rows` also read each of those, so together they read all."""
+        """Yield this row among `rows`, and then the additional rows that this rank has to fill.
+
+        Several parameters may hold slices of one global tensor (query rows and copied key-value rows), and one of them
+        may have fewer rows than another. Its ranks then also fill the rows `row + self.rows`, `row + 2 * self.rows` and
+        so on, so that together they fill all.
+        """
         yield from (Rows(row, rows) for row in range(self.row, rows, self.rows))
 
 
 class State(NamedTuple):
-    """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's share. With
-    `additive` each rank has a row of its own, which may cover the whole bucket. With `replica` each replica of
-    `layout.replicas` has one: another number of replicas begins with the mean of the rows, or, if they are `summed`,
-    adds them up. `absorbs`: another kind of state, for which this run has no place, that is added to this one.
-    `widest`: by the name of a global tensor, the most rows that any parameter that holds a part of it has."""
+    """One kind of state of a buffer, as a checkpoint holds it: one tensor per bucket, of this rank's shard.
+
+    With `additive` each rank has a separate row, which may cover the whole bucket. With `replica` each replica of
+    `layout.replicas` has a row; a run with another number of replicas begins with the mean of the rows or, if they are
+    `summed`, with their sum. `absorbs` names another kind of state that is added to this one if the run has no such
+    state. `widest` has, by the name of a global tensor, the most rows of any parameter that holds a slice of it.
+    """
 
     name: str
     buffer: FlatBuffer
@@ -304,52 +329,57 @@ class State(NamedTuple):
     widest: Mapping[str, int] = {}
 
     def record(self, slot: Slot) -> ParamRecord:
-        """Returns where a parameter's state lies in the global tensor that a checkpoint holds."""
+        """Return the record of a parameter's state in the global tensor that a checkpoint holds."""
         rows = self.additive or self.replica
         return slot.record if rows is None else row_of(slot.record, *rows)
 
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
-        """Yields what a checkpoint holds of elements low to high: their record and values, and zeros for rows that
-        this parameter does not have and another part of its global tensor has."""
+        """Yield the records and values that a checkpoint holds for elements low to high.
+
+        Rows that this parameter does not have, but another slice of its global tensor has, are zeros.
+        """
         values = self.values(slot, low, high)
         if self.additive is None:
             yield self.record(slot), values
             return
-        # The next backward changes a reducer's state while it is written.
+        # The checkpoint is written while the next backward changes a reducer's state, so a copy is needed.
         first, *others = self.additive.saved_as(self.widest.get(slot.record.name, self.additive.rows))
         yield row_of(slot.record, *first), plain(values).clone()
         for row in others:
             yield row_of(slot.record, *row), torch.zeros_like(plain(values))
 
     def clear(self, slot: Slot | None = None) -> None:
-        """Sets the state, or that of one parameter, as it is in a new run."""
+        """Reset the state, or that of one parameter, to its value in a new run."""
         for tensor in self.tensors if slot is None else [self.values(slot, *self.holds(slot))]:
             tensor.zero_()
 
     def holds(self, slot: Slot) -> tuple[int, int]:
-        """Returns the range of a parameter's elements that this rank holds; it is empty if the second is not above the
-        first."""
+        """Return the range (low, high) of a parameter's elements that this rank holds; it is empty if high <= low."""
         low, high = self._covered(slot)
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def values(self, slot: Slot, low: int, high: int) -> Values:
-        """Returns elements low to high of a parameter, which this rank must hold."""
+        """Return elements low to high of a parameter, which this rank must hold."""
         at = slot.start - self._covered(slot)[0]
         return self.tensors[slot.bucket][at + low : at + high]
 
     def _covered(self, slot: Slot) -> tuple[int, int]:
-        """The range of the buffer that the tensor of the slot's bucket covers: the bucket, this rank's share, or what
-        it writes of that."""
+        """Return the range of the buffer that the tensor of the slot's bucket covers.
+
+        It is the bucket, this rank's share, or the part of the share that this rank writes to checkpoints.
+        """
         bucket, size = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket].numel()
         ranges = [(bucket.start, bucket.stop), bucket.share, self.buffer.split.written(bucket.start, bucket.stop)]
-        return next(each for each in ranges if each[1] - each[0] == size)
+        return next((low, high) for low, high in ranges if high - low == size)
 
 
 class SideState(NamedTuple):
-    """A state that has a tensor of another shape for some parameters of a buffer: by the slot's id, the tensor and the
-    record of where it lies in a global one. Ranks that the reducer sums over hold the same; those that sum a gradient
-    further have a row each. A layout that cuts a parameter in another way begins with new ones (`draw`). `widest` is
-    that of `State`."""
+    """A state with tensors whose shapes differ from those of the parameters.
+
+    `held` has, by the slot's id, the tensor and its record in a global tensor. The ranks that the reducer sums over
+    hold equal tensors; ranks that sum the gradient further have a row each. A layout that shards a parameter in another
+    way begins with new tensors (`draw`). `widest` is the same as in `State`.
+    """
 
     name: str
     buffer: FlatBuffer
@@ -366,7 +396,7 @@ class SideState(NamedTuple):
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the first of those that hold the same."""
+        """True if this rank is the first of the ranks that hold equal tensors."""
         split = self.buffer.split
         return split.shard == 0 and (split.stage > 0 or split.replica == 0)
 
@@ -374,7 +404,10 @@ class SideState(NamedTuple):
         return row_of(self.held[id(slot)][1], *self._rows_of(slot)[0])
 
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
-        """Yields what a checkpoint holds of a parameter's tensor, which stands in every row that only others need."""
+        """Yield the records and values that a checkpoint holds for a parameter's tensor.
+
+        Rows that only other slices of the global tensor have get copies of it.
+        """
         for row in self._rows_of(slot):
             yield row_of(self.held[id(slot)][1], *row), self.values(slot, low, high).clone()
 
@@ -382,9 +415,9 @@ class SideState(NamedTuple):
         return list(self.rows.saved_as(self.widest.get(slot.record.name, self.rows.rows)))
 
     def clear(self, slot: Slot | None = None) -> None:
-        for each in self.buffer.slots if slot is None else [slot]:
-            if id(each) in self.held:
-                self.draw(each)
+        for cleared in self.buffer.slots if slot is None else [slot]:
+            if id(cleared) in self.held:
+                self.draw(cleared)
 
     def holds(self, slot: Slot) -> tuple[int, int]:
         return 0, self.held[id(slot)][1].numel if id(slot) in self.held else 0
@@ -394,14 +427,14 @@ class SideState(NamedTuple):
 
 
 def with_widest_rows(states: Sequence[State | SideState]) -> Iterator[State | SideState]:
-    """Yields the states of reducers, each with the most rows that any state of its name has for a global tensor."""
+    """Yield the states of reducers, each with the most rows that any state of its name has for a global tensor."""
     widest: dict[str, dict[str, int]] = {}
     for state in states:
         rows = state.rows if isinstance(state, SideState) else state.additive
         if rows is not None:
-            found = widest.setdefault(state.name, {})
+            most_rows = widest.setdefault(state.name, {})
             for slot in state.buffer.slots:
-                found[slot.record.name] = max(rows.rows, found.get(slot.record.name, 1))
+                most_rows[slot.record.name] = max(rows.rows, most_rows.get(slot.record.name, 1))
     yield from (state._replace(widest=widest.get(state.name, {})) for state in states)
 
 
@@ -416,15 +449,19 @@ def build_buffers(
     mixed_in: tuple[Layout, int] | None = None,
     releases_grads: bool = False,
 ) -> tuple[list[FlatBuffer], dict[int, Slot]]:
-    """Builds buffers for every parameter of the chunks, in the order of backward. Returns each parameter's slot too.
-    `split_of` says how the ranks divide a buffer; `units` gives the number of a parameter's unit, by its id. A
-    parameter without a record (of a module that is not ours) is taken to be whole, and the same on every rank.
-    `requires_grad` decides whether a parameter is trained, and the record of its slot says the same. `mixed_in` is the
-    layout, where the reducer mixes elements, and the reducer's `align`. `releases_grads` says that
-    whole gradients in stages 0 and 1 have memory only from a step's backward to its update."""
+    """Build buffers for all parameters of the chunks, in the order of backward. Return them and each parameter's slot.
+
+    A parameter without a record (of a user's module) is assumed to be whole and equal on every rank. `requires_grad`
+    decides whether a parameter is trained, and the record of its slot is set accordingly.
+
+    `split_of` says how the ranks divide a buffer. `units` has the number of a parameter's unit, by the parameter's id.
+    `mixed_in` is (layout, align) of a reducer that mixes elements, or None. `releases_grads` says that whole gradients
+    in stages 0 and 1 have memory only from a step's backward to its update.
+    """
     named: dict[int, NamedParameter] = {}
     for chunk, module in enumerate(modules):
         for name, parameter in module.named_parameters():
+            # A parameter that several chunks share gets one slot.
             if id(parameter) not in named:
                 record = record_of(parameter) or foreign_record(name, parameter)
                 record = replace(record, trained=parameter.requires_grad)
@@ -443,8 +480,10 @@ def build_buffers(
 
 
 def regions(record: ParamRecord, low: int, high: int, values: Values) -> Iterator[tuple[Box, Values]]:
-    """Yields the boxes of the global tensor that elements low to high of the local one hold, each with its part of
-    `values`, which are those elements."""
+    """Yield the boxes of the global tensor that elements low to high of the local tensor cover, with their values.
+
+    `values` are those elements.
+    """
     strides = torch.empty(record.local_shape, device="meta").stride()
     for box in global_boxes(record, low, high):
         at = sum(a * stride for a, stride in zip(box.local_start, strides, strict=True)) - low
@@ -458,5 +497,5 @@ def _strided(values: Values, shape: tuple[int, ...], strides: tuple[int, ...], a
 
 
 def foreign_record(name: str, parameter: nn.Parameter) -> ParamRecord:
-    """Returns a record for a parameter of a module that is not ours, taken to be whole and the same on every rank."""
+    """Return a record for a parameter of a user's module, which is assumed to be whole and equal on every rank."""
     return whole(name, tuple(parameter.shape), Init("given"), decay=parameter.dim() > 1, copies=("tp",))

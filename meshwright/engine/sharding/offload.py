@@ -1,10 +1,10 @@
-"""Where optimizer states and owned weights are stored between updates: on the device, in host memory, or in files.
+"""The storage of optimizer states and owned weights between updates: on the device, in host memory, or in files.
 
-States that are stored elsewhere are brought to the device in pieces, and so are those in another precision than updates
-are computed in, where no kernel takes them as they are: while one piece is updated, the next is copied in and the one
-before is copied back. Only these few pieces need memory on the device.
+Offloaded states are copied to the device in chunks. The same applies to states in another precision than that of
+updates if no kernel takes them as they are. While one chunk is updated, the next one is copied in and the previous one
+is copied back. Only these few chunks need memory on the device.
 
-Files are scratch space: a checkpoint holds what was in them, and never refers to them.
+Files are scratch space: a checkpoint holds their contents and never refers to them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from meshwright.spec.traffic.placement import PAGE, RING
 
 
 def page_aligned(count: int, dtype: torch.dtype) -> int:
-    """Returns the smallest number of elements, at least `count`, that fills whole pages."""
-    each = PAGE // dtype.itemsize
-    return -(-count // each) * each
+    """Return the smallest number of elements, at least `count`, that fills whole pages."""
+    per_page = PAGE // dtype.itemsize
+    return -(-count // per_page) * per_page
 
 
 def page_tensor(count: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in host memory that begins at a page, as direct file access needs it."""
+    """Return a tensor in host memory that begins at a page boundary, which direct file access requires."""
     block = mmap.mmap(-1, max(PAGE, page_aligned(count, dtype) * dtype.itemsize))
     return torch.frombuffer(block, dtype=dtype)[:count]
 
@@ -45,9 +45,12 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 class StateFile:
-    """One flat state in a file, cut into shares that begin at pages. `shares` are views of the mapped file, for readers
-    that want all of it (checkpoints); updates read and write the file directly. The file is unlinked as soon as it is
-    open: no other run can mistake it for its own, and its disk space is free again however the process ends."""
+    """One flat state in a file, divided into shards that begin at page boundaries.
+
+    `shares` are views of the mapped file for readers of the whole state (checkpoints). Updates read and write the file
+    directly. The file is unlinked as soon as it is open: no other run can take it for its own file, and its disk space
+    is freed however the process ends.
+    """
 
     def __init__(self, folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype
@@ -61,7 +64,7 @@ class StateFile:
         weakref.finalize(self, os.close, self._handle)
 
     def _create(self) -> tuple[int, mmap.mmap]:
-        """Creates a file of zeros in full size. Its space is reserved, so a disk that is too small is found now."""
+        """Create a file of zeros in its full size. Its space is reserved, so that a full disk is detected now."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             plain, name = tempfile.mkstemp(dir=self.folder, prefix="states-")
@@ -69,10 +72,11 @@ class StateFile:
                 os.posix_fallocate(plain, 0, self.bytes)
                 mapped = mmap.mmap(plain, self.bytes)
                 try:
-                    # Direct, since states pass once per step and would push other pages out of the cache.
+                    # Direct access, because states are read once per step and would evict other pages from the cache.
                     direct = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # this file system has no direct access
+                    # EINVAL: this file system has no direct access.
+                    if error.errno != errno.EINVAL:
                         raise
                     direct = os.open(name, os.O_RDWR)
             finally:
@@ -87,18 +91,18 @@ class StateFile:
         return direct, mapped
 
     def read(self, share: int, low: int, into: Tensor) -> None:
-        """Reads the elements from `low` of a share on; `low` must be at a page."""
+        """Read the elements of a shard from `low` on. `low` must be at a page boundary."""
         data = _bytes(into)
-        got = self._transfer(os.preadv, data, (self.starts[share] + low) * self.dtype.itemsize)
-        if got < len(data):
+        count = self._transfer(os.preadv, data, (self.starts[share] + low) * self.dtype.itemsize)
+        if count < len(data):
             raise UserError(f"a file in {self.folder} was cut off while training: start again from the last checkpoint")
 
     def write(self, share: int, low: int, values: Tensor) -> None:
-        """Writes the elements from `low` of a share on; `low` must be at a page."""
+        """Write the elements of a shard from `low` on. `low` must be at a page boundary."""
         self._transfer(os.pwritev, _bytes(values), (self.starts[share] + low) * self.dtype.itemsize)
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], data: memoryview, at: int) -> int:
-        """Repeats a call that may move fewer bytes than asked. Returns the number moved."""
+        """Repeat a system call that may transfer fewer bytes than requested. Return the number transferred."""
         done = 0
         while done < len(data):
             try:
@@ -114,8 +118,11 @@ class StateFile:
 
 
 class StateStore:
-    """One kind of state of one buffer: a tensor of `dtype` for each share. `place` is none (the device), cpu or disk.
-    `on_device` says whether it takes the device's memory: host memory does where the device is a CPU."""
+    """One kind of state of one buffer: a tensor of `dtype` for each shard.
+
+    `place` is none (the device), cpu or disk. `on_device` is true if the state uses the device's memory, which includes
+    host memory if the device is a CPU.
+    """
 
     def __init__(
         self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path = Path()
@@ -129,32 +136,33 @@ class StateStore:
             self.shares = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
         else:
             flat = page_tensor(sum(sizes), dtype)
-            pin(flat, device)  # the device copies to and from pinned memory alone without the host's help
+            # Copies are asynchronous only to and from pinned memory.
+            pin(flat, device)
             self.shares = list(flat.split(list(sizes)))
 
     @classmethod
     def existing(cls, shares: list[Tensor]) -> StateStore:
-        """A store of tensors that are on the device already."""
+        """Return a store of tensors that are already on the device."""
         store = cls.__new__(cls)
         store.file, store.shares, store.dtype, store.on_device = None, shares, shares[0].dtype, True
         return store
 
     def ready_in_place(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether updates can use the tensors where and as they are stored."""
+        """Return True if updates can use the tensors in the place and dtype in which they are stored."""
         return self.on_device and self.dtype == dtype and self.shares[0].device.type == device.type
 
 
 class StatePiece(NamedTuple):
-    """Elements low to high of a share, which are copied and updated at a time."""
+    """A chunk of a state: elements low to high of a shard, which are copied and updated together."""
 
     share: int
     low: int
     high: int
-    last: bool  # of its share
+    last: bool  # the last one of its shard
 
 
 def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[StatePiece]:
-    """Cuts shares, in this order, into pieces of `limit` elements, which must fill whole pages in any precision."""
+    """Cut shards, in this order, into chunks of `limit` elements, which must fill whole pages in any precision."""
     assert limit % PAGE == 0
     return [
         StatePiece(share, low, min(low + limit, sizes[share]), low + limit >= sizes[share])
@@ -164,11 +172,11 @@ def cut_pieces(sizes: Sequence[int], order: Sequence[int], limit: int) -> list[S
 
 
 class Prefetcher:
-    """Copies the pieces of several stores to the device, in `dtype`, one ahead of their update, and back after it.
+    """Copies the chunks of several stores to the device, in `dtype`, one ahead of their update, and back after it.
 
-    Each store that is not ready in place has a ring of three pieces: one being copied in, one being updated, one being
-    copied back. Files are read and written by two threads (the calls release Python's lock); host memory is copied on
-    two streams of the device, one in each direction, which the bus carries at the same time.
+    Each store that updates cannot use in place has a ring of three buffers: for the chunk being copied in, the one
+    being updated and the one being copied back. Two threads read and write files (the system calls release Python's
+    lock). Host memory is copied on two streams of the device, one per direction, since the bus transfers both at once.
     """
 
     def __init__(self, stores: Sequence[StateStore], device: torch.device, dtype: torch.dtype, limit: int) -> None:
@@ -182,11 +190,13 @@ class Prefetcher:
         self._module = accelerator(device)
         self._streams = [self._module.Stream(device) for _ in range(2)] if self._module else []
         self._writes: deque[list[Future[None]]] = deque()
-        self._copied_back: dict[int, Any] = {}  # by place in the ring, the event after which it may be filled again
+        self._copied_back: dict[int, Any] = {}  # by ring position, the event after which it can be filled again
 
     def _buffers(self, store: StateStore) -> tuple[Tensor | None, Tensor]:
-        """Returns the buffer that a piece is read into as the file has it, and the one that it is updated in; they are
-        the same where the update can use the file's format on the host."""
+        """Return the buffer that a chunk is read into in the file's dtype, and the one in which it is updated.
+
+        They are the same if the update runs on the host in the file's dtype. Without a file, the first is None.
+        """
         landing = None
         if store.file is not None:
             landing = page_tensor(self._limit, store.dtype)
@@ -195,15 +205,16 @@ class Prefetcher:
         return landing, torch.empty(self._limit, dtype=self.dtype, device=self.device)
 
     def run(self, order: Sequence[StatePiece]) -> Iterator[tuple[StatePiece, list[Tensor]]]:
-        """Yields each piece with one tensor per store, to be updated in place before the next is asked for."""
-        places = range(len(self.stores))
-        fetches = ([self._fetch(at, piece, number) for at in places] for number, piece in enumerate(order))
-        coming = next(fetches, [])
+        """Yield each chunk with one tensor per store. The caller updates these in place before it asks for the next."""
+        stores = range(len(self.stores))
+        fetches = ([self._fetch(store, piece, number) for store in stores] for number, piece in enumerate(order))
+        next_fetches = next(fetches, [])
         for number, piece in enumerate(order):
-            now, coming = coming, next(fetches, [])
-            yield piece, [wait() for wait in now]
+            current_fetches, next_fetches = next_fetches, next(fetches, [])
+            yield piece, [wait() for wait in current_fetches]
             self._copy_back(piece, number)
-            self._finish_writes(left=1)  # a buffer that is being written from is read into again two pieces later
+            # The buffer of the previous write is the next one to be read into, so only the latest write may be left.
+            self._finish_writes(left=1)
         self._finish_writes(left=0)
         for stream in self._streams:
             stream.synchronize()
@@ -214,7 +225,7 @@ class Prefetcher:
                 write.result()
 
     def _fetch(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
-        """Begins to copy a piece of a store; calling what it returns waits for it and gives its tensor."""
+        """Begin to copy a chunk of a store. Return a function that waits for the copy and returns its tensor."""
         store, size = self.stores[at], piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:
@@ -240,7 +251,7 @@ class Prefetcher:
             copied_in = stream.record_event()
 
         def after_copy() -> Tensor:
-            # The host does not wait: the update, on the current stream, is ordered after the copy.
+            # The host does not wait: the update on the current stream is ordered after the copy.
             self._module.current_stream(self.device).wait_event(copied_in)
             return working[:size]
 
@@ -257,6 +268,7 @@ class Prefetcher:
             stored = store.shares[piece.share][piece.low : piece.high]
             if store.file is not None:
                 assert landing is not None and self._threads is not None
+                # They differ if the file has another dtype than the update, or the update runs on an accelerator.
                 if landing is not working:
                     landing[:size].copy_(working[:size])
                 values = landing[: page_aligned(size, store.dtype)]

@@ -1,7 +1,7 @@
-"""How a bucket's gradients are summed over data-parallel ranks, as an object that may be replaced.
+"""Reducers: replaceable objects that sum a bucket's gradients over data-parallel ranks.
 
-A reducer is told which bucket it reduces, may keep state of its own between steps (what a lossy reduction left out,
-say), and declares its calls to the planner. This file imports no torch, so that the planner can ask it.
+A reducer knows the bucket that it reduces, may hold state between steps (for example the residuals of a lossy
+reduction), and declares its calls to the planner. This file does not import torch, so that the planner can use it.
 """
 
 from __future__ import annotations
@@ -18,56 +18,66 @@ if TYPE_CHECKING:
     from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, Slot
     from meshwright.spec.layout.params import ParamRecord
 
-    # Name, buffer, tensors and their records by the slot's id, and what draws a new one.
+    # The name, the buffer, the tensors with their records by the slot's id, and a function that draws a new tensor.
     SideTensors = tuple[str, FlatBuffer, dict[int, tuple[Tensor, ParamRecord]], Callable[[Slot], None]]
 
 
 class PendingReduction(Protocol):
-    """A reduction under way. After `wait` the result can be used (on an accelerator, by what is launched after it)."""
+    """A reduction in flight. Its result can be used after `wait` (on an accelerator, by kernels launched after it)."""
 
     def wait(self) -> None: ...
 
 
 class Network(Protocol):
-    """The links between ranks as the planner prices them: seconds of a sum or another call of `payload` bytes over a
-    group of `ranks`, so many of which are on one node."""
+    """The planner's cost model of the links: the seconds of a call with `payload` bytes over a group of `ranks`.
+
+    `on_node` is the number of the group's ranks on one node.
+    """
 
     def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
-        """Return the seconds of a collective of the back end."""
+        """Return the seconds of a collective of the back end (NCCL, Gloo)."""
 
     def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
-        """Return the seconds of one of our own algorithms."""
+        """Return the seconds of one of the algorithms in `algorithms.py`."""
 
     def through_one(self, payload: float, ranks: int, on_node: int) -> float:
-        """Return the seconds of a sum for which everything passes through one rank."""
+        """Return the seconds of a sum that passes all data through one rank (a parameter server)."""
 
 
 class ReducerPlan(Protocol):
-    """What the planner needs to know of a reducer."""
+    """The part of a reducer that the planner uses."""
 
     @property
     def mixes(self) -> bool:
-        """Whether what becomes of an element depends on others of its bucket, or on random numbers. Ranks that hold
-        copies of a parameter would then not find the same sums, so such a reducer is only asked for buckets without
-        copies and without vectors (`BufferKey.compressed`); the others are summed plainly."""
+        """True if the sum of an element depends on other elements of its bucket, or on random numbers.
+
+        Ranks that hold copies of a parameter would then compute different sums. So such a reducer is used only for
+        buckets without copies and without vectors (`BufferKey.compressed`); others are summed by the plain reducer.
+        """
 
     @property
     def align(self) -> int:
-        """Where elements are mixed: parameters, and the pieces of ranks, begin at multiples of so many elements, so
-        that whoever works on blocks of as many finds the same ones in every layout that cuts between them."""
+        """The alignment, in elements, of parameters and of ranks' slices in buckets whose elements are mixed.
+
+        A reducer that works on blocks of this many elements then has the same blocks in every layout.
+        """
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
-        """The (op, payload bytes) that one rank's ledger counts when `op`, all_reduce or reduce_scatter, is asked of
-        this reducer for so many gradients over a group of so many ranks. `records` are those of a whole
-        bucket's parameters; there are none where a share is summed over replicas. `on_node`: neighbours of the group
-        that are on one node."""
+        """Return the (op, payload bytes) of the calls that one rank's ledger counts for one `op` of this reducer.
+
+        `op` is all_reduce or reduce_scatter of this many elements over a group of this many ranks. `records` are those
+        of a whole bucket's parameters, and empty if a shard is summed over replicas. `on_node` is the number of
+        neighbouring ranks of the group that are on one node.
+        """
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
-        """The bytes that a rank keeps between steps for a bucket of so many gradients. `gathered`: those of them whose
-        sum this rank makes and all others get, where they do."""
+        """Return the bytes that a rank holds between steps for a bucket of this many gradients.
+
+        `gathered` is the number of elements that this rank sums for all others, if the reducer works in this way.
+        """
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
         """Return True if a sum of this size begins during backward."""
@@ -76,47 +86,60 @@ class ReducerPlan(Protocol):
         self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
-        """Return the seconds of the sum whose calls `calls` lists. (Making compressed messages is not in them.)"""
+        """Return the seconds of the sum whose calls `calls` lists, without the time for compressing messages."""
 
 
 class Reducer(ReducerPlan, Protocol):
-    """Sums gradients over a group. Its collectives are methods of the group that it is given, called in the same order
-    on every rank, when it is asked or in `wait`. It is asked for groups of one rank too, where these do nothing."""
+    """Sums gradients over a group.
+
+    It communicates only with methods of the group that it is given, in the same order on every rank, when a sum is
+    requested or in `wait`. The group may have a single rank; its collectives then do nothing.
+    """
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Called once, before any gradient exists: the place to allocate states."""
+        """Allocate states. It is called once, before any gradient exists."""
 
     def begin_step(self, step: int, scale: float) -> None:
-        """Called before a step's first gradient. Gradients are stored multiplied by `scale`, which may be another one
-        in the next step."""
+        """Prepare for a step, before its first gradient.
+
+        Gradients are stored multiplied by `scale`, which may change from step to step.
+        """
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
-        """Begins to replace `grads` by their sum over `group`. In ZeRO stage 0 these are the whole bucket's; where
-        shards are replicated (`zero.shard_group=node`) they are this rank's share, already summed inside the node."""
+        """Begin to replace `grads` by their sum over `group`.
+
+        In ZeRO stage 0 they are the gradients of the whole bucket. If shards are replicated (`zero.shard_group=node`),
+        they are this rank's shard, already summed inside the node.
+        """
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
-        """Begins to set `out` to this rank's share of the sum over `group` of `grads`, the whole bucket's: once per
-        step in ZeRO stage 1, once per micro-batch in stages 2 and 3. Nobody else uses `grads` before `wait` returns."""
+        """Begin to set `out` to this rank's shard of the sum over `group` of `grads`, the whole bucket's gradients.
+
+        It is called once per step in ZeRO stage 1 and once per micro-batch in stages 2 and 3. No other code uses
+        `grads` before `wait` returns, so a reducer may overwrite them.
+        """
 
     def states(self) -> Iterator[tuple[str, FlatBuffer, list[Tensor]]]:
-        """Yields what a checkpoint must hold: a name, a buffer, and one tensor per bucket, of the whole bucket, of this
-        rank's share, or of the part of it that this rank alone holds (`Split.written`). Such a state is *additive*:
-        what counts is its sum over the ranks that hold an element. A checkpoint stores one row for each of them, and
-        the ranks of another layout add up the rows assigned to them. A layout without a state `x.sums` adds it to
-        `x`."""
+        """Yield the states that a checkpoint must hold: (name, buffer, one tensor per bucket).
+
+        A tensor covers the whole bucket, this rank's share, or the part of the share that only this rank holds
+        (`Split.written`). Such a state is *additive*: only its sum over the ranks that hold an element matters. A
+        checkpoint stores one row for each of these ranks, and the ranks of another layout add up the rows assigned to
+        them. A layout without a state `x.sums` adds it to `x`.
+        """
 
     def side_states(self) -> Iterator[SideTensors]:
-        """Yields what else a checkpoint must hold, of other shapes than the parameters', see `SideState`."""
+        """Yield further tensors for checkpoints whose shapes differ from those of the parameters (see `SideState`)."""
 
     def counters(self) -> Mapping[str, float | None]:
-        """Returns numbers that a checkpoint must hold, the same on all ranks."""
+        """Return numbers that a checkpoint must hold. They are the same on all ranks."""
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes those of a checkpoint, whichever layout saved it, after the states have been filled."""
+        """Restore the counters of a checkpoint of any layout, after the states have been loaded."""
 
 
 class CollectiveSums:
-    """The base of reducers whose sums are collectives of the back end, each as fast as elsewhere."""
+    """The base class of reducers that only use collectives of the back end, at their usual speed."""
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
@@ -132,11 +155,11 @@ class CollectiveSums:
         on_node: int,
     ) -> float:  # fmt: skip
         calls = self.calls(op, elements, element_bytes, ranks, records, on_node)
-        return sum(network.collective(each, payload, ranks, on_node) for each, payload in calls)
+        return sum(network.collective(name, payload, ranks, on_node) for name, payload in calls)
 
 
 class PlainReducer(CollectiveSums):
-    """A reducer that makes just the collective that it is asked for."""
+    """A reducer that passes every request directly to the group's collective."""
 
     mixes = False
     align = ALIGN
@@ -173,6 +196,5 @@ PLAIN_REDUCER = PlainReducer()
 
 
 def mixing(*plans: ReducerPlan) -> int:
-    """Returns where parameters begin in buffers that one of these reducers may mix: at multiples of so many elements. 0
-    if none of them mixes."""
+    """Return the alignment of parameters in buffers that one of these reducers mixes, or 0 if none of them mixes."""
     return max((plan.align for plan in plans if plan.mixes), default=0)

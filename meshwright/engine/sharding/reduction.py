@@ -1,7 +1,7 @@
-"""When a bucket's gradients are reduced: once per step (ZeRO stages 0 and 1) or once per micro-batch (2 and 3).
+"""The two schedules of reductions: once per step (ZeRO stages 0 and 1) or once per micro-batch (stages 2 and 3).
 
 Both count the contributions to a bucket and launch its reduction when the last one has arrived, while backward still
-runs. All ranks must launch in the same order, so it depends on nothing that could differ between them.
+runs. All ranks must launch in the same order, so the order depends on nothing that could differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from meshwright.engine.sharding.buffers import Bucket, Slot
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.nn.weight_grad import Sink, SinkTable
 
-# Reductions under way besides the one just launched, where gradients are scattered once per micro-batch.
+# The reductions in flight in addition to the one just launched, if gradients are scattered once per micro-batch.
 IN_FLIGHT = 1
 
-# Begins to reduce a bucket's gradients; this rank's part of the sum goes to the given tensor.
+# A function that begins to reduce a bucket's gradients and writes this rank's part of the sum to the given tensor.
 Launch = Callable[[Bucket, Tensor], PendingReduction]
 
 
 class OncePerStep:
-    """Reduces each bucket once per step (stages 0 and 1). The first step shows how many contributions a parameter gets
-    per micro-batch (a shared weight gets several). Buckets are launched in one fixed order; without `overlaps`, after
-    the last backward. Gradients of the step before are released where a buffer releases them."""
+    """Reduces each bucket once per step (stages 0 and 1).
+
+    The first step shows how many contributions a parameter gets per micro-batch (a shared weight gets several). Buckets
+    are launched in a fixed order; without `overlaps`, after the last backward. If a buffer releases gradients, `begin`
+    releases those of the previous step.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], launch: Launch, overlaps: bool = True) -> None:
         self.buckets, self._launch, self._overlaps = list(buckets), launch, overlaps
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._expected: dict[int, int] = {}  # contributions per micro-batch, by the slot's id, once they are known
+        self._expected: dict[int, int] = {}  # contributions per micro-batch by the slot's id, once known
         self._micro_batches = 0
         self._pending: list[PendingReduction] = []
         self._launched = 0
@@ -72,7 +75,8 @@ class OncePerStep:
         for bucket in self.buckets:
             bucket.allocate_grads()
         for slot in self._slots:
-            if slot.sink.fresh:  # no contribution came, so it still holds the gradient of the step before
+            # No contribution arrived, so the view still holds the gradient of the previous step.
+            if slot.sink.fresh:
                 slot.sink.view.zero_()
         while self._launched < len(self.buckets):
             self._launch_next()
@@ -81,17 +85,20 @@ class OncePerStep:
         self._pending = []
         if not self._expected:
             for slot in self._slots:
-                each, rest = divmod(slot.sink.contributions, self._micro_batches)
-                self._expected[id(slot)] = each if not rest else -1
+                # -1 never matches: a parameter whose contributions vary is reduced in `finish`.
+                per_micro_batch, rest = divmod(slot.sink.contributions, self._micro_batches)
+                self._expected[id(slot)] = per_micro_batch if not rest else -1
 
 
 class EveryMicroBatch:
-    """Reduces each bucket once per micro-batch (stages 2 and 3), for which alone whole gradients exist. A bucket is
-    complete when all contributions of a micro-batch have arrived: `uses` per parameter, by its id (one if not listed).
+    """Reduces each bucket once per micro-batch (stages 2 and 3), after which its whole gradients are released.
 
-    Which parameters a module that is not ours uses may depend on the data, so its buckets wait for the end of a
-    backward: that of their unit in stage 3 (`end_unit`), or else of a chunk: `late` gives, by the bucket's id, the one
-    whose backward is the last that can fill it.
+    A bucket is complete when all contributions of a micro-batch have arrived. `uses` has their number per parameter, by
+    its id (1 if not listed).
+
+    A user's module may use different parameters depending on the data, so its buckets wait for the end of a backward:
+    of their unit in stage 3 (`end_unit`), or else of a chunk. `late` has, by the bucket's id, the chunk whose backward
+    is the last that can contribute to it.
     """
 
     def __init__(
@@ -101,8 +108,8 @@ class EveryMicroBatch:
         self.buckets, self._launch, self._most = list(buckets), launch, 1 + IN_FLIGHT if overlaps else 0
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
-        self._whole = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
-        self._ended: set[int] = set()  # late buckets that were reduced in the backward under way
+        self._expected = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
+        self._ended: set[int] = set()  # the late buckets that were reduced in the current backward
         self._in_flight: deque[tuple[Bucket, PendingReduction, Tensor | None]] = deque()
         self.begin(0)
 
@@ -114,7 +121,7 @@ class EveryMicroBatch:
         self._has_sum = [False] * len(self.buckets)
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Makes sure, before a contribution, that the whole gradient has memory and is not being reduced."""
+        """Make sure before a contribution that the whole gradient has memory and is not being reduced."""
         while any(other is bucket for other, _, _ in self._in_flight):
             self._finish_oldest()
         bucket.allocate_grads()
@@ -124,13 +131,17 @@ class EveryMicroBatch:
         assert bucket.grads.allocated, "a gradient was written where there is no memory"
         self._arrivals[index] += 1
         self._ended.discard(index)
-        if self._arrivals[index] == self._whole[index] and index not in self._late:
+        if self._arrivals[index] == self._expected[index] and index not in self._late:
             self._scatter(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
-        """Begins to reduce what has arrived in a bucket. The first of a step goes straight to where the sum is kept."""
+        """Begin to reduce the gradients that have arrived in a bucket.
+
+        The first reduction of a step writes directly to the tensor of the sum; later ones are added to it.
+        """
         index = self._index[id(bucket)]
         for slot in bucket.slots:
+            # A parameter without a contribution still holds values of an earlier micro-batch.
             if slot.sink.fresh:
                 slot.sink.view.zero_()
             slot.sink.fresh = True
@@ -149,7 +160,7 @@ class EveryMicroBatch:
             bucket.own_grads.add_(part)
 
     def end_backward(self, chunk: int) -> None:
-        """Adds up everything launched and releases its memory; called after a chunk's backward."""
+        """Finish all launched reductions and release their memory, after a chunk's backward."""
         own = [index for index, last in self._late.items() if last == chunk]
         for index in own:
             if index not in self._ended:
@@ -159,8 +170,10 @@ class EveryMicroBatch:
         self._finish_all()
 
     def end_unit(self, buckets: Sequence[Bucket], unit: object = None) -> None:
-        """Begins to reduce the late ones of a unit's buckets; called after the unit's backward, in the same order on
-        every rank. What comes after it, as for a unit that is used twice, is reduced once more."""
+        """Begin to reduce a unit's late buckets after its backward, in the same order on every rank.
+
+        Contributions that arrive later, as for a unit that is used twice, are reduced by another call.
+        """
         for bucket in buckets:
             index = self._index.get(id(bucket))
             if index in self._late:

@@ -1,10 +1,12 @@
-"""fp32 masters of bf16 weights in two bytes each: the weight itself is one half of its master, a remainder the other.
+"""fp32 masters of bf16 weights in two more bytes each: the weight is one half of its master, a remainder the other.
 
-With m the bits of a master as an int32, the weight's bits are w = (m + 0x8000) >> 16 and the remainder is the int16
-m - (w << 16), so (w << 16) + remainder is m again, bit for bit. The weight is the nearest bf16 value; a tie, one value
-in 65,536, is rounded away from zero, where torch rounds it to even (no 16 bits could tell the 65,537 values that this
-rounds to one weight). Values above the largest bf16 one round to infinity, and their masters stay finite. The NaNs for
-which m + 0x8000 would carry into the sign are why the weight of every NaN is set to NaN: a NaN stays one, not its bits.
+With m the bits of a master as an int32, the weight's bits are w = (m + 0x8000) >> 16, and the remainder is the int16
+m - (w << 16). So (w << 16) + remainder is m again, bit for bit.
+
+The weight is the nearest bf16 value. Ties, one value in 65,536, are rounded away from zero, while torch rounds them to
+even: that rounds 65,537 values to some weights, which 16 bits can't tell apart. Values above the largest bf16 value
+round to infinity, and their masters stay finite. For some NaNs, m + 0x8000 would carry into the sign, so the weight of
+every NaN is set to one fixed NaN; the master then stays a NaN, but with other bits.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ NAN = 0x7FC0  # the bits of a bf16 NaN
 
 
 def join(weights: Tensor, remainders: Tensor) -> Tensor:
-    """Returns the float32 values of bf16 weights and their remainders, in a tensor of its own."""
+    """Return the float32 values of bf16 weights and their remainders, in a new tensor."""
     if kernels_take(weights) and weights.is_contiguous() and remainders.is_contiguous():
         from meshwright.kernels.adamw import copy_pairs
 
         values = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
         copy_pairs(values, weights, remainders, join=True)
         return values
-    return weights.float().view(torch.int32).add_(remainders).view(torch.float32)  # float() shifts the bits by 16
+    # float() shifts the bits of a bf16 value to the left by 16.
+    return weights.float().view(torch.int32).add_(remainders).view(torch.float32)
 
 
 def halve(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the bf16 weights of float32 values, and their remainders."""
+    """Return the bf16 weights of float32 values, and their remainders."""
     values = values.contiguous()
     if kernels_take(values):
         from meshwright.kernels.adamw import copy_pairs
@@ -49,7 +52,7 @@ def halve(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class PairedTensor:
-    """float32 values that are stored as bf16 weights and their remainders. It is cut and set like a tensor."""
+    """float32 values that are stored as bf16 weights and remainders. It can be sliced and assigned to like a tensor."""
 
     weights: Tensor
     remainders: Tensor
@@ -70,7 +73,7 @@ class PairedTensor:
         return self.dtype.itemsize
 
     def both(self, change: Callable[[Tensor], Tensor]) -> PairedTensor:
-        """Returns what `change` makes of each of the two."""
+        """Return the pair after applying `change` to both tensors."""
         return PairedTensor(change(self.weights), change(self.remainders))
 
     def __getitem__(self, at: Any) -> PairedTensor:
@@ -83,7 +86,7 @@ class PairedTensor:
         self.both(Tensor.zero_)
 
     def join(self) -> Tensor:
-        """Returns the values in a tensor of its own."""
+        """Return the values in a new tensor."""
         return join(self.weights, self.remainders)
 
 
@@ -91,10 +94,10 @@ Values = Tensor | PairedTensor
 
 
 def plain(values: Values) -> Tensor:
-    """Returns the values as a tensor: the one that they are, or one in which they are joined."""
+    """Return the values as a tensor: unchanged if they are one, else joined in a new tensor."""
     return values.join() if isinstance(values, PairedTensor) else values
 
 
 def tensors_of(values: Values) -> tuple[Tensor, ...]:
-    """Returns the tensors in which the values are stored."""
+    """Return the tensors in which the values are stored."""
     return (values.weights, values.remainders) if isinstance(values, PairedTensor) else (values,)

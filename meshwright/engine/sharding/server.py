@@ -1,14 +1,15 @@
 """A parameter server, for study: some of the data-parallel ranks sum the gradients of all and send the sums back.
 
-Server j of k sums the j-th of k equal pieces of every bucket. All ranks push their pieces to the servers, which add
+Server j of k sums the j-th of k equal slices of every bucket. All ranks push their slices to the servers, which add
 them up in the order of the ranks, and then every rank pulls the sums. So a server receives and sends n / k buckets in
-a group of n ranks, where a ring spreads the same bytes evenly over all ranks.
+a group of n ranks, while a ring spreads the same bytes evenly over all ranks.
 
-With a staleness of s, a rank's gradients of a step reach the servers 0 to s steps late, and are summed with what the
-others send then: they were computed with weights that are up to s updates old. How late is drawn for each rank and
-step from the seed, as if ranks had different speeds; nobody is waited for more than s steps, and every gradient is
-summed once. So a run can be repeated to the bit, which a server that sums whatever has arrived can't. No torch at the
-top of this file, so that the planner can ask it.
+With a staleness of s, a rank's gradients of a step reach the servers 0 to s steps late, and are summed with the
+gradients that arrive in that step. They were computed with weights that are up to s updates old. The delay of each rank
+and step is drawn from the seed, as if ranks had different speeds. No gradient is more than s steps late, and each is
+summed exactly once. So a run is reproducible bit for bit, unlike one with a server that sums whatever has arrived.
+
+This file imports torch only when it is needed, so that the planner can use it.
 """
 
 from __future__ import annotations
@@ -28,35 +29,40 @@ if TYPE_CHECKING:
     from meshwright.engine.sharding.reducers import Network, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
-WIDE_BYTES = 4  # late gradients are kept in float32 at least
+WIDE_BYTES = 4  # Late gradients are held in float32 or wider.
 
 
 def steps_late(seed: int, step: int, rank: int, staleness: int) -> int:
-    """Returns how many steps late the gradients of a step reach the servers from a rank of the data-parallel group."""
+    """Return the number of steps after which a data-parallel rank's gradients of a step reach the servers."""
     return stream_seed(seed, "server", step, rank) % (staleness + 1)
 
 
 def rank_bytes(servers: int, ranks: int, index: int, summed: int) -> tuple[int, int]:
-    """Return (payload, bytes that leave it) of one rank of a group that sums so many bytes: a push of everything, and
-    of a server a pull of its piece by every rank. What a server sends to itself stays."""
-    piece, serves = summed // servers, index < servers
-    return (summed + ranks * piece, summed + (ranks - 2) * piece) if serves else (summed, summed)
+    """Return (payload, wire bytes) that one rank of a group sends for a sum of `summed` bytes.
+
+    Every rank pushes all its gradients. A server also sends its slice of the sum to every rank. Bytes that a server
+    sends to itself are part of the payload, but not of the wire bytes.
+    """
+    if index >= servers:
+        return summed, summed
+    slice_bytes = summed // servers
+    return summed + ranks * slice_bytes, summed + (ranks - 2) * slice_bytes
 
 
 class ServerReducer(PlainReducer):
-    """Sums through `servers` ranks of the group."""
+    """Sums through the first `servers` ranks of the group."""
 
     def __init__(self, servers: int, staleness: int = 0, seed: int = 0) -> None:
         self.servers, self.staleness, self.seed = servers, staleness, seed
         self._step, self._scale = 1, 1.0
         self._buffers: Sequence[FlatBuffer] = ()
-        self._late: dict[Bucket, deque[Tensor]] = {}  # what arrives in one step, in two, ...
+        self._late: dict[Bucket, deque[Tensor]] = {}  # the sums that arrive in one step, in two, ...
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
-        """The mean of all ranks: servers send more than others, which the sum over the ranks does not show."""
+        """Return the mean calls of a rank. Servers send more than other ranks, but the ledger sums over ranks."""
         return [("all_to_all", elements * element_bytes)] * 2
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
@@ -66,9 +72,9 @@ class ServerReducer(PlainReducer):
         self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
-        """See `ReducerPlan`: each server serves so many ranks."""
-        crowded = ranks / self.servers
-        return crowded * super().seconds(network, op, elements, element_bytes, ranks, records, on_node)
+        """Return the seconds of a sum (see `ReducerPlan`), which grow with the number of ranks per server."""
+        ranks_per_server = ranks / self.servers
+        return ranks_per_server * super().seconds(network, op, elements, element_bytes, ranks, records, on_node)
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         return self.staleness * elements * max(WIDE_BYTES, element_bytes)
@@ -93,10 +99,13 @@ class ServerReducer(PlainReducer):
         return Serving(self, grads, group)
 
     def _delay(self, late: deque[Tensor], grads: Tensor, rank: int) -> None:
-        """Replaces a rank's gradients by those that reach the servers in this step."""
+        """Replace a rank's gradients by those that reach the servers in this step."""
         steps, arriving = steps_late(self.seed, self._step, rank, self.staleness), late.popleft()
-        held = grads.to(arriving.dtype).div(self._scale) if steps else None
-        grads.zero_() if steps else None
+        # Held gradients are stored without the loss scale, which may change before they arrive.
+        held = None
+        if steps:
+            held = grads.to(arriving.dtype).div(self._scale)
+            grads.zero_()
         grads.add_(arriving, alpha=self._scale)
         late.append(arriving.zero_())
         if held is not None:
@@ -109,7 +118,7 @@ class ServerReducer(PlainReducer):
 
 
 class Serving:
-    """A sum through the servers: a push that is under way, and a pull when it is waited for."""
+    """A sum through the servers. The push is in flight; the pull happens in `wait`."""
 
     def __init__(self, reducer: ServerReducer, grads: Tensor, group: Group) -> None:
         self._grads, self._group, self._servers = grads, group, reducer.servers
@@ -123,23 +132,25 @@ class Serving:
         )
 
     def _parts(self, any_: bool, all_ranks: bool = False) -> list[int]:
-        """The elements to or from each rank: a piece for every server, or, of a server, one for every rank."""
+        """Return the elements to or from each rank: one slice per server, or with `all_ranks` one per rank.
+
+        Without `any_` all are zero.
+        """
         size, servers = self._group.size, self._servers
-        takes = [any_ and (all_ranks or rank < servers) for rank in range(size)]
-        return [self._width if each else 0 for each in takes]
+        takes_part = [any_ and (all_ranks or rank < servers) for rank in range(size)]
+        return [self._width if takes else 0 for takes in takes_part]
 
     def wait(self) -> None:
         group = self._group
         if group.alone:
             return
         self._pending.wait()
-        found = self._pushed
+        sums = self._pushed
         if self._serves:
-            pieces = found.view(group.size, self._width)
-            total = pieces[0].clone()
-            for piece in pieces[1:]:
-                total += piece
-            found = total.repeat(group.size)
-        group.all_to_all(
-            self._grads, found, sends=self._parts(self._serves, all_ranks=True), receives=self._parts(True)
-        )
+            # In the order of the ranks, so that the sum is the same in every run.
+            first, *others = sums.view(group.size, self._width)
+            total = first.clone()
+            for pushed in others:
+                total += pushed
+            sums = total.repeat(group.size)
+        group.all_to_all(self._grads, sums, sends=self._parts(self._serves, all_ranks=True), receives=self._parts(True))

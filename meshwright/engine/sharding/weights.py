@@ -1,13 +1,14 @@
-"""Gathering weights that are sharded over ranks: after the update (stages 1 and 2) or for each use (stage 3).
+"""The gathering of weights that are sharded over ranks: after the update (stages 1 and 2) or for each use (stage 3).
 
-A unit is gathered and released as a whole: one that a chunk names (`StageModule.units`), or a whole foreign chunk. In
-stage 3 a unit's gate gathers its buckets before forward and before backward and releases them after. The order in which
-a chunk's forward, or backward, opens its units is recorded the first time; from then on the next unit is prefetched.
+A unit is gathered and released as a whole. It is one of the units that a chunk names (`StageModule.units`), or a whole
+foreign chunk. In stage 3 a unit's gate gathers its buckets before forward and before backward and releases them
+afterwards. The order in which a chunk's forward or backward opens its units is recorded in the first pass. From then on
+the next unit is prefetched.
 
-All ranks of a stage must open the same units in the same order, or they would wait for each other, or each get parts
-of different ones. A module that is not ours may do otherwise, as one that drops blocks at random. So one that changes
-its order in stage 3 is stopped, and each rank keeps a checksum of what it opened, which every step compares
-(`record/rank_figures.py`).
+All ranks of a stage must open the same units in the same order. Otherwise they would wait for each other forever, or
+gather shards of different units. A user's module may not do so, for example if it drops blocks at random. So a module
+that changes its order in stage 3 is stopped with an error. In addition, each rank keeps a checksum of the units that it
+opened, and every step compares these (`record/rank_figures.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from meshwright.models.stage import stage_of
 from meshwright.nn.unit import GATE
 from meshwright.spec.traffic.ledger import Ledger
 
-Pass = tuple[int, str, bool]  # a chunk, whether its forward or its backward, and whether in a validation
+Pass = tuple[int, str, bool]  # a chunk, "forward" or "backward", and True in a validation
 
 
 class GatedUnit:
-    """The gate of one unit (`nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
+    """The gate of one unit (see `nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool, foreign: bool = False) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
-        self.foreign = foreign or whole_chunk  # which of its parameters get gradients may depend on the data
+        # The parameters of a foreign unit that get gradients may depend on the data.
+        self.foreign = foreign or whole_chunk
         self.buckets: list[Bucket] = []
         self.on_done: Callable[[GatedUnit], None] = lambda unit: None
         self.weights: WeightGatherer
@@ -54,24 +56,25 @@ class GatedUnit:
 
 
 def find_units(modules: Sequence[nn.Module]) -> list[GatedUnit]:
-    """Returns the units of all chunks, in the order of forward."""
-    found: list[GatedUnit] = []
+    """Return the units of all chunks, in the order of forward."""
+    units: list[GatedUnit] = []
     for chunk, module in enumerate(modules):
         stage = stage_of(module)
         named = stage.units()
         parts = [module] if named is None else named
-        found += [GatedUnit(part, chunk, named is None, stage.foreign) for part in parts]
-    return found
+        units += [GatedUnit(part, chunk, named is None, stage.foreign) for part in parts]
+    return units
 
 
 def number_units(units: Sequence[GatedUnit]) -> dict[int, int]:
-    """Returns the number of the first unit that a parameter belongs to, by the parameter's id."""
-    numbered = reversed(list(enumerate(units)))  # so that the first is set last
+    """Return the number of the first unit that a parameter belongs to, by the parameter's id."""
+    # In reversed order the first unit's number is set last, and remains.
+    numbered = reversed(list(enumerate(units)))
     return {id(parameter): number for number, unit in numbered for parameter in unit.module.parameters()}
 
 
 class WeightGatherer:
-    """Gathers and releases the weights of this rank's units. `shards_of` gives the ranks that divide a buffer."""
+    """Gathers and releases the weights of this rank's units. `shards_of` returns the group that shards a buffer."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class WeightGatherer:
         ledger: Ledger,
     ) -> None:
         self.units, self.ledger, self._shards_of = units, ledger, shards_of
-        self.overlaps = True  # gathers run while something else is computed
+        self.overlaps = True  # Gathers run concurrently with compute.
         self.gather = GatherConfig()
         self.copies = NodeCopies()
         self._gathering: dict[int, PendingReduction] = {}
@@ -90,7 +93,7 @@ class WeightGatherer:
         self._action: Pass | None = None
         self._opened: list[GatedUnit] = []
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
-        self.checksum = 1  # of the units that were opened so far in stage 3, in their order
+        self.checksum = 1  # of the units opened so far in stage 3, in order
         bucket_of = {id(slot): buffer.buckets[slot.bucket] for buffer in buffers for slot in buffer.slots}
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
@@ -102,7 +105,7 @@ class WeightGatherer:
     # Stages 1 and 2.
 
     def updated(self, bucket: Bucket) -> None:
-        """Begins to gather a bucket after the update of this rank's share; the gather overlaps with other work."""
+        """Begin to gather a bucket after the update of this rank's shard. The gather overlaps with other work."""
         self.copies.forget(bucket)
         if bucket.stage in (1, 2):
             self._gather(bucket)
@@ -110,7 +113,7 @@ class WeightGatherer:
                 self.wait_for_gathers()
 
     def wait_for_gathers(self) -> None:
-        """Waits for all gathers that are under way."""
+        """Wait for all gathers in flight."""
         for pending in self._gathering.values():
             pending.wait()
         self._gathering = {}
@@ -118,17 +121,18 @@ class WeightGatherer:
     # Stage 3.
 
     def begin(self, chunk: int, work: str) -> None:
-        """Begins to gather the unit that a chunk's forward or backward will open first; called before it."""
+        """Begin to gather the unit that a chunk's forward or backward will open first. Call it before the pass."""
         self._action, self._opened = (chunk, work, self.ledger.current_phase == "validation"), []
         order = self._orders.get(self._action)
-        if order:  # a chunk that is frozen opens nothing in backward
+        # The order is empty in the backward of a frozen chunk, which opens no units.
+        if order:
             self._gather_unit(order[0])
         for unit in self.units:
             if unit.chunk == chunk and unit.whole_chunk:
                 self.open(unit)
 
     def end(self, chunk: int) -> None:
-        """Releases every unit of a chunk that is still open; called after its forward or backward."""
+        """Release every unit of a chunk that is still open, after its forward or backward."""
         for unit in self.units:
             if unit.chunk == chunk:
                 self.close(unit)
@@ -143,6 +147,7 @@ class WeightGatherer:
         for bucket in unit.buckets:
             if (pending := self._gathering.pop(id(bucket), None)) is not None:
                 pending.wait()
+        # Outside of a pass, for example when weights are exported, no order is recorded.
         if self._action is None:
             return
         self._opened.append(unit)
@@ -174,11 +179,13 @@ class WeightGatherer:
             return
         whole, share = bucket.params.tensor, bucket.own_params
         if share.device.type != whole.device.type:
-            low, high = bucket.share  # offloaded weights are first copied to their place on the device
+            # Offloaded weights are first copied to their range of the whole tensor on the device.
+            low, high = bucket.share
             share = whole[low - bucket.start : high - bucket.start].copy_(share, non_blocking=True)
         with self.ledger.phase(phase), self.ledger.layer(None):
             group = self._shards_of(bucket.buffer)
-            rounds = self.gather.kind != "plain" and whole.is_floating_point()  # packed weights are in few bits already
+            # Integer tensors are packed weights of few bits, which need no further rounding.
+            rounds = self.gather.kind != "plain" and whole.is_floating_point()
             if bucket.stage == 3 and rounds and not group.alone:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:

@@ -1,1 +1,1 @@
-"""Reducers that send less than the gradients themselves."""
+"""Reducers that compress gradients before they send them."""

@@ -1,9 +1,9 @@
-"""Choosing how gradients are sent from what was measured (`comm.reduce.adaptive`).
+"""Adaptive compression: choose the format of gradient messages from measurements (`comm.reduce.adaptive`).
 
-The first steps sum plainly. Then each candidate, from the mildest to the harshest, sums one bucket, and what a step
-would take with it is compared: making messages delays the computing, and what is left of their way hides behind the
-backward, as far as that is long enough. The mildest candidate is taken that no harsher one beats by much. What it
-leaves out is kept (error feedback), whatever the candidate.
+The first steps sum without compression. Then each candidate, from the mildest to the harshest, sums one bucket, and the
+resulting step times are compared. Compressing and decompressing delays compute, while the transfer overlaps with
+backward as far as backward is long enough. The mildest candidate is chosen that no harsher one beats by much. All
+candidates use error feedback.
 """
 
 from __future__ import annotations
@@ -21,37 +21,43 @@ from meshwright.engine.sharding.compression.exchange import ExchangeReducer, cod
 from meshwright.engine.sharding.compression.sizes import candidates
 from meshwright.engine.sharding.reducers import PendingReduction
 
-WORTH = 0.05  # of a step, that a harsher candidate must save
-CHOICE, RANKS = "reduce.", "reduce.ranks"  # names of what a checkpoint holds of the choice
+WORTH = 0.05  # the share of a step that a harsher candidate must save
+CHOICE, RANKS = "reduce.", "reduce.ranks"  # the names of the choice and of the number of ranks in a checkpoint
 
 
 class Trial(NamedTuple):
-    """A candidate, the seconds of a step's sums by it where nothing else is done, and those of them that its messages
-    take to be made and read."""
+    """The measurements of a candidate.
+
+    `seconds` is the time of all sums of a step if nothing else runs, and `making` the part of it for compressing and
+    decompressing messages.
+    """
 
     config: ReduceConfig
     seconds: float
     making: float
 
     def delay(self, room: float) -> float:
-        """Returns by how much the sums make a step longer that can hide `room` seconds of them."""
+        """Return the seconds by which the sums prolong a step in which `room` seconds of transfer can overlap."""
         return self.making + max(0.0, self.seconds - self.making - room)
 
 
 def best(trials: Sequence[Trial], room: float, step_s: float) -> Trial:
-    """Returns the first of the candidates, which are in the order of what they leave out, that no other beats by a part
-    `WORTH` of a step."""
+    """Return the first candidate that no other beats by more than `WORTH` of a step.
+
+    `trials` are ordered from the mildest to the harshest.
+    """
     least = min(trial.delay(room) for trial in trials)
     return next(trial for trial in trials if trial.delay(room) <= least + WORTH * step_s)
 
 
 class AdaptiveReducer(ExchangeReducer):
-    """Sums plainly until it is told what to choose."""
+    """A reducer that sums without compression until `choose` sets a candidate."""
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:
-        super().__init__(replace(config, adaptive=False, kind="topk"), seed)  # it keeps residuals, and cuts no block
+        # Until the choice, behave as top-k, which has residuals and aligns parameters to blocks.
+        super().__init__(replace(config, adaptive=False, kind="topk"), seed)
         self.adaptive, self.choice = config, None  # type: tuple[ReduceConfig, ReduceConfig | None]
-        self._owed: set[Bucket] = set()  # whose residuals are to be sent with the next plain sum
+        self._owed: set[Bucket] = set()  # buckets whose residuals are added to their next plain sum
 
     @property
     def candidates(self) -> list[ReduceConfig]:
@@ -59,7 +65,7 @@ class AdaptiveReducer(ExchangeReducer):
 
     @property
     def ranks(self) -> int:
-        """The most ranks that sum a gradient."""
+        """The largest number of ranks that sum a gradient."""
         return max((buffer.split.ranks for buffer in self.buffers), default=1)
 
     def choose(self, choice: ReduceConfig) -> None:
@@ -82,24 +88,25 @@ class AdaptiveReducer(ExchangeReducer):
         return super().reduce_scatter(bucket, out, grads, group)
 
     def _pay(self, bucket: Bucket, grads: Tensor, group: Group) -> None:
-        """Adds to a plain sum what a run that was elsewhere before, and compressed there, had left out."""
+        """Add a residual to a plain sum, if this run resumed one that compressed with another number of ranks."""
         if bucket not in self._owed or not self.is_plain(bucket, group):
             return
         self._owed.discard(bucket)
         low, _ = bucket.buffer.split.written(bucket.start, bucket.stop)
-        for kept, start in ((self.residuals, bucket.start), (self.sum_residuals, low)):
-            if bucket in kept:
-                part = grads[start - bucket.start :][: kept[bucket].numel()]
-                part.add_(kept[bucket].to(part.dtype), alpha=self.scale)
-                kept[bucket].zero_()
+        for residuals, start in ((self.residuals, bucket.start), (self.sum_residuals, low)):
+            if bucket in residuals:
+                part = grads[start - bucket.start :][: residuals[bucket].numel()]
+                part.add_(residuals[bucket].to(part.dtype), alpha=self.scale)
+                residuals[bucket].zero_()
 
     def counters(self) -> dict[str, float | None]:
         return {} if self.choice is None else {f"{CHOICE}{self.choice.kind}": self.choice.ratio, RANKS: self.ranks}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes the choice of the run that goes on, unless another number of ranks made it."""
+        """Restore the choice of the resumed run, unless it was made with another number of ranks."""
+        # The checkpoint's residuals must not get lost if this run does not compress (`choose` clears them otherwise).
         self.choice, self._owed = None, set(self.residuals)
         if counters.get(RANKS) == self.ranks:
-            for each in self.candidates:
-                if counters.get(f"{CHOICE}{each.kind}") == each.ratio:
-                    self.choose(each)
+            for candidate in self.candidates:
+                if counters.get(f"{CHOICE}{candidate.kind}") == candidate.ratio:
+                    self.choose(candidate)

@@ -1,7 +1,7 @@
-"""The reducer that exchanges compressed pieces.
+"""The reducer that exchanges compressed slices of gradients.
 
-Each rank compresses what it sends; the rank that a piece is sent to adds up the pieces of all in full precision and,
-where all ranks need the whole sum, compresses the result once more.
+Each rank compresses the slices that it sends. The rank that receives a slice from all others adds them up in full
+precision and, if all ranks need the whole sum, compresses the result once more.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from meshwright.engine.sharding.compression.sparse import Sparse
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 
-AT_ONCE = 1 << 22  # elements that are compressed at once, unless a piece has more
+AT_ONCE = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
 
 
 class Codec(Protocol):
-    """How pieces [pieces, elements] become messages [pieces, bytes], and back."""
+    """Converts slices [slices, elements] to messages [slices, bytes], and back."""
 
     @property
     def fills_gaps(self) -> bool:
-        """Whether zeros arrive as other numbers."""
+        """True if zeros are decoded as other numbers."""
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor: ...
 
@@ -45,11 +45,14 @@ def codec_of(config: ReduceConfig) -> Codec:
 
 
 class ExchangeReducer(Compressing):
-    """Sums compressed pieces, element by element."""
+    """Sums compressed slices, element by element."""
 
     def __init__(self, config: ReduceConfig, seed: int, keeps_sums: bool = True) -> None:
-        """With `keeps_sums` what is left out of a sum is kept with it; without, by the rank that makes it, with what it
-        leaves out of its own gradients."""
+        """Prepare for sums with this config.
+
+        With `keeps_sums`, the residual of a sum is stored separately. Without it, the rank that computes a sum adds
+        the residual to that of its local gradients.
+        """
         super().__init__(config, seed)
         self.codec, self._keeps_sums = codec_of(config), keeps_sums
         self._asked: Counter[Bucket] = Counter()
@@ -71,9 +74,11 @@ class ExchangeReducer(Compressing):
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         if self.is_plain(bucket, group):
             return group.all_reduce(grads, wait=False)
-        if bucket.stage:  # the residual was added before the sum over the ranks that share the bucket
+        # With ZeRO, `reduce_scatter` has already added the residual and summed over the shards of the bucket.
+        if bucket.stage:
             exchange = Exchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
         else:
+            # `anew`: the old residual is part of the sum now, so the new one replaces it.
             exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
         return Gathering(exchange, grads)
 
@@ -84,35 +89,36 @@ class ExchangeReducer(Compressing):
         return Scattering(exchange, out)
 
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
-        """Returns the message of a sum [1, elements] that this rank has made; keeps the rest."""
-        if (kept := self.sum_residuals.get(bucket)) is None:
+        """Return the message of a sum [1, elements] that this rank has computed, and store the residual."""
+        if (residual := self.sum_residuals.get(bucket)) is None:
             return self.encoded(bucket, start, x, anew=False)
-        x.add_(kept, alpha=self.scale)
+        x.add_(residual, alpha=self.scale)
         message = self.codec.encode(x, None)
         left_out = x - self._decoded(bucket, start, message, x.shape[1], x.dtype)
-        kept.copy_(finite(left_out).div_(self.scale))
+        residual.copy_(finite(left_out).div_(self.scale))
         return message
 
     def encoded(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
-        """Returns the messages of `x` [pieces, elements], which begins at `start` of the buffer; keeps the rest."""
+        """Return the messages of `x` [slices, elements], which begins at `start` of the buffer. Store the residual."""
         numbers, messages = self._random(bucket, x), []
         for first, rows in few_at_once(x):
             at = start + first * x.shape[1]
             noise = None if numbers is None else torch.empty_like(rows, dtype=torch.float32).uniform_(generator=numbers)
             messages.append(self.codec.encode(rows, noise))
+            # Freed before decoding, which needs memory too.
             del noise
             if self.residuals:
                 self.keep(bucket, at, rows - self._decoded(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
         return torch.cat(messages)
 
     def decode_to(self, out: Tensor, bucket: Bucket, start: int, message: Tensor, dtype: torch.dtype) -> None:
-        """Sets `out` [pieces, elements], which begins at `start` of the buffer, to the numbers of messages."""
+        """Decode messages into `out` [slices, elements], which begins at `start` of the buffer."""
         for first, rows in few_at_once(out):
-            some = message[first : first + rows.shape[0]]
-            rows.copy_(self._decoded(bucket, start + first * out.shape[1], some, out.shape[1], dtype))
+            part = message[first : first + rows.shape[0]]
+            rows.copy_(self._decoded(bucket, start + first * out.shape[1], part, out.shape[1], dtype))
 
     def sum_of(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns the sum of messages that all are of the same piece."""
+        """Return the sum of the messages of one slice from all ranks."""
         total = torch.zeros(elements, dtype=dtype, device=message.device)
         for first, rows in few_at_once(total.expand(message.shape[0], elements)):
             total += self.codec.decode(message[first : first + rows.shape[0]], elements, dtype).sum(0)
@@ -122,15 +128,18 @@ class ExchangeReducer(Compressing):
         return self.without_gaps(bucket, start, self.codec.decode(message, elements, dtype))
 
     def without_gaps(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
-        """Zeroes what is no parameter's."""
+        """Set the elements to zero that belong to no parameter."""
         flat = x.view(-1)
         for low, high in self._gaps.get(bucket, []):
             flat[max(low - start, 0) : max(high - start, 0)] = 0
         return x
 
     def _random(self, bucket: Bucket, x: Tensor) -> torch.Generator | None:
-        """Random numbers keyed by seed, step, rank and place, never by the order of execution. With error feedback
-        rounding needs no chance: nothing is lost."""
+        """Return random numbers for rounding, or None if rounding is not stochastic.
+
+        They are keyed by seed, step, rank and bucket, never by the order of execution. With error feedback the nearest
+        code is used: no error is lost, so rounding need not be unbiased.
+        """
         if self.config.feeds_back or self.config.kind not in ROUNDED:
             return None
         self._asked[bucket] += 1
@@ -143,8 +152,10 @@ class ExchangeReducer(Compressing):
 
 
 class Exchange:
-    """The first half of a sum: each rank gets its piece from all ranks. `start` is where `x`, which becomes ours,
-    begins in the buffer."""
+    """The first half of a sum: each rank receives its slice from all ranks.
+
+    `start` is the offset of `x` in the buffer. The exchange owns `x` and may overwrite it.
+    """
 
     def __init__(
         self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, anew: bool
@@ -153,17 +164,17 @@ class Exchange:
         self.elements, self.dtype = x.numel() // group.size, x.dtype
         self.start, self.own = start, start + group.index * self.elements
         self._sent = reducer.encoded(bucket, start, x.view(group.size, -1), anew)
-        self._found = torch.empty_like(self._sent)
-        self._pending: Pending = group.all_to_all(self._found, self._sent, wait=False)
+        self._received = torch.empty_like(self._sent)
+        self._pending: Pending = group.all_to_all(self._received, self._sent, wait=False)
 
     def sum(self) -> Tensor:
-        """Returns the sum of this rank's piece."""
+        """Wait for the messages, and return the sum of this rank's slice."""
         self._pending.wait()
-        return self.reducer.sum_of(self.bucket, self.own, self._found, self.elements, self.dtype)
+        return self.reducer.sum_of(self.bucket, self.own, self._received, self.elements, self.dtype)
 
 
 class Scattering:
-    """A sum of which each rank gets its share."""
+    """A sum of which each rank gets its shard."""
 
     def __init__(self, exchange: Exchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
@@ -173,37 +184,43 @@ class Scattering:
 
 
 class Gathering:
-    """A sum that every rank gets: the summed pieces are compressed again. All ranks read the same messages, so that
-    their sums are equal to the bit."""
+    """A sum that every rank gets: the summed slices are compressed again and all-gathered.
+
+    All ranks decode the same messages, so that their sums are equal bit for bit.
+    """
 
     def __init__(self, exchange: Exchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
         exchange.reducer.begun(self)
 
     def proceed(self) -> None:
-        at = self._exchange
-        self._message = at.reducer.encoded_sum(at.bucket, at.own, at.sum()[None])
-        self._found = self._message.new_empty(at.group.size, self._message.shape[1])
-        self._pending = at.group.all_gather(self._found, self._message, wait=False)
+        ours = self._exchange
+        self._message = ours.reducer.encoded_sum(ours.bucket, ours.own, ours.sum()[None])
+        self._received = self._message.new_empty(ours.group.size, self._message.shape[1])
+        self._pending = ours.group.all_gather(self._received, self._message, wait=False)
 
     def wait(self) -> None:
-        at = self._exchange
-        at.reducer.proceed()
+        ours = self._exchange
+        ours.reducer.proceed()
         self._pending.wait()
-        at.reducer.decode_to(self._out.view(at.group.size, -1), at.bucket, at.start, self._found, at.dtype)
+        ours.reducer.decode_to(self._out.view(ours.group.size, -1), ours.bucket, ours.start, self._received, ours.dtype)
 
 
 def few_at_once(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yields (number of the first, pieces) of `x` [pieces, elements]: compressing takes several times the memory of
-    what is compressed, so not all is compressed at once."""
+    """Yield (number of the first slice, slices) of `x` [slices, elements] in groups of at most AT_ONCE elements.
+
+    Compressing needs several times the memory of its input, so the whole of `x` is never compressed at once.
+    """
     rows = max(1, AT_ONCE // x.shape[1])
     for first in range(0, x.shape[0], rows):
         yield first, x[first : first + rows]
 
 
 def gaps_of(bucket: Bucket) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the buffer that hold no parameter's content: between parameters, and rows of padding. Slots
-    may begin before the bucket, or end behind it, where it stands for a part of one."""
+    """Yield the ranges of the buffer without content of a parameter: between parameters, and padded rows.
+
+    Slots may begin before the bucket or end after it, if the bucket represents a fragment of a shard.
+    """
     at = bucket.start
     for slot in bucket.slots:
         for low, high in filled_rows(slot.record):
@@ -215,7 +232,7 @@ def gaps_of(bucket: Bucket) -> Iterator[tuple[int, int]]:
 
 
 def filled_rows(record: ParamRecord) -> list[tuple[int, int]]:
-    """Returns the ranges of a local tensor's elements that are no padding, which is whole rows."""
+    """Return the ranges of a local tensor's elements that are not padding. Only whole rows can be padding."""
     inner = record.numel // record.local_shape[0]
     if any(box.shape[1:] != record.local_shape[1:] for box in record.boxes):
         return [(0, record.numel)]

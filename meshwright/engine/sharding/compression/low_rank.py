@@ -1,11 +1,11 @@
-"""PowerSGD: in place of a matrix M, the product of two narrow factors is summed.
+"""PowerSGD: instead of a matrix M, the ranks sum two narrow factors.
 
-One step of a power iteration, from the factor Q that the last one left, with M = G + what was left out before:
+One step of a power iteration starts from the factor Q of the previous step, with M = G + residual:
 
     P = sum of M Q      P = orthonormal basis of P's columns      Q = sum of M^T P      the sum of G is about P Q^T
 
-Each rank keeps M - P P^T M, so that what has arrived and what is kept are together the sum of all gradients. Parameters
-that two factors would not make smaller are sent as they are, beside the first of them.
+The new residual of each rank is M - P P^T M, so that the approximated sums and all residuals add up to the sum of all
+gradients. Parameters that two factors would not make smaller are sent uncompressed together with the first factors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 
 class LowRankReducer(Compressing):
-    """Sums matrices as products of two factors. A share is no matrix: replicas sum theirs as they are."""
+    """Sums matrices as products of two factors. Shards are not matrices, so their replicas are summed uncompressed."""
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:
         super().__init__(config, seed)
@@ -54,7 +54,7 @@ class LowRankReducer(Compressing):
         return matrices_of(slot.record, self.config.rank)
 
     def draw(self, slot: Slot) -> None:
-        """Sets the factor that a run begins with, the same on all data-parallel ranks."""
+        """Initialise the factor of a parameter for a new run, equal on all data-parallel ranks."""
         if (factor := self.factors.get(id(slot))) is None:
             return
         numbers = generator(factor.device)
@@ -66,8 +66,8 @@ class LowRankReducer(Compressing):
         for buffer in self.buffers:
             held = {}
             for slot in (slot for slot in buffer.slots if slot.record.name in products):
-                # A few copied key-value rows may be sent as they are while the query rows of the same tensor are sent
-                # as a product: a checkpoint's tensor is whole, with zeros there.
+                # A few copied key-value rows may be sent uncompressed while the query rows of the same tensor are sent
+                # as a product. A checkpoint only holds whole tensors, so the former get zeros.
                 whole_rows = slot.record.local_shape[-1] == slot.record.shape[-1]
                 form = replace(self.form(slot), rank=self.config.rank, transposed=whole_rows)
                 record = factor_record(slot.record, form)
@@ -91,7 +91,7 @@ class LowRankReducer(Compressing):
 
 
 class LowRankSum:
-    """The sum of one bucket's matrices. `out` gets what begins at `offset` of it."""
+    """The sum of one bucket's matrices. `out` receives the elements from `offset` on."""
 
     def __init__(
         self, reducer: LowRankReducer, bucket: Bucket, out: Tensor, grads: Tensor, offset: int, group: Group
@@ -104,10 +104,10 @@ class LowRankSum:
         reducer.begun(self)
 
     def _matrix(self, slot: Slot) -> Tensor:
-        """Returns a parameter of the bucket as matrices, whose columns are on the side of the factor that is kept."""
+        """Return a parameter of the bucket as matrices, transposed if the saved factor belongs to their rows."""
         form, at = self._reducer.form(slot), slot.start - self._bucket.start
-        found = self._x[at : at + form.numel].view(form.count, form.rows, form.columns)
-        return found.mT if form.transposed else found
+        matrices = self._x[at : at + form.numel].view(form.count, form.rows, form.columns)
+        return matrices.mT if form.transposed else matrices
 
     def _first(self, slot: Slot) -> Tensor:
         matrix = self._matrix(slot)
@@ -116,17 +116,21 @@ class LowRankSum:
     def proceed(self) -> None:
         self._pending.wait()
         reducer, bucket = self._reducer, self._bucket
-        found = self._sum.split([part.numel() for part in self._parts])
-        self._sums = [part.view_as(first) for part, first in zip(found, self._parts, strict=True)]
+        summed = self._sum.split([part.numel() for part in self._parts])
+        self._sums = [part.view_as(first) for part, first in zip(summed, self._parts, strict=True)]
         bases = (torch.linalg.qr(x).Q if reducer.sends_product(slot) else None for slot, x in self._of(self._sums))
         self._bases = list(bases)
         own = [None if base is None else self._matrix(slot).mT @ base for slot, base in self._of(self._bases)]
         self._second = [factor for factor in own if factor is not None]
         self._sum = torch.cat([factor.reshape(-1) for factor in self._second])
         self._pending = self._group.all_reduce(self._sum, wait=False)
-        for (slot, base), factor in zip(self._of(self._bases), own, strict=True):  # what is left of x is left out
+        # Subtract the compressed part from x, so that the residual remains.
+        for (slot, base), factor in zip(self._of(self._bases), own, strict=True):
             matrix = self._matrix(slot)
-            matrix.zero_() if base is None or factor is None else matrix.sub_(base @ factor.mT)
+            if base is None or factor is None:
+                matrix.zero_()
+            else:
+                matrix.sub_(base @ factor.mT)
         reducer.keep(bucket, bucket.start, self._x, anew=True)
 
     def _of(self, values: Sequence[Value]) -> Iterator[tuple[Slot, Value]]:
@@ -140,16 +144,17 @@ class LowRankSum:
             if base is None:
                 self._matrix(slot).copy_(first)
                 continue
-            kept = self._reducer.factors[id(slot)]
-            factor = next(arrived).view_as(kept)
+            saved = self._reducer.factors[id(slot)]
+            factor = next(arrived).view_as(saved)
             self._matrix(slot).copy_(base @ factor.mT)
+            # A column of zeros would stay zero in every later step, and a number that is not finite would spread.
             useful = factor.isfinite().all() & (factor != 0).any(-2, keepdim=True)
-            kept.copy_(torch.where(useful, factor, kept))
+            saved.copy_(torch.where(useful, factor, saved))
         self._out.copy_(self._x[self._offset :][: self._out.numel()])
 
 
 def factor_record(record: ParamRecord, form: Matrices) -> ParamRecord:
-    """Returns where a parameter's kept factor lies in a global one: cut as the parameter is along the kept side."""
+    """Return the record of a parameter's saved factor, which is sharded like the parameter along the saved side."""
     side, rank = -2 if form.transposed else -1, form.rank
 
     def cut(place: tuple[int, ...], last: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The reducers by name: what the planner asks of each, and what sums. Nothing here imports torch before it sums."""
+"""The reducers by name, with the plan that the planner uses for each. Torch is imported only to make a reducer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.engine.sharding.server import ServerReducer
 
 
 class Request(NamedTuple):
-    """All that a config says of a sum. `seed` keys random numbers; for `keeps_sums` see `ExchangeReducer`."""
+    """All settings of a sum. `seed` keys random numbers. For `keeps_sums` see `ExchangeReducer`."""
 
     reduce: ReduceConfig
     seed: int = 0
@@ -26,7 +26,7 @@ class Request(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key of `REDUCERS`."""
+        """The name of the reducer in `REDUCERS`."""
         if self.server.ranks:
             return "server"
         if self.comm.algorithm.sums_itself:
@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A way to sum gradients. Both are the same object where that needs no torch to be asked."""
+    """A way to sum gradients. Both functions return the same type of object if it works without torch."""
 
     plan: Callable[[Request], ReducerPlan]
     reducer: Callable[[Request], Reducer]
@@ -90,11 +90,11 @@ REDUCERS: dict[str, Entry] = {
 
 
 def gradient_sums(config: Config, node_size: int) -> Request:
-    """Return how gradients are summed over the data-parallel ranks; `node_size`: ranks per node."""
+    """Return the settings with which data-parallel ranks sum gradients. `node_size`: ranks per node."""
     train = config.train
     return Request(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
 
 
 def replica_sums(local: LocalConfig, seed: int) -> Request:
-    """Return how replicas sum their changes."""
+    """Return the settings with which replicas sum their changes."""
     return Request(local.compress, seed, keeps_sums=False)

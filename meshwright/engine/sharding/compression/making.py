@@ -1,4 +1,4 @@
-"""What making and reading compressed messages takes, without any link."""
+"""Time the compression and decompression of messages without any network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from meshwright.engine.sharding.reducers import PendingReduction, Reducer
 
 
 class Nobody:
-    """Stands for a group whose other ranks send what this one sends, at once: what is left is making messages."""
+    """A stand-in for a group in which all other ranks instantly send the same data as this one.
+
+    A sum over it only takes the time for compressing and decompressing messages.
+    """
 
     alone = False
 
@@ -36,9 +39,9 @@ class Nobody:
 def summed(
     reducer: Reducer, bucket: Bucket, grads: Tensor, shards: Group, replicas: Group, links: bool
 ) -> PendingReduction:
-    """Begins the sum that a bucket's ZeRO stage asks of a reducer, of these gradients; with no link if told so."""
+    """Begin the sum of gradients that a bucket's ZeRO stage requests from a reducer; without `links`, do not send."""
     group = shards if bucket.stage else replicas
-    asked: Group = group if links else Nobody(group)  # type: ignore[assignment]
+    used: Group = group if links else Nobody(group)  # type: ignore[assignment]
     if bucket.stage:
-        return reducer.reduce_scatter(bucket, grads.new_empty(bucket.own_grads.numel()), grads, asked)
-    return reducer.all_reduce(bucket, grads, asked)
+        return reducer.reduce_scatter(bucket, grads.new_empty(bucket.own_grads.numel()), grads, used)
+    return reducer.all_reduce(bucket, grads, used)

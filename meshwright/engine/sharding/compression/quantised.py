@@ -1,7 +1,8 @@
-"""Numbers of few bits: bf16, fp8, int8, int4 and signs alone.
+"""Codecs with few bits per number: bf16, fp8, int8, int4 and signs.
 
-A message is the codes of a piece and then, except for bf16, the scales of its blocks in float32. Zero is always sent as
-zero, except by its sign alone. A block that holds a number that is not finite arrives as one that is not finite either.
+A message consists of the codes of a slice and, except for bf16, the scales of its blocks in float32. Zero is always
+decoded as zero, except by the sign codec. A block with a number that is not finite is decoded as a block that is not
+finite either.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from torch import Tensor
 
 from meshwright.engine.sharding.compression.sizes import BITS, SCALE_BYTES
 
-# The largest code of a kind, to which a block's largest element is scaled.
+# The largest code of each kind. A block's largest element is scaled to it.
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-# The bits of a float32's mantissa that a narrower one has not.
+# The number of mantissa bits of a float32 that the narrower format drops.
 DROPPED = {"bf16": 16, "fp8": 20}
-FP8_EVEN = 2.0**-6
+FP8_EVEN = 2.0**-6  # the smallest normal number of float8_e4m3fn; below it, codes are evenly spaced
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """bf16, fp8, int8 or int4, by the kind's name. `block` elements share a scale."""
+    """The codec of bf16, fp8, int8 or int4 (`kind`). `block` elements share a scale."""
 
     kind: str
     block: int
     fills_gaps = False
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the messages [pieces, bytes] of `x` [pieces, elements]. Numbers are rounded to the nearest code, or
-        with `noise`, uniform in [0, 1), up or down by chance so that they are right on average."""
+        """Return the messages [slices, bytes] of `x` [slices, elements].
+
+        Numbers are rounded to the nearest code. With `noise`, uniform in [0, 1), they are rounded up or down at random
+        so that they are unbiased.
+        """
         if self.kind == "bf16":
             return narrowed(x.float(), torch.bfloat16, DROPPED["bf16"], noise).view(torch.uint8)
         scales = self._scales(x)
@@ -49,7 +53,7 @@ class Rounding:
         return (blocks(x.abs(), self.block).amax(-1) / LARGEST[self.kind]).float()
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """Returns the numbers [pieces, elements] of messages."""
+        """Return the numbers [slices, elements] of messages."""
         codes = message[:, : elements * BITS[self.kind] // 8]
         if self.kind == "bf16":
             return aligned(codes).view(torch.bfloat16).to(dtype)
@@ -62,8 +66,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Signs:
-    """The sign of each element, and the mean size of a block's elements: of all scales the one that leaves out least.
-    A zero arrives as plus or minus that mean, so what lies between the parameters must be zeroed again."""
+    """The codec of signs: the sign of each element, and the mean absolute value of each block as its scale.
+
+    The mean is the scale with the least squared error. A zero is decoded as plus or minus the mean, so the padding
+    between parameters must be set to zero again.
+    """
 
     block: int
     fills_gaps = True
@@ -72,27 +79,28 @@ class Signs:
         sums, elements = blocks(x.abs(), self.block).sum(-1), x.shape[1]
         block, count = min(self.block, elements), sums.shape[1]
         sizes = torch.full((count,), block, dtype=x.dtype, device=x.device)
-        sizes[-1:].fill_(elements - (count - 1) * block)  # the last block may be shorter
+        # The last block may be shorter.
+        sizes[-1:].fill_(elements - (count - 1) * block)
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
         codes = ((x >= 0).view(x.shape[0], -1, 8) * weights).sum(-1, dtype=torch.uint8)
         return torch.cat([codes, (sums / sizes).float().view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         codes = message[:, : elements // 8]
-        places = torch.arange(8, dtype=torch.uint8, device=message.device)
-        signs = ((codes[:, :, None] >> places) & 1).view(message.shape[0], elements).to(dtype) * 2 - 1
+        shifts = torch.arange(8, dtype=torch.uint8, device=message.device)
+        signs = ((codes[:, :, None] >> shifts) & 1).view(message.shape[0], elements).to(dtype) * 2 - 1
         return signs * spread(scales_of(message, codes), self.block, elements)
 
 
 def blocks(x: Tensor, block: int) -> Tensor:
-    """Returns `x` [pieces, elements] as [pieces, blocks, block], the last block filled up with zeros."""
+    """Return `x` [slices, elements] as [slices, blocks, block], with the last block padded with zeros."""
     block = min(block, x.shape[1])
     count = -(-x.shape[1] // block)
     return F.pad(x, (0, count * block - x.shape[1])).view(x.shape[0], count, block)
 
 
 def spread(scales: Tensor, block: int, elements: int) -> Tensor:
-    """Returns each element's scale."""
+    """Return the scale of each element, from the scales of blocks."""
     return scales.repeat_interleave(min(block, elements), dim=1)[:, :elements]
 
 
@@ -103,29 +111,34 @@ def scales_of(message: Tensor, codes: Tensor) -> Tensor:
 
 
 def aligned(part: Tensor) -> Tensor:
-    """Returns a copy of a part of messages whose bytes can be taken for wider numbers."""
+    """Return a contiguous copy of a part of messages, whose bytes can be viewed as wider numbers."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
-    """Returns float32 numbers in a narrower format. By chance, a mantissa is rounded up as often as what it loses says:
-    a random number is added to the bits that are then cut off."""
+    """Return float32 numbers in a narrower format, rounded to nearest or, with `noise`, stochastically.
+
+    For the latter, a random number is added to the bits that are then cut off. So a mantissa is rounded up with a
+    probability equal to the fraction that is cut off.
+    """
     if noise is None:
         return x.to(dtype)
     bits = x.view(torch.int32) + (noise * 2**dropped).to(torch.int32)
     rounded = (bits >> dropped << dropped).view(torch.float32)
-    if dtype is torch.float8_e4m3fn:  # below its smallest exponent the codes are evenly spaced
+    # The codes below the smallest exponent (subnormals) are evenly spaced, so cutting off mantissa bits is wrong there.
+    if dtype is torch.float8_e4m3fn:
         rounded = torch.where(x.abs() < FP8_EVEN, (x * (8 / FP8_EVEN) + noise).floor() * (FP8_EVEN / 8), rounded)
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Returns two neighbours' lower four bits in each byte."""
+    """Return bytes that each hold the lower four bits of two neighbours."""
     pairs = codes.view(codes.shape[0], -1, 2)
     return (pairs[:, :, 0] & 15) | (pairs[:, :, 1] << 4)
 
 
 def unpack_halves(packed: Tensor) -> Tensor:
-    """Returns the signed numbers of four bits that `pack_halves` packed."""
+    """Return the signed four-bit numbers that `pack_halves` packed."""
+    # Shifting an int8 to the right extends its sign.
     both = torch.stack([packed << 4, packed & 240], dim=-1).view(torch.int8) >> 4
     return both.view(packed.shape[0], -1)

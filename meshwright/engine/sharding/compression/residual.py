@@ -1,9 +1,8 @@
-"""What all reducers that compress have in common: when they do, and what compression leaves out, the residual.
+"""The base class of compressing reducers: it decides when to compress, and manages residuals (error feedback).
 
-With error feedback everything that a rank leaves out of its gradient is added to its residual, and that to its gradient
-of the next time. What is left out of a sum, where that is compressed again, is added to the same sum of the next time:
-so it does not matter which rank makes it. At any time what has arrived and all that is kept are together the sum of all
-gradients.
+With error feedback, the error of compressing a rank's gradient is stored in its residual, which is added to its next
+gradient. If a sum is compressed again, that error is added to the next sum of the same elements, so it does not matter
+which rank computes the sum. At any time, the decoded sums and all residuals add up to the sum of all gradients.
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ if TYPE_CHECKING:
     from meshwright.engine.sharding.reducers import SideTensors
 
 
-# Sums whose second half waits, so that their first half has time to end while backward computes.
+# The number of sums whose second half is delayed, so that their first half can finish during backward.
 BEHIND = 2
 
 
 class TwoHalves(Protocol):
-    """A sum of two collectives, of which the second needs the first one's result."""
+    """A sum of two collectives, the second of which needs the result of the first."""
 
     def proceed(self) -> None:
-        """Waits for the first and begins the second, unless that was done before."""
+        """Wait for the first collective and begin the second."""
 
 
 class Compressing(CompressionPlan):
-    """What all reducers that compress have in common: when they do, the residual, one number for each element of a
-    bucket on each rank, and when a sum's second half begins."""
+    """The base class of reducers that compress.
+
+    It holds the residuals, with one number for each element of a bucket on each rank. It decides when sums are
+    compressed and when the second half of a sum begins.
+    """
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:
         super().__init__(config)
         self.seed, self.step, self.scale = seed, 1, 1.0
         self.buffers: list[FlatBuffer] = []
         self.residuals: dict[Bucket, Tensor] = {}
-        self.sum_residuals: dict[Bucket, Tensor] = {}  # what was left out of the sums that this rank makes for all
+        self.sum_residuals: dict[Bucket, Tensor] = {}  # of the sums that this rank computes for all ranks
         self._halfway: list[TwoHalves] = []
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
@@ -57,31 +59,37 @@ class Compressing(CompressionPlan):
         self.step, self.scale = step, scale
 
     def is_plain(self, bucket: Bucket, group: Group) -> bool:
-        """Whether a sum is made as it is: on one rank, and in the first steps."""
+        """Return True if a sum is not compressed: on one rank, and in the first steps."""
         return group.alone or self.step <= self.config.warmup_steps
 
     def with_residual(self, bucket: Bucket, grads: Tensor) -> Tensor:
-        """Returns the gradients to send, in place where their precision allows, with what was left out before."""
+        """Return the gradients plus the residual, in the same tensor if its precision allows."""
         x = grads.to(wide(grads.dtype))
         residual = self.residuals.get(bucket)
         return x if residual is None else x.add_(residual, alpha=self.scale)
 
     def keep(self, bucket: Bucket, start: int, left_out: Tensor, anew: bool) -> None:
-        """Adds what was left out of a range of the buffer to the residual, or sets it `anew`. What is not finite is
-        not kept: such a step is skipped."""
+        """Add the error of a range of the buffer to the residual, or with `anew` replace the residual.
+
+        Numbers that are not finite are stored as zero, because such a step is skipped.
+        """
         if (residual := self.residuals.get(bucket)) is None:
             return
-        at = residual[start - bucket.start :][: left_out.numel()]
+        stored = residual[start - bucket.start :][: left_out.numel()]
         left_out = finite(left_out)
-        at.copy_(left_out.div_(self.scale)) if anew else at.add_(left_out, alpha=1 / self.scale)
+        # Residuals are stored without the loss scale, which may change between steps.
+        if anew:
+            stored.copy_(left_out.div_(self.scale))
+        else:
+            stored.add_(left_out, alpha=1 / self.scale)
 
     def begun(self, begun: TwoHalves) -> None:
-        """Notes a sum whose first half has begun. Second halves begin in the same order on every rank."""
+        """Register a sum whose first half has begun. Second halves begin in the same order on every rank."""
         self._halfway.append(begun)
         self.proceed(BEHIND)
 
     def proceed(self, behind: int = 0) -> None:
-        """Begins the second halves of all sums but the last few."""
+        """Begin the second halves of all sums except the last `behind`."""
         while len(self._halfway) > behind:
             self._halfway.pop(0).proceed()
 
@@ -106,5 +114,5 @@ def finite(left_out: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the precision in which sums are made and residuals kept."""
+    """Return the dtype in which sums are computed and residuals stored: float32 or wider."""
     return dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32

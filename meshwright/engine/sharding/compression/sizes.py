@@ -1,8 +1,8 @@
-"""What a compressed sum sends, in bytes: the formulas of the messages, which the planner reads too. No torch.
+"""The sizes of compressed messages in bytes, which the planner uses too. Does not import torch.
 
-A sum of N elements over n ranks is cut into n pieces. Each rank compresses its n pieces and sends each to the rank that
-adds it up (all_to_all); where all ranks need the whole sum, each compresses the piece it has added up and all gather
-them. So there are two compressions whatever the number of ranks, and sums are never made of compressed numbers.
+A sum of N elements over n ranks is cut into n slices. Each rank compresses its n slices and sends each to the rank that
+adds it up (all-to-all). If all ranks need the whole sum, each compresses the slice that it has summed, and all gather
+the slices. So there are two compressions whatever the number of ranks, and sums are computed in full precision.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from meshwright.spec.layout.params import ParamRecord
 
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
-RATIOS = (0.1, 0.05, 0.02)  # of top-k, that an adaptive run tries besides the least that it is given
-FEW = 256  # places that one byte can tell apart
-WIDE_BYTES = 4  # numbers are added up, and kept, in float32 at least
+RATIOS = (0.1, 0.05, 0.02)  # the top-k ratios that an adaptive run tries in addition to the configured minimum
+FEW = 256  # the number of positions that one byte can address
+WIDE_BYTES = 4  # Numbers are summed and stored in float32 or wider.
 
 
 class Blocks(NamedTuple):
-    """How top-k divides a piece: so many blocks of so many elements, of each of which `sent` are sent. The last may
-    reach beyond the piece."""
+    """The division of a slice for top-k: `number` blocks of `size` elements, of each of which `sent` are sent.
+
+    The last block may extend beyond the slice.
+    """
 
     number: int
     size: int
@@ -38,12 +40,14 @@ def blocks_of(config: ReduceConfig, elements: int) -> Blocks:
 
 
 def place_bytes(config: ReduceConfig) -> int:
-    """Returns the bytes of a place among those of which some are chosen: a block, or for `threshold` the piece."""
-    return INDEX_BYTES if config.kind == "threshold" else 1 if config.block <= FEW else 2
+    """Return the bytes of an element's position in its block or, for `threshold`, in its slice."""
+    if config.kind == "threshold":
+        return INDEX_BYTES
+    return 1 if config.block <= FEW else 2
 
 
 def sent_elements(config: ReduceConfig, elements: int) -> int:
-    """Returns how many elements of a piece are sent by their place and value."""
+    """Return the number of elements of a slice that are sent, each as a position and a value."""
     if config.kind == "topk":
         blocks = blocks_of(config, elements)
         return blocks.number * blocks.sent
@@ -51,7 +55,7 @@ def sent_elements(config: ReduceConfig, elements: int) -> int:
 
 
 def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
-    """Returns the bytes of one compressed piece of a sum, or of one rank's rounded weights."""
+    """Return the bytes of one compressed slice of a sum, or of one rank's rounded weights."""
     if isinstance(config, ReduceConfig) and config.kind in SPARSE:
         return sent_elements(config, elements) * (place_bytes(config) + max(WIDE_BYTES, element_bytes))
     scales = 0 if config.kind == "bf16" else -(-elements // config.block)
@@ -59,7 +63,7 @@ def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_by
 
 
 def gathered_bytes(config: GatherConfig, elements: int, element_bytes: int, ranks: int) -> int:
-    """Returns the payload of gathering so many weights, of which each of `ranks` owns a share."""
+    """Return the payload bytes of gathering this many weights, of which each of `ranks` owns a shard."""
     if config.kind == "plain" or ranks == 1:
         return elements * element_bytes
     return ranks * message_bytes(config, elements // ranks, element_bytes)
@@ -67,13 +71,13 @@ def gathered_bytes(config: GatherConfig, elements: int, element_bytes: int, rank
 
 @dataclass(frozen=True)
 class Matrices:
-    """A parameter as matrices of one shape (the experts of a block are several), and how it is sent."""
+    """A parameter as matrices of one shape (the experts of a block are several), and the form in which it is sent."""
 
     count: int
     rows: int
     columns: int
-    rank: int  # of the product that is sent in place of each; 0: it is sent as it is
-    transposed: bool  # the factor with a matrix's rows is kept for the next step, and not that with its columns
+    rank: int  # of the product that replaces each matrix; 0: it is sent uncompressed
+    transposed: bool  # The factor of the rows is saved for the next step, instead of the factor of the columns.
 
     @property
     def numel(self) -> int:
@@ -81,12 +85,12 @@ class Matrices:
 
     @property
     def kept(self) -> int:
-        """Rows of the factor that is summed second and kept."""
+        """The rows of the factor that is summed second and saved for the next step."""
         return self.rows if self.transposed else self.columns
 
     @property
     def first(self) -> int:
-        """Elements of the first sum: of the other factor, or of the parameter itself."""
+        """The number of elements in the first sum: of the other factor, or of the parameter itself."""
         return self.count * (self.rows + self.columns - self.kept) * self.rank or self.numel
 
     @property
@@ -95,8 +99,10 @@ class Matrices:
 
 
 def matrices_of(record: ParamRecord, rank: int) -> Matrices:
-    """Returns how a parameter is sent: as two factors of `rank` columns, where those are smaller than it is. The kept
-    factor has the side along which ranks cut the matrix: it is cut like the parameter itself."""
+    """Return the form in which a parameter is sent: as two factors of `rank` columns if these are smaller than it.
+
+    The saved factor belongs to the side along which the matrix is sharded, so it is sharded like the parameter.
+    """
     *counts, rows, columns = record.local_shape
     smaller = (rows + columns) * rank < rows * columns
     return Matrices(math.prod(counts), rows, columns, rank if smaller else 0, smaller and columns == record.shape[-1])
@@ -104,21 +110,24 @@ def matrices_of(record: ParamRecord, rank: int) -> Matrices:
 
 @dataclass(frozen=True)
 class CompressionPlan(CollectiveSums):
-    """What the planner needs to know of a compressed sum."""
+    """The part of a compressing reducer that the planner uses."""
 
     config: ReduceConfig
     mixes = True
 
     @property
     def align(self) -> int:
-        """Blocks are those of one parameter, whatever it lies between, and no rank's piece ends inside of one."""
+        """The block size, so that a block never spans two parameters or two ranks' slices."""
         return self.config.block
 
     def calls(
         self, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord] = (),
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
-        """See `ReducerPlan`. Without `records` (shares that are summed over replicas) PowerSGD sends all as it is."""
+        """Return the calls of a sum (see `ReducerPlan`).
+
+        Without `records`, when shards are summed over replicas, PowerSGD does not compress.
+        """
         if ranks == 1:
             return []
         if self.config.kind in LOW_RANK:
@@ -127,7 +136,7 @@ class CompressionPlan(CollectiveSums):
         return [("all_to_all", message), *([("all_gather", message)] if op == "all_reduce" else [])]
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
-        """See `ReducerPlan`. PowerSGD leaves nothing out of a sum."""
+        """Return the bytes of residuals (see `ReducerPlan`). PowerSGD has none for sums."""
         gathered = 0 if self.config.kind in LOW_RANK else gathered
         return (elements + gathered) * max(WIDE_BYTES, element_bytes) if self.config.feeds_back else 0
 
@@ -135,16 +144,16 @@ class CompressionPlan(CollectiveSums):
 def _low_rank_calls(
     rank: int, op: str, elements: int, element_bytes: int, records: Sequence[ParamRecord]
 ) -> Iterator[tuple[str, int]]:
-    held, wide = [matrices_of(record, rank) for record in records], max(WIDE_BYTES, element_bytes)
-    if not any(each.rank for each in held):
+    forms, wide = [matrices_of(record, rank) for record in records], max(WIDE_BYTES, element_bytes)
+    if not any(form.rank for form in forms):
         yield op, elements * element_bytes
         return
-    yield "all_reduce", sum(each.first for each in held) * wide
-    yield "all_reduce", sum(each.second for each in held) * wide
+    yield "all_reduce", sum(form.first for form in forms) * wide
+    yield "all_reduce", sum(form.second for form in forms) * wide
 
 
 class WarmUpPlan(PlainReducer):
-    """The sums of a run's first steps (`comm.reduce.warmup_steps`): plain ones, of the buffers that are there."""
+    """The plan of a run's first steps (`comm.reduce.warmup_steps`): plain sums of buffers laid out for compression."""
 
     mixes = True
 
@@ -153,19 +162,19 @@ class WarmUpPlan(PlainReducer):
 
 
 class UndecidedPlan(WarmUpPlan):
-    """The sums of a run that will choose how it sends (`comm.reduce.adaptive`): plain ones until then."""
+    """The plan of an adaptive run (`comm.reduce.adaptive`) before its choice: plain sums."""
 
     def __init__(self, config: ReduceConfig) -> None:
         super().__init__(config)
-        self._kept = CompressionPlan(config)
+        self._compressed = CompressionPlan(config)
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
-        return self._kept.state_bytes(elements, element_bytes, gathered)
+        return self._compressed.state_bytes(elements, element_bytes, gathered)
 
 
 @dataclass(frozen=True)
 class ChosenPlan(CompressionPlan):
-    """The sums of a run that has chosen; its buffers are those that were there before."""
+    """The plan of an adaptive run after its choice. Its buffers keep the alignment from before the choice."""
 
     block: int
 
@@ -175,12 +184,12 @@ class ChosenPlan(CompressionPlan):
 
 
 def planned_choice(config: ReduceConfig, choice: ReduceConfig) -> ReducerPlan:
-    """Returns what a run with this adaptive config sends when it has chosen this candidate."""
+    """Return the plan of a run with this adaptive config that has chosen this candidate."""
     return UndecidedPlan(config) if choice.kind == "plain" else ChosenPlan(choice, config.block)
 
 
 def candidates(config: ReduceConfig) -> list[ReduceConfig]:
-    """Returns what `comm.reduce.adaptive` chooses from, in the order of what is left out."""
+    """Return the candidates of `comm.reduce.adaptive`, from the mildest to the harshest."""
     fewer = [ReduceConfig(kind="bf16", error_feedback="true")]
     fewer += [replace(fewer[0], kind=kind, block=config.block) for kind in ("int8", "int4")]
     sparse = replace(fewer[-1], kind="topk")

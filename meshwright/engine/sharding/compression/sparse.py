@@ -1,9 +1,8 @@
-"""The largest elements, each by its place and its value: the k largest of every block, or about as many of a whole
-piece by a threshold.
+"""The codec of the largest elements: the k largest of every block, or about as many of a whole slice by a threshold.
 
-A message is the places and then the values; places in a block are numbers of one or two bytes. Blocks are parts of one
-parameter that no rank's piece cuts, so that ranks of another layout choose the same elements. What arrives of a piece
-that holds a number that is not finite is not finite either.
+A message consists of the positions and then the values of these elements. Positions in a block take one or two bytes.
+Blocks are parts of one parameter, and no rank's slice ends inside a block, so that ranks of another layout choose the
+same elements. A slice with a number that is not finite is decoded as one that is not finite either.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.compression.quantised import aligned, blocks
 from meshwright.engine.sharding.compression.sizes import blocks_of, place_bytes, sent_elements
 
-NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
-SAMPLE = 4096  # elements of a piece from which its threshold is estimated
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the dtypes of positions by their bytes
+SAMPLE = 4096  # the number of elements from which the threshold of a slice is estimated
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Sparse:
     fills_gaps = False
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the messages [pieces, bytes] of `x` [pieces, elements]."""
+        """Return the messages [slices, bytes] of `x` [slices, elements]."""
         if self.config.kind == "topk":
             sent = blocks_of(self.config, x.shape[1]).sent
             divided = blocks(x, self.config.block)
@@ -51,16 +50,21 @@ class Sparse:
 
 
 def above_threshold(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the places and values of `count` elements that reach the threshold, the first ones if there are more;
-    missing ones are zeros. The threshold is that of the largest elements of an even sample: no element is sorted."""
+    """Return the positions and values of `count` elements per slice that reach a threshold.
+
+    They are the first ones if more elements reach it; missing ones are zeros. The threshold is estimated from the
+    largest elements of an evenly spaced sample, so that the elements need not be sorted.
+    """
     elements, size = x.shape[1], x.abs()
     sample = size[:, :: max(1, elements // SAMPLE)]
     least = sample.topk(max(1, sample.shape[1] * count // elements), dim=1).values[:, -1:]
     reached = ~(size < least) & (x != 0)
     at = reached.cumsum(1) - 1
-    at = torch.where(reached & (at < count), at, count)  # all that is not sent goes to one place behind the others
+    # Elements that are not sent go to one extra position at the end, which is dropped.
+    at = torch.where(reached & (at < count), at, count)
     numbers = torch.arange(elements, device=x.device).expand_as(at)
     places = torch.zeros(x.shape[0], count + 1, dtype=torch.int64, device=x.device).scatter_(1, at, numbers)[:, :count]
     filled = torch.arange(count, device=x.device) < reached.sum(1, keepdim=True)
     values = torch.where(filled, x.gather(1, places), 0)
-    return places, values + 0 * size.sum(1, keepdim=True)  # which is no number if any element is none
+    # 0 times the sum is NaN if any element is not finite, so that the whole slice then is.
+    return places, values + 0 * size.sum(1, keepdim=True)
