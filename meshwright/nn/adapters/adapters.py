@@ -86,7 +86,7 @@ def adapted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: tuple[Sides, str],
     generator: torch.Generator | None = None, before: Before = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns x, and x W^T of the changed weight with the product's collectives. `settings` are the groups over which
+    """Return x, and x W^T of the changed weight with the product's collectives. `settings` are the groups over which
     things travel, and the precision of the products, as in `nn/linear.py`. Where a norm comes `before`, whatever
     else needs x must use the returned one, so that its gradient is added in the norm's backward. `generator` draws the
     dropout of the adapters' inputs, in training."""
@@ -106,7 +106,7 @@ def adapted_product(
 
 
 def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
-    """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
+    """Return what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
     DoRA, the latter is taken as a constant."""
     with torch.no_grad():
         weight = weight_values(weight, changes[0].adapter.down.dtype)
@@ -130,7 +130,7 @@ def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
 
 @pure_operator("meshwright::add_low_rank", mutates={"y"})
 def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequence[int], scale: float) -> None:
-    """Adds scale * part up^T to the columns of y between each two numbers of `spans`, the parts being those of `short`
+    """Add scale * part up^T to the columns of y between each two numbers of `spans`, the parts being those of `short`
     from left to right. The product itself adds, so y is read and written once more and nothing else is."""
     parts = short.chunk(len(ups), 1)
     for number, (part, up) in enumerate(zip(parts, ups, strict=True)):

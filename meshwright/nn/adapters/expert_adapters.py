@@ -25,7 +25,7 @@ class Spans(NamedTuple):
 
 
 def factors_of(adapters: Sequence[Adapter]) -> tuple[Spans, list[Tensor]]:
-    """Returns a weight's adapters as an autograd function takes them: what they are, then A and B of each."""
+    """Return a weight's adapters as an autograd function takes them: what they are, then A and B of each."""
     if not adapters:
         return Spans(), []
     spans = Spans(tuple((each.start, each.stop) for each in adapters), adapters[0].scale)
@@ -33,7 +33,7 @@ def factors_of(adapters: Sequence[Adapter]) -> tuple[Spans, list[Tensor]]:
 
 
 def add_changes_(y: Tensor, x: Tensor, ends: Tensor, spans: Spans, factors: Sequence[Tensor]) -> Tensor:
-    """Adds scale (x_e A_e^T) B_e^T to the product y of the rows x, span by span, and returns it."""
+    """Add scale (x_e A_e^T) B_e^T to the product y of the rows x, span by span, and returns it."""
     if spans.rows:
         parts = _short(x, ends, factors)
         for (start, stop), part, up in zip(spans.rows, parts, factors[1::2], strict=True):
@@ -42,12 +42,12 @@ def add_changes_(y: Tensor, x: Tensor, ends: Tensor, spans: Spans, factors: Sequ
 
 
 def _short(x: Tensor, ends: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns x_e A_e^T of each span, [rows, rank]."""
+    """Return x_e A_e^T of each span, [rows, rank]."""
     return grouped_product(x, torch.cat(list(factors[::2]), 1), ends).chunk(len(factors) // 2, 1)
 
 
 def short_grad(grad: Tensor, ends: Tensor, spans: Spans, factors: Sequence[Tensor]) -> Tensor | None:
-    """Returns the gradient of the short vectors of all spans, side by side; None where nothing is adapted."""
+    """Return the gradient of the short vectors of all spans, side by side; None where nothing is adapted."""
     if not spans.rows:
         return None
     pairs = zip(spans.rows, factors[1::2], strict=True)
@@ -56,7 +56,7 @@ def short_grad(grad: Tensor, ends: Tensor, spans: Spans, factors: Sequence[Tenso
 
 
 def add_input_grad_(grad_x: Tensor, back: Tensor | None, ends: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """Adds what comes back through the adapters to the gradient of a product's rows, and returns it."""
+    """Add what comes back through the adapters to the gradient of a product's rows, and returns it."""
     if back is not None:
         grad_x += grouped_product(back, torch.cat(list(factors[::2]), 1), ends, transposed=True)
     return grad_x
@@ -65,7 +65,7 @@ def add_input_grad_(grad_x: Tensor, back: Tensor | None, ends: Tensor, factors: 
 def factor_grads(
     grad: Tensor, x: Tensor, back: Tensor | None, ends: Tensor, spans: Spans, factors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the gradients of A and B of each span, given those of the product and of the short vectors."""
+    """Return the gradients of A and B of each span, given those of the product and of the short vectors."""
     if back is None:
         return []
     downs = grouped_weight_grad(back, x, ends).chunk(len(spans.rows), 1)

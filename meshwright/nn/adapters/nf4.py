@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 1 << 22  # values that are packed or unpacked in one go, so that 
 
 @torch.no_grad()
 def pack(values: Tensor) -> Tensor:
-    """Returns the bytes [rows, row_bytes] of values [rows, in]."""
+    """Return the bytes [rows, row_bytes] of values [rows, in]."""
     found = torch.empty((len(values), row_bytes(values.shape[1])), dtype=torch.uint8, device=values.device)
     levels = torch.tensor(LEVELS, device=values.device)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -57,14 +57,14 @@ def _(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
-    """Returns the values that bytes stand for. Backward says `again`, since a compiler would otherwise find that
+    """Return the values that bytes stand for. Backward says `again`, since a compiler would otherwise find that
     forward has computed the same, and keep it."""
     found: Tensor = _unpack(packed, dtype, again)
     return found
 
 
 def _width(packed: Tensor) -> int:
-    """Returns how many values a row of bytes stands for."""
+    """Return how many values a row of bytes stands for."""
     return packed.shape[1] * 2 * BLOCK // row_bytes(2 * BLOCK)
 
 
@@ -81,11 +81,11 @@ def _pieces(x: Tensor) -> list[slice]:
 
 
 def weight_values(weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
-    """Returns a weight's values: of packed ones those that the bytes stand for, in this dtype, by `unpack`."""
+    """Return a weight's values: of packed ones those that the bytes stand for, in this dtype, by `unpack`."""
     return unpack(weight, dtype, again) if weight.dtype == torch.uint8 else weight
 
 
 @torch.no_grad()
 def rounded(values: Tensor) -> Tensor:
-    """Returns the values [rows, in] as they are after packing."""
+    """Return the values [rows, in] as they are after packing."""
     return unpack(pack(values), values.dtype)

@@ -39,14 +39,14 @@ class Alibi(nn.Module):
         self.register_buffer("queries", _padded(pieces)[None, None].to(self.device), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> Tables:
-        """Returns what is appended to queries, [1, 1, heads, width], and to keys, [1 or batch, seq, 1, width]."""
+        """Return what is appended to queries, [1, 1, heads, width], and to keys, [1 or batch, seq, 1, width]."""
         at = torch.arange(seq, device=self.device)[None] if positions is None else positions
         keys = _pieces(at.double(), KEY_PIECES, self.dtype).repeat(1, 1, SLOPE_PIECES)
         return self.queries, _padded(keys)[:, :, None]
 
 
 def widen(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values [batch, seq, heads, width] of wider heads. The result of attention to them has
+    """Return queries, keys and values [batch, seq, heads, width] of wider heads. The result of attention to them has
     zeros in the last elements."""
     width, (queries, keys) = q.shape[-1], tables
     q = q * math.sqrt((width + ALIBI_WIDTH) / width)  # scores are divided by the root of the larger width
@@ -56,7 +56,7 @@ def widen(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tens
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Returns the slopes 2^(-8/n), 2^(-16/n), ... for the largest power of two n in `heads`; the heads beyond n take
+    """Return the slopes 2^(-8/n), 2^(-16/n), ... for the largest power of two n in `heads`; the heads beyond n take
     every other slope of 2n heads."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
@@ -64,7 +64,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _pieces(values: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Returns float64 values as a sum of `count` values of a narrower dtype, in a last dimension."""
+    """Return float64 values as a sum of `count` values of a narrower dtype, in a last dimension."""
     found = []
     for _ in range(count):
         found.append(values.to(dtype))

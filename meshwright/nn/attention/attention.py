@@ -37,7 +37,7 @@ class QKV(nn.Module):
             self.linears.append(linear)
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Returns x, for the residual, and the projection of its norm."""
+        """Return x, for the residual, and the projection of its norm."""
         if len(self.linears) == 1:
             return self.linears[0].after_norm(x, norm)
         weight = torch.cat(tuple(linear.weight for linear in self.linears))
@@ -70,7 +70,7 @@ class KVCache:
         self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
+        """Append these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.longest, keys.shape[3])
             # Zeros: what a mask hides is multiplied by 0, and anything may lie in memory that nobody wrote.
@@ -87,7 +87,7 @@ class KVCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def seen(self, mask: AnyMask, window: int = 0) -> AnyMask | Tensor:
-        """Returns the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
+        """Return the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
         and of a token after a prompt, which are in its window, [sequences, 1, 1, tokens so far]."""
         later = self.keys is not None and self.length > self.prompt
         if self.lengths is None and not (later and window):
@@ -99,7 +99,7 @@ class KVCache:
         return (found & (places > last[:, None] - window) if window else found)[:, None, None]
 
     def keep(self, rows: Tensor) -> None:
-        """Keeps some of the sequences."""
+        """Keep some of the sequences."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         self.window, self.bias = part.window, part.biased
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
-        """Returns the projection to queries, keys and values, and that of the result."""
+        """Return the projection to queries, keys and values, and that of the result."""
         return QKV(parallel, records), Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm. Where a stream is the bias of the
+        """Return x [tokens, hidden], for the residual, and attention of its norm. Where a stream is the bias of the
         scores, that alone says who sees whom."""
         batch, tables, past = inputs.sequences, inputs.tables, inputs.past
         mask = inputs.streams[self.bias] if self.bias else inputs.mask
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         return x, self._out(run_core(self.core, self.recompute_core, self.dropout, q, k, v, mask))
 
     def _out(self, y: Tensor) -> Tensor:
-        """Returns the output projection of the core's result."""
+        """Return the output projection of the core's result."""
         y = y[..., : self.head_dim].transpose(1, 2)
         projected: Tensor = self.out(y.reshape(y.shape[0] * y.shape[1], -1))
         return projected

@@ -99,14 +99,14 @@ def _gather(k: Tensor, v: Tensor, group: str, again: bool = False) -> Tensor:
 
 
 def _ordered(both: Tensor, given: ContextRows, sight: Sight) -> tuple[Tensor, ...]:
-    """Returns gathered keys and values in the order that `sight` expects."""
+    """Return gathered keys and values in the order that `sight` expects."""
     if sight.to is not given.rows:
         both = _taken(both, given.orders[0], 0, 2)
     return both.movedim(0, 3).unbind(0)
 
 
 def _taken(x: Tensor, order: Tensor, rows: int, samples: int) -> Tensor:
-    """Returns x with its dimension `rows` in another order: [1, rows] for all of the dimension `samples`, or one for
+    """Return x with its dimension `rows` in another order: [1, rows] for all of the dimension `samples`, or one for
     each. (A gather would read an index for every element.)"""
     if len(order) == 1:
         return x.index_select(rows, order[0])
@@ -161,7 +161,7 @@ class _Ring(torch.autograd.Function):
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, given: ContextRows, groups: ContextGroups, window: int = 0
 ) -> Tensor:
-    """Returns causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks,
+    """Return causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks,
     over a window if there is one. Keys and values may have fewer heads."""
     n, heads = groups.inner.size, q.shape[1]
     if n > 1:
@@ -179,19 +179,19 @@ def context_attention(
 
 
 def _by_rank(x: Tensor, n: int) -> Tensor:
-    """Returns [batch, heads, rows, dim] as [n, batch, heads / n, rows, dim]."""
+    """Return [batch, heads, rows, dim] as [n, batch, heads / n, rows, dim]."""
     return x.unflatten(1, (n, -1)).movedim(1, 0)
 
 
 def _heads_for_rows(x: Tensor, group: Group) -> Tensor:
-    """Sends each rank its heads [n, batch, heads, rows, dim] and returns this rank's of all rows."""
+    """Send each rank its heads [n, batch, heads, rows, dim] and returns this rank's of all rows."""
     ones = [1] * group.size
     arrived: Tensor = all_to_all(x.contiguous(), group.name, ones, ones)
     return arrived.movedim(0, 2).flatten(2, 3)  # [batch, heads, n x rows, dim]
 
 
 def _rows_for_heads(x: Tensor, group: Group) -> Tensor:
-    """Sends each rank its rows of [batch, heads, n x rows, dim] and returns this rank's rows of all heads."""
+    """Send each rank its rows of [batch, heads, n x rows, dim] and returns this rank's rows of all heads."""
     ones = [1] * group.size
     sent = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
     arrived: Tensor = all_to_all(sent, group.name, ones, ones)

@@ -19,7 +19,7 @@ def attention_core(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None, causal: bool, dropout: float,
     scale: float | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Returns the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
+    """Return the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
     `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
     those before it. With a `window` it sees as many, itself included, and `mask` says where documents begin. `scale`
     multiplies the scores, by default with 1 / sqrt(width)."""
@@ -43,7 +43,7 @@ def attention_core(
 
 
 def run_core(core: Callable[..., Tensor], recomputes: bool, dropout: float, q: Tensor, *given: Any) -> Tensor:
-    """Returns core(q, *given), of which nothing is kept if it `recomputes`: it is computed again in backward."""
+    """Return core(q, *given), of which nothing is kept if it `recomputes`: it is computed again in backward."""
     # In a compiled graph on a CPU, torch 2.13 then saves the random state too, behind the tensors that backward writes
     # to, counts from the end, and complains that one of these has changed. A CPU's core keeps little anyway.
     kept = torch.compiler.is_compiling() and q.is_cpu
@@ -89,7 +89,7 @@ def _tile(
 
 
 def _document_numbers(starts: Tensor, q: Tensor) -> Tensor:
-    """Returns the number of each token's document, [batch, seq]."""
+    """Return the number of each token's document, [batch, seq]."""
     batch, _, seq, _ = q.shape
     tokens = torch.arange(batch * seq, dtype=starts.dtype, device=starts.device)
     return torch.bucketize(tokens, starts, right=True).view(batch, seq)

@@ -65,7 +65,7 @@ class Documents(NamedTuple):
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0) -> Tensor:
-    """Returns attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
+    """Return attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
     `window`, a token sees as many, itself included."""
     return _DocumentAttention.apply(q, k, v, *documents[:4], window)
 
@@ -75,7 +75,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the result, and the log-sums as [heads, tokens]; those of samples that are one document each stay in
+    """Return the result, and the log-sums as [heads, tokens]; those of samples that are one document each stay in
     memory as the kernel leaves them, sample by sample, since only `_backward` reads them."""
     if _one_each(q, on_host, prefixes, window):
         out, sums = kernel(q, k, v, causal)
@@ -133,7 +133,7 @@ def _(
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Returns [batch, heads, seq, width] as it lies in memory as [batch, seq, heads, width]."""
+    """Return [batch, heads, seq, width] as it lies in memory as [batch, seq, heads, width]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -152,7 +152,7 @@ class _DocumentAttention(torch.autograd.Function):
 
 
 def _reach(window: int) -> dict[str, int]:
-    """Returns how flash attention is told how far back and ahead a token looks."""
+    """Return how flash attention is told how far back and ahead a token looks."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
@@ -166,7 +166,7 @@ def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:
-    """Returns what the tokens see. Queries see keys up to their own number, so those with higher numbers than all keys
+    """Return what the tokens see. Queries see keys up to their own number, so those with higher numbers than all keys
     see whole documents. Queries of a prefix lie between the keys of the prefix and those after it."""
     batch, seq = q.shape[0], q.shape[2]
     lengths = on_host.diff().numpy()

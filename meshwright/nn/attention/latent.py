@@ -45,7 +45,7 @@ class LatentAttention(nn.Module):
         return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm."""
+        """Return x [tokens, hidden], for the residual, and attention of its norm."""
         batch, rotary, past = inputs.sequences, inputs.tables, inputs.past
         mask: Tensor | Documents | ContextRows | None = inputs.mask
         assert rotary is not None

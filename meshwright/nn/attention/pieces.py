@@ -35,13 +35,13 @@ class Rows(NamedTuple):
     documents: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def part(self, index: int, count: int) -> Rows:
-        """Returns the rows of one of `count` neighbouring ranks, or groups of ranks."""
+        """Return the rows of one of `count` neighbouring ranks, or groups of ranks."""
         size = self.numbers.shape[1] // count
         at = (ALL, slice(index * size, (index + 1) * size))
         return Rows(self.numbers[at], None if self.documents is None else self.documents[at])
 
     def natural(self) -> Rows:
-        """Returns the same rows in their natural order."""
+        """Return the same rows in their natural order."""
         order = self.numbers.argsort(1)
         documents = None if self.documents is None else np.take_along_axis(self.documents, order, 1)
         return Rows(np.take_along_axis(self.numbers, order, 1), documents)
@@ -118,7 +118,7 @@ class Sight:
 
 
 def no_gradient(q: Tensor) -> Tensor:
-    """Returns zeros to which the gradient of q is added, in the order in which kernels want it."""
+    """Return zeros to which the gradient of q is added, in the order in which kernels want it."""
     batch, heads, rows, width = q.shape
     return torch.zeros((batch, rows, heads, width), dtype=wide(q.dtype), device=q.device).transpose(1, 2)
 
@@ -146,7 +146,7 @@ class Merged:
         return self._sums.transpose(0, 1)
 
     def add(self, samples: slice, top: int, new: Tensor, sums: Tensor) -> None:
-        """Merges in the result `new` of queries `top` and on of some samples."""
+        """Merge in the result `new` of queries `top` and on of some samples."""
         if new.is_meta:
             return
         fresh = self._writes((samples, slice(top, top + new.shape[2])))
@@ -166,7 +166,7 @@ class Merged:
             total.copy_(both)
 
     def add_tokens(self, index: Tensor | None, new: Tensor, sums: Tensor) -> None:
-        """Merges in the result `new` [tokens, heads, width] with log-sums [heads, tokens] of the tokens `index`, or of
+        """Merge in the result `new` [tokens, heads, width] with log-sums [heads, tokens] of the tokens `index`, or of
         all."""
         fresh = self._writes(ALL) if index is None else self._writes(ALL, some=True)
         from meshwright.kernels.merge import merge_into
@@ -175,7 +175,7 @@ class Merged:
         merge_into(flat, self._sums.flatten(1)[:, None], new[None], sums[None], 0, index, fresh)
 
     def _writes(self, at: Any, some: bool = False) -> bool:
-        """Notes that results of these queries come, or of some of them. Returns whether they are the first, so that
+        """Note that results of these queries come, or of some of them. Returns whether they are the first, so that
         nothing is there to merge them with."""
         first = not self._written.any()
         fresh = not some and not self._written[at].any()
@@ -187,14 +187,14 @@ class Merged:
 
 
 def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges the results of attention to two sets of keys by the log-sums of their scores."""
+    """Merge the results of attention to two sets of keys by the log-sums of their scores."""
     total = torch.logaddexp(a_sum, b_sum)
     base = _finite(total)
     return a * (a_sum - base).exp()[..., None] + b * (b_sum - base).exp()[..., None], total
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
-    """Merges attention of queries [batch, heads, rows, width] to keys, which may have fewer heads, into a result."""
+    """Merge attention of queries [batch, heads, rows, width] to keys, which may have fewer heads, into a result."""
     if sight.pieces is None or not fused(q):
         _tiled(q, k, v, sight, into)
     elif _in_rounds(q, sight):
@@ -216,7 +216,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
 def attend_backward(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: Tensor, sums: Tensor, dq: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Adds the gradient of q to `dq` and returns those of k and v of one block. `out` and `sums` are those of attention
+    """Add the gradient of q to `dq` and returns those of k and v of one block. `out` and `sums` are those of attention
     to all blocks."""
     if sight.pieces is None or not fused(q):
         return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
@@ -240,7 +240,7 @@ def attend_backward(
 
 
 def _read_backwards(function: Callable[..., Any], tensors: tuple[Tensor, ...], causal: bool) -> Any:
-    """Returns what a kernel gives of tensors [batch, heads, rows, ...] whose rows are read from the last to the
+    """Return what a kernel gives of tensors [batch, heads, rows, ...] whose rows are read from the last to the
     first."""
     return tuple(x.flip(2) for x in function(*(x.flip(2) for x in tensors), causal))
 
@@ -296,7 +296,7 @@ def _in_rounds(q: Tensor, sight: Sight) -> bool:
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Returns attention of all queries to all keys, or to those up to their own place, and the log-sums."""
+    """Return attention of all queries to all keys, or to those up to their own place, and the log-sums."""
     if q.is_cpu:
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, sums
@@ -314,7 +314,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 def kernel_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, given the result and the log-sums of attention to all keys."""
+    """Return the gradients of q, k and v, given the result and the log-sums of attention to all keys."""
     if q.is_cpu:
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, sums, 0.0, causal)
@@ -333,14 +333,14 @@ def kernel_backward(
 
 
 def _lying_like(x: Tensor, other: Tensor) -> Tensor:
-    """Returns x without gaps in memory, its dimensions in the order in which those of the other lie."""
+    """Return x without gaps in memory, its dimensions in the order in which those of the other lie."""
     order = sorted(range(x.dim()), key=other.stride, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 @cache
 def no_seed(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns what kernels take for the state of a random generator where nothing is dropped: one for all calls."""
+    """Return what kernels take for the state of a random generator where nothing is dropped: one for all calls."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -349,7 +349,7 @@ def _finite(log_sum: Tensor) -> Tensor:
 
 
 def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yields the tiles of queries and keys with which keys the queries may see, [batch, 1, 1, queries, keys]: those
+    """Yield the tiles of queries and keys with which keys the queries may see, [batch, 1, 1, queries, keys]: those
     before them (within the window), in the same document; on a CPU without the tiles where that is nothing."""
     (at, at_documents), (to, to_documents) = sight.masked
     for top in range(0, at.shape[1], TILE):
@@ -365,7 +365,7 @@ def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """Returns [batch, heads, rows, dim] as [batch, heads of keys, queries of each, rows, dim]."""
+    """Return [batch, heads, rows, dim] as [batch, heads of keys, queries of each, rows, dim]."""
     return x.unflatten(1, (heads, -1))
 
 

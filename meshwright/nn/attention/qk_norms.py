@@ -37,7 +37,7 @@ class TokenNorms(nn.Module):
         self.k = parallel.parameter(records["k_norm.weight"])
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norms of q and k, both [batch, seq, this rank's heads, head_dim]."""
+        """Return the norms of q and k, both [batch, seq, this rank's heads, head_dim]."""
         return _TokenNorms.apply(q, k, self.q.view(q.shape[2:]), self.k.view(k.shape[2:]), self.eps, *self.group)
 
 
@@ -66,7 +66,7 @@ class _TokenNorms(torch.autograd.Function):
 
 
 def _means(each: list[Tensor], group: str, size: int) -> Tensor:
-    """Returns the means [2, batch, seq] over all heads, on all ranks, of two tensors [batch, seq, heads, head_dim]. Of
+    """Return the means [2, batch, seq] over all heads, on all ranks, of two tensors [batch, seq, heads, head_dim]. Of
     heads that ranks share, every copy counts."""
     means = torch.stack([x.mean((2, 3)) for x in each])
     if size > 1:

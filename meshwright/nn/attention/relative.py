@@ -31,13 +31,13 @@ class RelativeBias(NodeModule):
         self._buckets: dict[tuple[int, int], Tensor] = {}
 
     def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
-        """Returns the buckets, and the number of queries: of the tokens of the stream that its stack changes."""
+        """Return the buckets, and the number of queries: of the tokens of the stream that its stack changes."""
         rows = inputs.streams[node.reads[0]].shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         queries = rows // inputs.sequences
         return self.buckets(queries, inputs.cached + queries), queries
 
     def buckets(self, queries: int, keys: int) -> Tensor:
-        """Returns the buckets of all distances from a query, of which there are the last `queries` places, to a key,
+        """Return the buckets of all distances from a query, of which there are the last `queries` places, to a key,
         ascending."""
         if (queries, keys) not in self._buckets:
             part, distances = self.part, range(1 - keys, queries)
@@ -47,7 +47,7 @@ class RelativeBias(NodeModule):
         return self._buckets[queries, keys]
 
     def forward(self, buckets: Tensor, queries: int) -> Tensor:
-        """Returns [1, heads, queries, keys]."""
+        """Return [1, heads, queries, keys]."""
         by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [distances, heads]
         keys = buckets.shape[0] + 1 - queries
         # Each window of the distances is one query's, the last query's first. It is longer than there are keys where
@@ -77,7 +77,7 @@ class CrossAttention(nn.Module):
         return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm to the encoder's output. With `past`,
+        """Return x [tokens, hidden], for the residual, and attention of its norm to the encoder's output. With `past`,
         keys and values of an earlier call are used."""
         x, queries = self.q.after_norm(x, norm)
         batch = inputs.sequences

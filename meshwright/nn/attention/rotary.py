@@ -35,14 +35,14 @@ class Rotary(nn.Module):
             self.register_buffer(name, (factor * table).to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> Tables:
-        """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
+        """Return the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
 
 def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
-    """Returns how far each pair turns per position, and what cosines and sines are multiplied by."""
+    """Return how far each pair turns per position, and what cosines and sines are multiplied by."""
     scaling, width, theta = model.rope_scaling, model.rotary_dim, model.rope_theta
     if scaling.kind == "dynamic" and model.seq > scaling.original:
         longer = scaling.factor * model.seq / scaling.original - (scaling.factor - 1)
@@ -97,7 +97,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
 
 @pure_operator("meshwright::turn")
 def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Returns one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
+    """Return one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
     if kernels_take(q, k, v):
         from meshwright.kernels.rotary import rotate_qkv as kernel
 
@@ -129,5 +129,5 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Returns the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
+    """Return the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
     return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

@@ -77,7 +77,7 @@ class Sorted(NamedTuple):
 
 @torch.no_grad()
 def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
-    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has `room` places; a choice that
+    """Sort the choices [rows, k] by expert, then by row. With a capacity, each expert has `room` places; a choice that
     was dropped (`with_dropped`) has the number after the last expert's, and gets none."""
     flat, count = chosen.flatten(), routing.count
     order = flat.sort(stable=True)
@@ -97,7 +97,7 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
 
 @torch.no_grad()
 def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
-    """Returns the choices [sequences, tokens, k] of whole sequences, in the order of their tokens, with the number
+    """Return the choices [sequences, tokens, k] of whole sequences, in the order of their tokens, with the number
     after the last expert's for those that their expert has no room for: it takes a sequence's first `room` tokens."""
     sequences, count = chosen.shape[0], routing.count
     first = torch.arange(0, sequences * count, count, device=chosen.device)
@@ -239,7 +239,7 @@ class Experts(nn.Module):
         self.register_buffer("tally", tally, persistent=False)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
+        """Return x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
         batch, given = inputs.sequences, inputs.routed
         assert given is not None
         normed = norm(x)
@@ -265,7 +265,7 @@ class Experts(nn.Module):
         return x, y if self.shared is None else y + self.shared.of(normed), losses
 
     def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
-        """Returns the choices of all rows that this rank sends to experts and, with a capacity, the places that each
+        """Return the choices of all rows that this rank sends to experts and, with a capacity, the places that each
         expert has for them; a choice that its expert has no room for is the number after the last expert's."""
         etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
         if self.routing.capacity is None:
@@ -287,7 +287,7 @@ class Experts(nn.Module):
         return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
 
     def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
-        """Returns choices [rows, k] of which each sequence has `part` rows here, without those that were dropped. What
+        """Return choices [rows, k] of which each sequence has `part` rows here, without those that were dropped. What
         the rest of a sequence of `seq` tokens chose, other ranks along cp know."""
         room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
         if cp.alone:
@@ -306,7 +306,7 @@ class Experts(nn.Module):
         return self.parallel.splits_tokens or not self.alike
 
     def _own_rows(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows to gather, and those of them that this rank routes."""
+        """Return the rows to gather, and those of them that this rank routes."""
         tp = self.parallel.tp
         if tp.alone or self.parallel.splits_tokens:
             return normed, normed
@@ -324,7 +324,7 @@ class Experts(nn.Module):
         return gather_from(base, self.etp) if self._gathers else base
 
     def _back(self, y: Tensor) -> Tensor:
-        """Sums the parts of each row's result and brings it where its token is."""
+        """Sum the parts of each row's result and brings it where its token is."""
         tp = self.parallel.tp
         if not self._gathers:
             return reduce_from(y, tp)
@@ -348,7 +348,7 @@ class Experts(nn.Module):
         self.tally[-1] += torch.special.entr(shares).sum()
 
     def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
-        """Returns the sum over each row's experts of their weighted results: of this rank's part of the experts."""
+        """Return the sum over each row's experts of their weighted results: of this rank's part of the experts."""
         row_at = order.choice_at // order.places.shape[1]
         weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
         if self.ep.alone:
@@ -369,7 +369,7 @@ class Experts(nn.Module):
         return collect(self._exchanged(result, saved.arrivals, back=True), row_at, order.places)
 
     def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
-        """Returns the rows that arrive when these are sent to their experts, or back from there."""
+        """Return the rows that arrive when these are sent to their experts, or back from there."""
         sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
         if self.by_node is None:
             arrived: Tensor = all_to_all(rows, self.ep.name, sends, receives)

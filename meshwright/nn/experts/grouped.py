@@ -21,7 +21,7 @@ from meshwright.nn.weight_grad import Sink, sink_of, write_product
 
 
 def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields the number and the rows of each expert. The host waits for `ends`: this is the way of a CPU."""
+    """Yield the number and the rows of each expert. The host waits for `ends`: this is the way of a CPU."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         yield expert, slice(begin, end)
@@ -37,7 +37,7 @@ def _in_one_call(x: Tensor, width: int) -> bool:
 
 @operator("meshwright::grouped_product")
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    """Returns x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
+    """Return x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
     factor = weight if transposed else weight.transpose(1, 2)
     if _in_one_call(x, factor.shape[2]):
         return F.grouped_mm(x, factor, offs=ends)
@@ -54,7 +54,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tens
 
 
 def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Returns g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
+    """Return g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
     if _in_one_call(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=ends)
     out = x.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
@@ -83,7 +83,7 @@ def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns x[index]; the negative index of a row that is empty gives zeros."""
+    """Return x[index]; the negative index of a row that is empty gives zeros."""
     if x.is_meta:
         return x.new_empty((index.shape[0], x.shape[1]))
     if kernels_take(x):
@@ -94,7 +94,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def sum_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Returns, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
+    """Return, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
     a negative place gives nothing."""
     if x.is_meta:
         return x.new_empty((places.shape[0], x.shape[1]))
@@ -110,7 +110,7 @@ def sum_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
-    """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
+    """Return the activation of the inner features times each row's weight, which the last product then carries on."""
     if kind == "swiglu" and inner.is_meta:
         return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
     if kind == "swiglu" and kernels_take(inner):
@@ -124,7 +124,7 @@ def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
 def weighted_activation_backward(
     inner: Tensor, weights: Tensor, grad: Tensor, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient. On
+    """Return the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient. On
     CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards."""
     if kind == "swiglu" and inner.is_meta:  # a dry run takes the kernel's memory
         return inner, grad, torch.empty_like(weights)
@@ -162,12 +162,12 @@ class _Move(torch.autograd.Function):
 
 
 def spread(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns x[source]; `places` [rows of x, k] is the inverse of `source`."""
+    """Return x[source]; `places` [rows of x, k] is the inverse of `source`."""
     return _Move.apply(x, source, places, False)
 
 
 def collect(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns the sum of each row's places in x: the adjoint of `spread`."""
+    """Return the sum of each row's places in x: the adjoint of `spread`."""
     return _Move.apply(x, source, places, True)
 
 
@@ -188,5 +188,5 @@ def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns the numbers x[source]; `places` is the inverse, and a negative one marks a number left out."""
+    """Return the numbers x[source]; `places` is the inverse, and a negative one marks a number left out."""
     return _Permute.apply(x, source, places)

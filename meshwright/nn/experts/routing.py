@@ -61,7 +61,7 @@ class Router(nn.Module):
         self.routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits [rows, experts]."""
+        """Return the logits [rows, experts]."""
         return _WideProduct.apply(x, self.weight, self.sinks.get("weight"))
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:
-        """Returns the numbers of the chosen experts [rows, k], the best first; of equal ones the lower number wins."""
+        """Return the numbers of the chosen experts [rows, k], the best first; of equal ones the lower number wins."""
         r = self.routing
         found = scores if self.bias is None else scores + self.bias
         if r.groups > 1:
@@ -82,7 +82,7 @@ class Router(nn.Module):
         return _largest(found, r.top_k)
 
     def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Returns the weights [rows, k] of the chosen experts' results. The bias only helps to choose."""
+        """Return the weights [rows, k] of the chosen experts' results. The bias only helps to choose."""
         found = scores.gather(1, chosen)
         if self.routing.normalise:
             found = found / (found.sum(1, keepdim=True) + 1e-20)
@@ -90,7 +90,7 @@ class Router(nn.Module):
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns the numbers of the k largest columns of each row, the largest first; ties are broken by the lower
+    """Return the numbers of the k largest columns of each row, the largest first; ties are broken by the lower
     number, on every device."""
     if kernels_take(x):
         from meshwright.kernels.experts import choose
@@ -121,14 +121,14 @@ class _Reported(torch.autograd.Function):
 
 
 def picks_of(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Returns 1 for the experts that a row chose and 0 for the others, [rows, experts]."""
+    """Return 1 for the experts that a row chose and 0 for the others, [rows, experts]."""
     return torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
 
 def router_losses(
     router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: Tokens, parallel: Parallel
 ) -> Tensor:
-    """Returns the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
+    """Return the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
 
     For a sequence of S tokens, E experts and k choices, f_i is the share of the S k choices that fell on expert i and
     P_i the mean of its score over the sequence (of sigmoid scores: as a share of their sum). The balance loss of the
@@ -158,5 +158,5 @@ def router_losses(
 
 
 def _used(r: Routing, balance: Tensor, z: Tensor) -> Tensor:
-    """Returns those of the two losses that have a weight. (Indexing by a list would wait for the device.)"""
+    """Return those of the two losses that have a weight. (Indexing by a list would wait for the device.)"""
     return torch.stack([loss for loss, weight in ((balance, r.aux_loss), (z, r.z_loss)) if weight])
