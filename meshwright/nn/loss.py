@@ -1,4 +1,4 @@
-"""The output layer and the cross entropy, one tile of logits at a time. The vocabulary may be sharded over tp or a grid.
+"""The output layer and the cross entropy over a vocabulary that may be sharded over tp or a grid.
 
 Only one tile of logits exists at a time, in the model's precision. The gradient overwrites it, and the gradients of the
 input and of the weight are computed from it in forward. A tile has few enough tokens to stay small beside the model.

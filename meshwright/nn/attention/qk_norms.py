@@ -15,7 +15,7 @@ from meshwright.spec.model import gpt
 
 
 class HeadNorms(nn.Module):
-    """The norms over each head, with one weight for all heads."""
+    """Norms over the features of each head, with one weight for all heads."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class HeadNorms(nn.Module):
 
 
 class TokenNorms(nn.Module):
-    """The norms over all heads of a token. Where tp cuts the heads, the squares are summed over its ranks."""
+    """Norms over all heads of a token. Where tp shards the heads, the squares are averaged over its ranks."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TokenNorms(nn.Module):
 
 
 class _TokenNorms(torch.autograd.Function):
-    """y = r x w for queries and for keys, where 1 / r^2 is the mean of x^2 over all ranks of the group, plus eps."""
+    """y = r * x * w for queries and for keys, where 1 / r^2 is eps plus the mean of x^2 over all ranks of the group."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, eps: float, group: str, size: int) -> Any:
@@ -65,10 +65,12 @@ class _TokenNorms(torch.autograd.Function):
         return *input_grads, *weight_grads, None, None, None
 
 
-def _means(each: list[Tensor], group: str, size: int) -> Tensor:
-    """Return the means [2, batch, seq] over all heads, on all ranks, of two tensors [batch, seq, heads, head_dim]. Of
-    heads that ranks share, every copy counts."""
-    means = torch.stack([x.mean((2, 3)) for x in each])
+def _means(tensors: list[Tensor], group: str, size: int) -> Tensor:
+    """Return the means [2, batch, seq] of two tensors [batch, seq, heads, head_dim] over the heads of all ranks.
+
+    If ranks share a head, each copy counts. All heads have equally many copies, so the mean is the same.
+    """
+    means = torch.stack([x.mean((2, 3)) for x in tensors])
     if size > 1:
         all_reduce_(means, group, "sum")
     return means / size
