@@ -68,6 +68,7 @@ def refused(
     `what` states the refused action ("x can't be written"). `path` is the file or folder concerned (None: the one that
     the error names). `instead` is the alternative that the fix suggests.
     """
+    # Find the nearest folder that exists (`at`), and its first missing child.
     place = missing = at = Path(path if path is not None else error.filename or ".")
     while not os.path.lexists(at):
         missing, at = at, at.parent
@@ -85,6 +86,7 @@ def mistake_of(error: OSError) -> UserError | None:
         return UserError(f"{what}: free some space on its disk, or write it elsewhere")
     named = error.errno in FIXES and isinstance(error.filename, (str, bytes))
     path = Path(os.fsdecode(error.filename)) if named else Path()
+    # A file that is missing from an existing folder may as well be a bug.
     if not named or (error.errno == errno.ENOENT and os.path.lexists(path.parent)):
         return None
     return refused(f"{path} can't be used", error, path)

@@ -34,6 +34,7 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    # Walk level by level, since a recursive check could itself reach the limit.
     level = [value]
     for _ in range(DEEPEST):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]

@@ -76,6 +76,7 @@ def _load(description: str, path: str) -> None:
     except UserError:
         raise
     except ModuleNotFoundError as error:
+        # Either the plugin itself, or a package around it, is missing, or a module that the plugin imports.
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             fix = "install it, or add the folder that holds it to PYTHONPATH"
             reason = f"since Python finds no module '{error.name}'"

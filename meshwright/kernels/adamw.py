@@ -50,6 +50,7 @@ def _decayed(flips, count, begin, at, DECAYS: tl.constexpr, BLOCK: tl.constexpr)
         before = tl.load(flips + middle) <= begin
         passed = tl.where(before, middle + 1, passed)
         most = tl.where(before, most, middle)
+    # The number of positions at or before each element. An even number means that decay is as at the beginning.
     numbers = passed + tl.zeros([BLOCK], tl.int64)
     flip = tl.load(flips + passed)
     while flip < begin + BLOCK:
@@ -64,6 +65,7 @@ def _adamw(
     master, grad, first, second, low, numbers, flips, count, size, lr, beta1, beta2, eps, decay,
     DECAYS: tl.constexpr, HAS_LOW: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Whether to update is decided on the device, so that the host need not wait for it.
     if tl.load(numbers) == 0.0:
         return
     inverse = tl.load(numbers + 1)

@@ -67,6 +67,7 @@ def _rms_norm_backward(
         if HAS_PASSED:
             dx += tl.load(passed + here, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + here, dx, mask=inside)
+    # Each program writes its own sum, and torch adds them up. Atomic additions would have no fixed order.
     tl.store(partial + tl.program_id(0).to(tl.int64) * width + at, sums, mask=inside)
 
 
@@ -100,6 +101,7 @@ def _swiglu_backward(x, grad, out, value, width, BLOCK: tl.constexpr):
     g = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
     silu = gate * share
+    # The derivative of silu is share + silu * (1 - share).
     tl.store(value + row * width + at, silu * up, mask=inside)
     tl.store(out + row * 2 * width + at, g * up * (share + silu * (1.0 - share)), mask=inside)
     tl.store(out + row * 2 * width + width + at, g * silu, mask=inside)

@@ -24,6 +24,7 @@ def _rows(
     label = tl.load(labels + row) - first
     inside = (label >= 0) & (label < columns)
     if STATS:
+        # Sums are kept relative to the largest logit so far, so that no exponential overflows.
         top = -float("inf")
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
@@ -42,6 +43,7 @@ def _rows(
             # Every lane must have read the label's logit before any lane overwrites it.
             tl.debug_barrier()
         weight = tl.load(mask + row).to(tl.float32) * scale
+        # Columns of padding are read as -inf, so their gradient is 0.
         for start in range(0, width, BLOCK):
             here = start + at
             x = tl.load(logits + here, mask=here < columns, other=-float("inf")).to(tl.float32)

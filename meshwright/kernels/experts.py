@@ -150,6 +150,7 @@ def _add_grouped(
     n = (tl.program_id(0) % tiles) * N + tl.arange(0, N)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.load(ends + expert).to(tl.int64)
+    # The sum runs over the rows of one expert, whose number is not a multiple of K in general.
     total = tl.zeros((M, N), tl.float32)
     for first in range(begin, end, K):
         k = first + tl.arange(0, K)

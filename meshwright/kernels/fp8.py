@@ -63,6 +63,7 @@ def _cast(
     if OUT:
         if LINES:
             top = tl.maximum(tl.load(of_rows + r, mask=r < rows, other=1.0), TINY)
+            # All programs of these rows compute the same scale, and the first one stores it.
             tl.store(scale + r, top / limit, mask=(r < rows) & (tl.program_id(1) == 0))
             z = y * (limit / top)[:, None]
         else:

@@ -40,6 +40,7 @@ def _merge(
         weight = old + now
         both = most + tl.log(weight)
         x = tl.load(at, mask=inside, other=0.0)
+        # The weight is 0 if neither result has seen a key.
         merged = (x * old[:, None] + y * now[:, None]) / tl.where(weight == 0.0, 1.0, weight)[:, None]
     tl.store(at, merged, mask=inside)
     tl.store(sum_at, both, mask=there)

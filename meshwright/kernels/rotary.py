@@ -40,6 +40,7 @@ def _turn(
     row_q, row_k, row_v = h * q_h, (h - QUERIES) * k_h, (h - QUERIES - KEYS) * v_h
     c = tl.load(cos + b * table_b + s * table_s + at, mask=inside, other=1.0).to(tl.float32)[None, :]
     n = tl.load(sin + b * table_b + s * table_s + at, mask=inside, other=0.0).to(tl.float32)[None, :] * sign
+    # Values are copied: they are rotated by an angle of 0.
     c = tl.where(turns[:, None], c, 1.0)
     n = tl.where(turns[:, None], n, 0.0)
     first = _of_three(q, k, v, row_q, row_k, row_v, from_q, from_k, from_v, at, inside)
@@ -48,6 +49,7 @@ def _turn(
     mask = (h < total)[:, None] & inside[None, :]
     tl.store(here + at[None, :], first * c - second * n, mask=mask)
     tl.store(here + HALF + at[None, :], second * c + first * n, mask=mask)
+    # Elements beyond the rotary part are copied.
     if WIDTH > 2 * HALF:
         last = 2 * HALF + tl.arange(0, REST_BLOCK)
         there = last < WIDTH

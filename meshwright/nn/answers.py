@@ -90,6 +90,7 @@ class _AnswerLogps(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels, mask = ctx.saved_tensors
         full = gather_input(x, ctx.sides, again=True)
+        # The loss of a token is its negative log-probability, so the gradient of its log-probability changes sign.
         weights = -grad[ctx.answers.places] * mask
         grads = OutputGrads(full, weight, ctx.needs_input_grad[:3])
         for at, logits in logit_tiles(full, weight, bias):

@@ -256,7 +256,7 @@ class Linear(Adapted):
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
     def adapted(self, x: Tensor, sides: Sides, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
-        """Return x, and the product including what the adapters add."""
+        """Return x, and the product including the output of the adapters."""
         changes = [Change(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
         stream = self.stream if self.training else None
         return adapted_product(x, self.weight, self._inside, changes, (sides, self.kind), stream, before)

@@ -80,6 +80,7 @@ class HostActivations:
         if self.module is not None:
             assert copy.buffer is not None
             self.module.current_stream(self.device).wait_event(arrived)
+            # The stream now waits for the copy, and `keep` makes later copies into this buffer wait for the stream.
             self._free.setdefault((copy.shape, copy.dtype), []).append(copy.buffer)
             copy.buffer = None
         if copy.before is not None:

@@ -176,6 +176,7 @@ def column_backward(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group
         sink_of(sink).add_factors(add_product, grad, x)
         pending.wait()
         return grad_x
+    # The rows of x arrive while the input gradient is multiplied. That gradient travels during the weight gradient.
     full, arriving = begin_gather(ranks, x)
     begun = begin_scatter(ranks, grad, width, lambda out, rows: multiply(out, rows, weight, None, True))
     for pending in arriving:

@@ -90,6 +90,7 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     if gate is None:
         return unit(x, *rest)
     gate.open()
+    # If weights stay in memory, backward need not open and close the gate either.
     if not gate.closes:
         return unit(x, *rest)
     if torch.is_grad_enabled():
@@ -97,6 +98,8 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     y = unit(x, *rest)
     if not hold:
         gate.close()
+
+    # The gate opens again just before the unit's backward.
     results = y if isinstance(y, tuple) else (y,)
     if any(result.requires_grad for result in results):
         results = call_in_backward(gate.open, *results)

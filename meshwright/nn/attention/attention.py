@@ -151,6 +151,7 @@ class Attention(nn.Module):
         mask = inputs.streams[self.bias] if self.bias else inputs.mask
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
+        # The fused rotation reads the joined projection. Norms of queries and keys, and ALiBi, need it split first.
         if self.fuses and tables is not None and self.norms is None and not self.alibi:
             q, k, v = rotate_qkv(qkv, tables, self.heads, self.kv_heads)
         else:
@@ -170,6 +171,7 @@ class Attention(nn.Module):
 
     def _out(self, y: Tensor) -> Tensor:
         """Return the output projection of the core's result."""
+        # With ALiBi, heads are wider, and the result has zeros in the additional elements.
         y = y[..., : self.head_dim].transpose(1, 2)
         projected: Tensor = self.out(y.reshape(y.shape[0] * y.shape[1], -1))
         return projected

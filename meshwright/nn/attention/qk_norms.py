@@ -59,6 +59,7 @@ class _TokenNorms(torch.autograd.Function):
         means = _means([q * weighted[0], k * weighted[1]], *ctx.group)
         input_grads, weight_grads = [], []
         for n, x in enumerate((q, k)):
+            # For y = r(x) x, the gradient of x is r g - x r^3 mean(g x).
             r, mean = scales[n][..., None, None], means[n][..., None, None]
             input_grads.append((r * weighted[n] - x * (r**3 * mean)).to(x.dtype))
             weight_grads.append((grads[n] * (r * x)).sum((0, 1)).to(wq.dtype))

@@ -38,6 +38,7 @@ def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor
         squares = (values - mean[:, None]).square().sum(1)
         both = gather(torch.stack((mean, squares))[None], features.side)  # [ranks, 2, rows]
         means, mean = both[:, 0], both[:, 0].mean(0)
+        # Squared differences within the ranks, plus those between the ranks' means and the mean of the row.
         total = both[:, 1].sum(0) + own * (means - mean).square().sum(0)
     else:
         total = values.square().sum(1)
