@@ -37,7 +37,7 @@ class TokenNorms(nn.Module):
         self.k = parallel.parameter(records["k_norm.weight"])
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norms of q and k, both [batch, seq, this rank's heads, head_dim]."""
+        """Return the normed q and k, both [batch, seq, this rank's heads, head_dim]."""
         return _TokenNorms.apply(q, k, self.q.view(q.shape[2:]), self.k.view(k.shape[2:]), self.eps, *self.group)
 
 
