@@ -1,6 +1,6 @@
 """Meshwright trains transformer language models on any mesh of devices.
 
-Divide a module of your own over the ranks of a job, and train it:
+Shard your own module over the ranks of a job and train it:
 
     trained = meshwright.wrap(module, {"layout": {"tp": 2}, "zero": {"stage": 1}})
     result = trained.step(batch)
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # editors and type checkers read these; at run time each is imported on first use, see _HOMES
+# Editors and type checkers read these imports. At run time each name is imported on first use, see _HOMES.
+if TYPE_CHECKING:
     from meshwright.config.load import load_config as load_config
     from meshwright.config.sections import Config as Config
     from meshwright.engine.output import StageOutput as StageOutput
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # editors and type checkers read these; at run time each is i
 __version__ = "0.1.0"
 __all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
 
-# Imported on first use: layout, config and the schedule tables must not pay for torch.
+# The module of each public name, imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
     "Config": "meshwright.config.sections",
     "Layout": "meshwright.spec.layout",

@@ -1,4 +1,4 @@
-"""`python -m meshwright`, which is also what `torchrun -m meshwright train ...` starts."""
+"""The entry point of `python -m meshwright` and of `torchrun -m meshwright train ...`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The one file that names devices: which one a rank uses, its back end, its precisions, its clock and memory.
+"""All code that depends on the kind of device: which device a rank uses, its back end, precisions, clock and memory.
 
-`meta` is the device of a dry run: tensors have shapes but no memory and nothing is computed, but all other code runs.
+`meta` is the device of a dry run: tensors have shapes but no memory, nothing is computed, and all other code runs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshwright.errors import UserError
 
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo", "meta": "fake"}
 WITHOUT_STREAMS = ("cpu", "meta")
-# The dtype of weights and activations in each precision; under fp8 only the products are in 8 bits.
+# The dtype of weights and activations in each precision. Under fp8 only the matrix products use 8 bits.
 PRECISION_DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
 }  # fmt: skip
 
 
 def _accelerator_kind() -> str | None:
-    """Returns the kind of accelerator on this machine, or None."""
+    """Return the kind of accelerator on this machine, or None."""
     return next((kind for kind in ("cuda", "npu") if _available(kind)), None)
 
 
@@ -45,20 +45,20 @@ def _available(kind: str) -> bool:
 
 
 def accelerator_count() -> int:
-    """Returns the number of accelerators on this machine."""
+    """Return the number of accelerators on this machine."""
     kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).device_count())
 
 
 def current_index() -> int:
-    """Returns the index of the accelerator that this process uses."""
+    """Return the index of the accelerator that this process uses."""
     kind = _accelerator_kind()
     return 0 if kind is None else int(getattr(torch, kind).current_device())
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device of this machine. All code that depends on its kind is here."""
+    """One device of this machine, with everything that depends on its kind."""
 
     kind: str
     index: int = 0
@@ -69,12 +69,12 @@ class Device:
 
     @property
     def is_meta(self) -> bool:
-        """Whether nothing is computed: a dry run."""
+        """True in a dry run, where nothing is computed."""
         return self.kind == "meta"
 
     @staticmethod
     def find(wanted: str = "auto") -> Device:
-        """The first device of the wanted kind."""
+        """Return the first device of the wanted kind. `auto` prefers an accelerator to the CPU."""
         kind = (_accelerator_kind() or "cpu") if wanted == "auto" else wanted
         if kind not in WITHOUT_STREAMS and not _available(kind):
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
@@ -82,7 +82,7 @@ class Device:
 
     @staticmethod
     def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
-        """Returns the device of a local rank and makes it current. More ranks than devices share them."""
+        """Return the device of a local rank, made current. If there are more ranks than devices, ranks share them."""
         kind = Device.find(wanted).kind
         if kind in WITHOUT_STREAMS:
             return Device(kind)
@@ -91,9 +91,11 @@ class Device:
         return device
 
     def make_current(self) -> None:
-        """Makes this device the current one of the calling thread, as every thread that asks it anything must do first.
-        A new thread has the machine's first device: a query there takes a context of some hundred MiB from it, and can
-        block behind a collective that hangs."""
+        """Make this device current for the calling thread. Every thread must do so before it queries the device.
+
+        A new thread starts on the machine's first device. A query there creates a context of a few hundred MiB on it,
+        and can block behind a hanging collective.
+        """
         if self.module is not None:
             self.module.set_device(self.index)
 
@@ -103,27 +105,30 @@ class Device:
 
     @property
     def module(self) -> Any:
-        """torch's module of this kind, with its streams and memory; None where there are none."""
+        """torch's module for this kind of device (such as `torch.cuda`), or None if the kind has no streams."""
         return accelerator(self.torch)
 
     def backend(self, wanted: str = "auto") -> str:
         return BACKENDS[self.kind] if wanted == "auto" else wanted
 
     def check_sharing(self, backend: str, ranks: int, as_rank: bool = True) -> None:
-        """Raises if ranks would share a device, which NCCL and HCCL refuse. Where a rank sees a single device, that may
-        be its own, since launchers can show each rank another one; if it isn't, the back end raises."""
+        """Raise UserError if ranks would share a device, which NCCL and HCCL refuse.
+
+        A rank (`as_rank`) accepts a single visible device: launchers can show each rank a different one. If the ranks
+        share it after all, the back end raises.
+        """
         if self.module is None or backend == "gloo":
             return
-        here = self.module.device_count()
-        if ranks > here and not (as_rank and here == 1):
+        devices = self.module.device_count()
+        if ranks > devices and not (as_rank and devices == 1):
             raise UserError(
-                f"{ranks} ranks on this machine, but it has {here} {self.kind} devices: "
-                f"start {here} ranks, or set run.device=cpu or comm.backend=gloo"
+                f"{ranks} ranks on this machine, but it has {devices} {self.kind} devices: "
+                f"start {devices} ranks, or set run.device=cpu or comm.backend=gloo"
             )
 
     def check_backend(self, backend: str) -> None:
         if self.is_cpu and backend in ("nccl", "hccl"):
-            raise UserError(f"comm.backend={backend} needs an accelerator, which is not here: use comm.backend=auto")
+            raise UserError(f"comm.backend={backend} needs an accelerator, and there is none: use comm.backend=auto")
 
     def check_precision(self, precision: str) -> None:
         if precision == "fp64" and self.kind == "npu":
@@ -140,18 +145,19 @@ class Device:
         return self.kind if self.module is None else str(self.module.get_device_name(self.index))
 
     def memory_bytes(self) -> int:
-        """Returns the bytes of an accelerator's memory."""
+        """Return the size of an accelerator's memory in bytes."""
         return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
 
     def units(self) -> int:
-        """Returns the number of multiprocessors, over which a matrix product's tiles are distributed; 1 on a CPU."""
+        """Return the number of multiprocessors, over which a matrix product's tiles are distributed; 1 on a CPU."""
         if self.is_cpu:
             return 1
         return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
 
     def empty_cache(self) -> None:
-        """Returns memory that no tensor uses from torch's cache to the device."""
+        """Return the memory in torch's cache that no tensor uses to the device."""
         if self.module is not None:
+            # Tensors in reference cycles hold their memory until they are collected.
             gc.collect()
             self.module.empty_cache()
 
@@ -160,8 +166,10 @@ class Device:
             self.module.synchronize()
 
     def worked(self) -> float:
-        """Returns the seconds of work of this process so far, for differences. Of a CPU they are its processors' own,
-        which are no longer where others use them too; of an accelerator all that pass, as it has its work for itself.
+        """Return the seconds that this process has worked so far; only differences have a meaning.
+
+        On a CPU this is processor time, which does not grow while other processes use the cores. On an accelerator it
+        is elapsed time, since the process has the accelerator to itself.
         """
         self.synchronize()
         return time.process_time() if self.is_cpu else time.perf_counter()
@@ -184,11 +192,11 @@ class Device:
         return Download(self, x)
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak memory of tensors on this device since `reset_peak`, or None where it is not counted."""
+        """Return the peak bytes of tensors on this device since `reset_peak`, or None where torch does not count."""
         return None if self.module is None else int(self.module.max_memory_allocated())
 
     def stream_timer(self) -> StreamTimer | None:
-        """Returns a timer of this device's streams; None where the host itself does the work."""
+        """Return a timer of this device's streams, or None where the host itself computes."""
         return None if self.module is None else StreamTimer(self)
 
     def reset_peak(self) -> None:
@@ -197,8 +205,8 @@ class Device:
 
 
 class Download:
-    """A copy to the host that is under way. `read` waits for an event behind the copy, and so not for work that was
-    launched later. A `meta` tensor, which was never computed, reads as ones."""
+    """A copy to the host that is in flight. `read` waits for an event recorded right after the copy, so it does not
+    wait for work that was launched later. A `meta` tensor has no values and reads as ones."""
 
     def __init__(self, device: Device, x: torch.Tensor) -> None:
         self._event = None
@@ -216,7 +224,7 @@ class Download:
 
 
 class Clock:
-    """Marks points in the device's stream of work and tells when it reached them, in seconds of the host's clock."""
+    """Marks points in the device's stream and says when the device reached them, in seconds of the host's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -231,14 +239,14 @@ class Clock:
         return event
 
     def read(self, mark: Any) -> float:
-        """Returns when the device reached a mark; all marked work must be done."""
+        """Return the time at which the device reached a mark; all marked work must be done."""
         if self._device.kind in WITHOUT_STREAMS:
             return float(mark)
         return self._begin + float(self._first.elapsed_time(mark)) / 1e3
 
 
 class StreamTimer:
-    """Times what a device's stream does between two marks. Marks are recorded on the stream and read later, so that the
+    """Times the work of a device's stream between two marks. Marks are recorded on the stream and read later, so the
     host never waits for them."""
 
     def __init__(self, device: Device) -> None:
@@ -246,27 +254,29 @@ class StreamTimer:
         self._spare: list[Any] = []
 
     def mark(self) -> Any:
-        """Marks the place in the current stream that work launched so far has reached."""
+        """Record a mark in the current stream, behind all work launched so far."""
         event = self._spare.pop() if self._spare else torch.Event(self._device.torch, enable_timing=True)
         event.record()
         return event
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        """Returns the seconds between two marks of one stream, or None if the device has not reached both."""
+        """Return the seconds between two marks of one stream, or None if the device has not reached both."""
         if not (begin.query() and end.query()):
             return None
         return float(begin.elapsed_time(end)) / 1e3
 
     def forget(self, marks: Iterable[Any]) -> None:
-        """Takes marks back, to be used again: making an event costs more than recording one."""
+        """Take marks back for reuse: creating an event costs more than recording one."""
         self._spare += marks
 
 
 class SideStream:
-    """Within `with stream:`, work is launched on a stream of its own, beside the computation; leaving it waits for it.
-    On a CPU it does nothing. Streams belong to a thread's context in torch, so the thread that copies enters it, while
-    the thread that launched the computation constructs it: the new stream must be ordered after that thread's
-    stream."""
+    """A context whose work is launched on a separate stream, beside the computation; leaving it waits for that work.
+
+    Construct it in the thread that launched the computation, because the new stream must be ordered after that thread's
+    stream. Enter it in the thread that copies, because torch keeps the current stream per thread. On a CPU it does
+    nothing.
+    """
 
     def __init__(self, device: Device) -> None:
         self.module = device.module
@@ -287,31 +297,36 @@ class SideStream:
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> None:
-    """Pins host memory in place, so that a CUDA device can copy from and to it without the host. torch's own allocator
-    of pinned memory rounds up to a power of two, which can double what a large state takes."""
+    """Pin host memory in place, so that a CUDA device can copy from and to it without the host.
+
+    torch's own allocator of pinned memory rounds up to a power of two, which can double the memory of a large state.
+    """
     if device.type != "cuda" or not tensor.numel():
         return
     library, address = torch.cuda.cudart(), tensor.data_ptr()
     error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
     if error:
-        with suppress(RuntimeError):  # CUDA reports a failed call again at the next launch: let it be this one
+        # CUDA reports a failed call again at the next launch. This launch takes that report.
+        with suppress(RuntimeError):
             torch.zeros(1, device=device)
-        said = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
-        warnings.warn(said, stacklevel=2)
+        message = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
+        warnings.warn(message, stacklevel=2)
     else:
         weakref.finalize(tensor.untyped_storage(), library.cudaHostUnregister, address)
 
 
 @cache
 def scaled_rows_are_wide(device: torch.device) -> bool:
-    """Whether torch's fp8 product with row scales can have a float32 result: cuBLAS's on Hopper, from CUDA 12.9 on."""
+    """Return whether torch's fp8 product with row scales can return float32, as cuBLAS can on Hopper from CUDA 12.9."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 def cudnn_attends(q: Tensor) -> bool:
-    """Whether cuDNN's attention is the fastest for these queries [batch, heads, rows, width]: on Hopper and later it
-    is, by far, except for few rows (and one query with one key it refuses)."""
+    """Return whether cuDNN's attention is the fastest for these queries [batch, heads, rows, width].
+
+    On Hopper and later it is faster by far, except for few rows. It refuses a single query with a single key.
+    """
     return q.is_cuda and q.shape[-1] <= 128 and q.shape[2] >= 64 and _capability(q.device) >= (9, 0)
 
 
@@ -335,7 +350,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 
 def accelerator(device: torch.device) -> Any:
-    """Returns torch's module of a device's kind, with its streams; None where there are none."""
+    """Return torch's module for a device's kind (such as `torch.cuda`), or None if the kind has no streams."""
     return None if device.type in WITHOUT_STREAMS else getattr(torch, device.type)
 
 
@@ -344,15 +359,17 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def limit_threads(local_world: int) -> None:
-    """Limits torch to a rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
+    """Limit torch to a rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores_of_rank(local_world)))
 
 
 def cores_of_rank(local_world: int) -> int:
-    """Returns the number of cores that one of `local_world` ranks on this machine has for itself: 0 if there are more
-    ranks than cores. Slurm binds each task to cores of its own; other launchers let the ranks share all that they may
-    use, which containers and schedulers may limit to fewer than the machine has."""
+    """Return the number of cores that each of `local_world` ranks on this machine has to itself.
+
+    It is 0 if there are more ranks than cores. Slurm binds each task to its own cores. Other launchers let the ranks
+    share all usable cores, which containers and schedulers may limit to fewer than the machine has.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return (os.cpu_count() or 1) // local_world
     usable = len(os.sched_getaffinity(0))
@@ -361,29 +378,31 @@ def cores_of_rank(local_world: int) -> int:
 
 
 def return_freed_memory() -> None:
-    """Makes malloc return large freed blocks to the system at once. By default, glibc raises its threshold with each
-    large block and keeps freed ones for later, which can double the memory of a run that offloads to disk. Other C
-    libraries don't, and have no such setting."""
+    """Make malloc return large freed blocks to the system at once.
+
+    By default, glibc raises its threshold with each large block and keeps freed blocks for later, which can double the
+    memory of a run that offloads to disk. Other C libraries don't, and have no such setting.
+    """
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
     if setting is not None:
-        mmap_threshold = -3  # its number in malloc.h
+        mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         setting(mmap_threshold, 2**20)
 
 
 def host_memory_bytes() -> float:
-    """Returns the bytes of host memory that this process may still take: those that are free, and the limits set."""
-    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    """Return the bytes of host memory that this process may still allocate: the least of free memory and all limits."""
+    bounds = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     for path, pattern, unit in (("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
                                 ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)):  # fmt: skip
         with suppress(OSError):
-            if told := re.search(pattern, Path(path).read_text(encoding="utf-8")):
-                found.append(float(told.group(1)) * unit)
+            if match := re.search(pattern, Path(path).read_text(encoding="utf-8")):
+                bounds.append(float(match.group(1)) * unit)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return min(*found, math.inf if limit == resource.RLIM_INFINITY else float(limit))
+    return min(*bounds, math.inf if limit == resource.RLIM_INFINITY else float(limit))
 
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
-    """Raises for what a launcher can know to fail before it starts ranks on this machine."""
+    """Raise UserError for settings that would make ranks fail on this machine, before a launcher starts them."""
     if kind == "cpu" or (kind == "auto" and not accelerator_count()):
         if ranks > 1:
             Device("cpu").check_backend(backend)

@@ -1,5 +1,5 @@
-"""What the operating system refuses, told as a mistake with the fix for its cause; and whether a folder can be written,
-found before the work of which it shall hold the results. No torch."""
+"""Errors of the operating system, turned into user errors that name a fix; and an early check that a folder is
+writable, before the work whose results it will hold. No torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from meshwright.errors import UserError
 
 
 def write(path: Path | None, make: Callable[[], str]) -> None:
-    """Writes a file if a path was given, and says so on stderr."""
+    """Write the text that `make` returns to a file and say so on stderr; do nothing if no path was given."""
     if path is None:
         return
     text, is_new = make(), not path.exists()
     try:
         path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        if is_new:  # a beginning of a file is of no use
+        # A new file that holds only the beginning of the text is of no use.
+        if is_new:
             path.unlink(missing_ok=True)
         raise refused(f"cannot write {path}", error, path, "another file") from None
     print(f"wrote {path}", file=sys.stderr)
 
 
 def tell_files(files: Iterable[str], column: int = 12) -> None:
-    """Says which files were written, with their sizes; names begin at a column, as the lines above have it."""
+    """Print the names and sizes of files that were written. Names begin at `column`, aligned with earlier lines."""
     for path in files:
         print(f"{'wrote':{column}}{path} ({os.path.getsize(path):,} bytes)")
 
 
 FULL = "the disk is full: free some space there (`df -h {at}` shows it), or choose {instead}"
 DENIED = "you have no permission for {at}: get it, or choose {instead}"
-# By cause; {at} is the nearest file or folder that is there.
+# The fix for each cause. {at} is the nearest existing file or folder.
 FIXES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL.replace("the disk is full", "your share of the disk is used up"),
@@ -46,22 +47,28 @@ FIXES = {
     errno.EPERM: DENIED,
     errno.EROFS: "{at} can only be read: choose {instead}",
     errno.ENOENT: "there is no folder {missing}: make it, or choose {instead}",
-    errno.ENOTDIR: "{at} is no folder: choose {instead}",
-    errno.EEXIST: "{at} is there already, and is no folder: choose {instead}",
+    errno.ENOTDIR: "{at} is not a folder: choose {instead}",
+    errno.EEXIST: "{at} already exists and is not a folder: choose {instead}",
     errno.EISDIR: "it is a folder: choose {instead}",
     errno.ENAMETOOLONG: "its name is too long: choose {instead}",
     errno.ELOOP: "its links lead in a circle: choose {instead}",
 }
-NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # such errors of a write don't say of which file
+# Errors that `write` raises without naming the file.
+NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-OWN_FOLDERS = ("runs", "models", "data", "checkpoints", "exported")  # as people name what lies on their disk
+# First parts of local paths. Such a name means a folder on the user's disk, not an owner on Hugging Face's hub.
+OWN_FOLDERS = ("runs", "models", "data", "checkpoints", "exported")
 
 
 def refused(
     what: str, error: OSError, path: str | os.PathLike[str] | None = None, instead: str = "another place"
 ) -> UserError:
-    """The mistake behind an error of the operating system. `what` it refused, as in "x can't be written"; `path` is
-    what it refused it for (None: as the error says); `instead` is what else the user may choose."""
+    """Return the user error for an action that the operating system refused, with the fix for its cause.
+
+    `what` states the refused action ("x can't be written"). `path` is the file or folder concerned (None: the one that
+    the error names). `instead` is the alternative that the fix suggests.
+    """
+    # Find the nearest folder that exists (`at`), and its first missing child.
     place = missing = at = Path(path if path is not None else error.filename or ".")
     while not os.path.lexists(at):
         missing, at = at, at.parent
@@ -73,19 +80,23 @@ def refused(
 
 
 def mistake_of(error: OSError) -> UserError | None:
-    """The mistake behind an error that nobody expected; None where it may as well be a bug."""
+    """Return the user error behind an OSError that no code expected, or None where it may as well be a bug."""
     if error.errno in NAMELESS and not error.filename:
         what = f"a file or the output can't be written ({error.strerror})"
-        return UserError(f"{what}: free some space where it shall lie, or write it elsewhere")
+        return UserError(f"{what}: free some space on its disk, or write it elsewhere")
     named = error.errno in FIXES and isinstance(error.filename, (str, bytes))
     path = Path(os.fsdecode(error.filename)) if named else Path()
+    # A file that is missing from an existing folder may as well be a bug.
     if not named or (error.errno == errno.ENOENT and os.path.lexists(path.parent)):
         return None
     return refused(f"{path} can't be used", error, path)
 
 
 def hub_hint(name: str | os.PathLike[str]) -> str:
-    """How to get a model whose name on Hugging Face's hub was given for a folder; empty for other names."""
+    """Return a hint for a user who gave a model's name on Hugging Face's hub in place of a folder; else an empty text.
+
+    The hint says how to download the model.
+    """
     owner, _, model = str(name).partition("/")
     shaped = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(name))
     if not shaped or owner in OWN_FOLDERS or os.path.exists(owner):
@@ -95,10 +106,13 @@ def hub_hint(name: str | os.PathLike[str]) -> str:
 
 
 def check_writable(folder: Path, what: str, instead: str) -> None:
-    """Raises if `folder`, which need not be there yet, can't be made or nothing can be written in it. What is written
-    to find out lies in the nearest folder that is there, and is gone afterwards."""
+    """Raise UserError if `folder`, which need not exist yet, can't be created or written to.
+
+    A test file is written to the nearest existing folder, and removed afterwards.
+    """
     at = folder
     try:
+        # `os.path.lexists` returns False for any error. This call raises those that have another cause.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             folder.lstat()
         while not os.path.lexists(at):
@@ -110,4 +124,4 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
     except OSError as error:
         raise refused(f"{what} can't be written", error, folder, instead) from None
     except ValueError:
-        raise UserError(f"{what} holds a character that no path may hold: choose {instead}") from None
+        raise UserError(f"{what} contains a character that is not allowed in a path: choose {instead}") from None

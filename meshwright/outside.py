@@ -1,4 +1,5 @@
-"""What comes from outside: JSON that anybody may have written, and the check that it holds what it should. No torch."""
+"""Data from outside: reading JSON files that anyone may have written, and checking the types of their values. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,19 +16,25 @@ from typing import Any
 
 from meshwright.errors import shortened
 
-DEEPEST = 50  # lists and tables within one another; no file of ours or of Hugging Face's comes near
-LARGEST_JSON = 2**32  # bytes; the index of a checkpoint with ten million blocks is smaller
-LARGEST = 2**63  # sizes of tensors are 64-bit
+# Levels of nested lists and tables. No file of ours or of Hugging Face's comes near this.
+DEEPEST = 50
+# Bytes. The index of a checkpoint with ten million blocks is smaller.
+LARGEST_JSON = 2**32
+# Whole numbers stay below this, because sizes of tensors are 64-bit.
+LARGEST = 2**63
 WORDS = {int: "a whole number of at least 0", float: "a finite number", str: "a text", bool: "true or false"}
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError, which says what is wrong, for anything else, and for values
-    so deep that a function that follows them would reach Python's limit."""
+    """Return the value of a JSON text. Raise ValueError, with the reason, if it is invalid or nested too deeply.
+
+    A recursive function over a value that is nested too deeply would reach Python's recursion limit.
+    """
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    # Walk level by level, since a recursive check could itself reach the limit.
     level = [value]
     for _ in range(DEEPEST):
         inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
@@ -38,24 +45,30 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Returns what a JSON file holds. Raises OSError or ValueError, which says what is wrong with the file."""
+    """Return the value of a JSON file. Raise OSError or ValueError, with the reason, if it can't be read."""
     return parse_json(read_file(path))
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the bytes of a file that must be an ordinary one: a pipe may never be written to, and a device may never
-    end. Raises OSError or ValueError."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    """Return the bytes of a regular file. Raise OSError or ValueError if it can't be read or is too large.
+
+    Pipes and devices are refused, because a pipe may never be written to and a device may never end.
+    """
+    status = path.stat()
+    # A folder passes, so that `read_bytes` raises the operating system's error for it.
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise ValueError("it is a device or a pipe, not a file")
-    if found.st_size > LARGEST_JSON:
+    if status.st_size > LARGEST_JSON:
         raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
     return path.read_bytes()
 
 
 def of_kind(value: Any, kind: Any, where: str) -> Any:
-    """Returns a value from JSON if it is of a kind: a plain type, `Any`, a TypedDict, or a list, tuple, dict or union
-    of kinds. Raises ValueError, which names the place, if not. Whole numbers are counts: at least 0 and below 2^63."""
+    """Return a value from JSON if it is of a kind, or raise ValueError, which names the place.
+
+    A kind is a plain type, `Any`, a TypedDict, or a list, tuple, dict or union of kinds. Whole numbers are counts: at
+    least 0 and below 2^63.
+    """
     try:
         _check_of(kind)(value)
     except _Wrong as wrong:
@@ -64,7 +77,7 @@ def of_kind(value: Any, kind: Any, where: str) -> Any:
 
 
 class _Wrong(Exception):
-    """What is wrong, and at which place within the value that is checked."""
+    """A complaint, and its place within the checked value."""
 
     def __init__(self, what: str, place: str = "") -> None:
         self.what, self.place = what, place
@@ -73,14 +86,16 @@ class _Wrong(Exception):
         return _Wrong(self.what, key + self.place)
 
 
-Check = Callable[[Any], None]  # raises _Wrong
+# A check raises `_Wrong` if the value does not fit.
+Check = Callable[[Any], None]
+# The key or index of an item, its check, and the item itself.
 Item = tuple[str | int, Check, Any]
 TABLE = "keys and values"
 
 
 @lru_cache(maxsize=1024)
 def _check_of(kind: Any) -> Check:
-    """Returns the check of a kind. It is made once: an index has a row for each of maybe a million blocks."""
+    """Return the check of a kind. It is cached, because an index may have a row for each of a million blocks."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda value: None
@@ -116,7 +131,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _container(fits: Callable[[Any], bool], wanted: str, items: Callable[[Any], Iterable[Item]]) -> Check:
-    """Return the check of a list or a table. `items` yields the key or the number of each item, its check, and it."""
+    """Return the check of a list or a table. `items` yields the key or index, the check and the value of each item."""
 
     def check(value: Any) -> None:
         if not fits(value):
@@ -131,7 +146,7 @@ def _container(fits: Callable[[Any], bool], wanted: str, items: Callable[[Any], 
 
 
 def _fields(fields: Mapping[str, Check], required: frozenset[str], value: Mapping[str, Any]) -> Iterator[Item]:
-    """Yield the items of a TypedDict."""
+    """Yield the items of a TypedDict, or raise `_Wrong` if a required key is missing. Unknown keys are ignored."""
     for key, check in fields.items():
         if key in value:
             yield key, check, value[key]

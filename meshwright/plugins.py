@@ -1,7 +1,7 @@
-"""Registries of entries that config keys name, and the modules of users that fill them. No torch.
+"""Registries of the entries that config keys choose from, and the plugins that add entries. No torch.
 
 A plugin is a Python module that registers its entries when it is imported. Configs name plugins in `run.plugins`; an
-installed package names its own in the entry point group `meshwright.plugins`.
+installed package names its plugins in the entry point group `meshwright.plugins`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry], Generic[Entry]):
-    """The entries that a config key chooses from, by name. A name that nobody registered is a user's mistake."""
+    """The entries that a config key chooses from, by name. `named` raises a UserError for an unknown name."""
 
     def __init__(self, key: str, entries: Mapping[str, Entry]) -> None:
         super().__init__(entries)
@@ -33,7 +33,7 @@ class Registry(dict[str, Entry], Generic[Entry]):
         self[name] = entry
 
     def named(self, name: str) -> Entry:
-        """Return the entry of that name, or raise the sentence that lists the names."""
+        """Return the entry of that name, or raise a UserError that lists the names."""
         if name not in self:
             raise UserError(f"{self.key}={name} is not one of {', '.join(self)}{nearest(name, self)}")
         return self[name]
@@ -46,11 +46,12 @@ def load_object(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-_LOADED: dict[str, None] = {}  # the modules that configs of this process named, in order
+# The modules that configs of this process named, in order. A dict keeps the order and drops repetitions.
+_LOADED: dict[str, None] = {}
 
 
 def load_plugins(names: Iterable[str] = ()) -> None:
-    """Import the plugins of installed packages and the named modules; each is imported once."""
+    """Import the plugins of installed packages, and the named modules, each of them once."""
     _load_installed()
     for name in names:
         _load(f"run.plugins={name}", name)
@@ -58,7 +59,7 @@ def load_plugins(names: Iterable[str] = ()) -> None:
 
 
 def loaded_plugins() -> tuple[str, ...]:
-    """Return the modules that configs named so far, which a launcher passes on to its ranks."""
+    """Return the modules that configs have named so far, which a launcher passes on to its ranks."""
     return tuple(_LOADED)
 
 
@@ -68,23 +69,25 @@ def _load_installed() -> None:
         _load(f"the plugin '{point.name}' of an installed package", point.value)
 
 
-def _load(said: str, path: str) -> None:
+def _load(description: str, path: str) -> None:
     module = path.partition(":")[0]
     try:
         importlib.import_module(module)
     except UserError:
         raise
     except ModuleNotFoundError as error:
+        # Either the plugin itself, or a package around it, is missing, or a module that the plugin imports.
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             fix = "install it, or add the folder that holds it to PYTHONPATH"
-            raise UserError(f"{said} can't be imported, since Python finds no module '{error.name}': {fix}") from None
-        raise UserError(f"{said} can't be imported ({_place(error)}): install what it needs") from None
+            reason = f"since Python finds no module '{error.name}'"
+            raise UserError(f"{description} can't be imported, {reason}: {fix}") from None
+        raise UserError(f"{description} can't be imported ({_place(error)}): install what it needs") from None
     except (Exception, SystemExit) as error:
-        raise UserError(f"{said} can't be imported ({_place(error)}): correct it") from None
+        raise UserError(f"{description} can't be imported ({_place(error)}): correct it") from None
 
 
 def _place(error: BaseException) -> str:
-    """Return an error with the file and line of the plugin that raised it."""
+    """Return the text of an error, with the file and line in the plugin that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,7 +1,7 @@
 """Triton kernels, on CUDA only, for passes that neither torch nor its compiler runs at memory bandwidth.
 
-Every function here has a plain definition where it is used, which runs wherever Triton doesn't; the tests compare the
-two. Triton is imported with the first call, so that a machine without it never notices.
+Every function here has a plain definition in torch where it is used, which runs wherever Triton doesn't; the tests
+compare the two. Triton is imported on the first call, so Meshwright works on machines without it.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def triton_works() -> bool:
 
 
 def kernels_take(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors: on CUDA, and no wider than the float32 that kernels compute in."""
+    """Return whether the kernels take these tensors: on CUDA, and no wider than float32, in which kernels compute."""
     return all(x.is_cuda and x.element_size() < 8 for x in tensors) and triton_works()

@@ -1,6 +1,9 @@
-"""One pass of AdamW over a flat range: gradient, both moments and the master are read once and written once, and the
-low-precision weights are written in the same pass. Masters may be remainders beside bf16 weights, which are then read
-too; engine/sharding/remainders.py says what they are."""
+"""AdamW over a flat range in one pass: gradient, both moments and the master weights are read once, and the moments,
+the master weights and the low-precision weights are written once.
+
+The master weights may be stored as remainders beside bf16 weights (engine/sharding/remainders.py), which are then read
+as well.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,38 @@ BLOCK, WARPS = 1024, 4  # the fastest of the sizes tried on an H200, at 4.2 TB/s
 
 @triton.jit
 def _join(weights, remainders):
-    """The float32 values of bf16 weights and their remainders."""
+    """Return the float32 values of bf16 weights and their remainders."""
     high = weights.to(tl.int16, bitcast=True).to(tl.int32) << 16
     return (high + remainders.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _halve(values):
-    """The bf16 weights of float32 values, and their remainders."""
+    """Return the bf16 weights of float32 values, and their remainders."""
     bits = values.to(tl.int32, bitcast=True)
+    # Adding half of the lowest kept bit rounds to the nearest bf16, so the remainder fits into a signed int16.
     high = (bits + 0x8000) >> 16
     remainders = (bits - (high << 16)).to(tl.int16)
+    # The addition could carry a NaN over into another value.
     high = tl.where(values != values, 0x7FC0, high)
     return high.to(tl.int16).to(tl.bfloat16, bitcast=True), remainders
 
 
 @triton.jit
 def _decayed(flips, count, begin, at, DECAYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a block decay. `flips` are `count` sorted positions where that changes, and one beyond all."""
+    """Return a mask of the elements of a block to which weight decay applies.
+
+    `flips` holds `count` sorted positions at which that changes, and then a sentinel beyond all elements.
+    """
+    # A binary search for the number of positions at or before the first element of the block.
     passed = begin * 0
     most = passed + count
-    while passed < most:  # how many positions lie at or before the block's begin
+    while passed < most:
         middle = (passed + most) // 2
         before = tl.load(flips + middle) <= begin
         passed = tl.where(before, middle + 1, passed)
         most = tl.where(before, most, middle)
+    # The number of positions at or before each element. An even number means that decay is as at the beginning.
     numbers = passed + tl.zeros([BLOCK], tl.int64)
     flip = tl.load(flips + passed)
     while flip < begin + BLOCK:
@@ -55,6 +65,7 @@ def _adamw(
     master, grad, first, second, low, numbers, flips, count, size, lr, beta1, beta2, eps, decay,
     DECAYS: tl.constexpr, HAS_LOW: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Whether to update is decided on the device, so that the host need not wait for it.
     if tl.load(numbers) == 0.0:
         return
     inverse = tl.load(numbers + 1)
@@ -75,7 +86,8 @@ def _adamw(
     m += (g - m) * (1.0 - beta1)
     v = v * beta2 + g * g * (1.0 - beta2)
     change = lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
-    # One rounding, said here: the compiler would choose it for one kind of master and not for the other.
+    # An explicit fused multiply-add. Left to itself, the compiler would fuse for one kind of master and not for the
+    # other, and their results would be rounded differently.
     p = tl.fma(p, tl.where(decayed, 1.0 - lr * decay, 1.0), -change)
     tl.store(first + at, m, mask=inside)
     tl.store(second + at, v, mask=inside)
@@ -98,10 +110,13 @@ def adamw(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, low: Tensor | None, numbers: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, decay: float, decays: bool = True, flips: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Updates `master` and the moments and writes `low`, if given; all are updated in float32 and rounded to what they
-    are stored in. A `master` of int16 holds the remainders of the bf16 weights `low`. `numbers` holds, on the device:
-    whether to update at all (0: leave everything), what to multiply the gradient by, 1 - beta1^t and 1 - beta2^t.
-    `decays` says whether the first elements decay, and `flips` at which elements that changes."""
+    """Update `master` and the moments `first` and `second`, and write the low-precision weights `low` if given.
+
+    The arithmetic is in float32; results are rounded to the dtype of each tensor. A `master` of int16 holds the
+    remainders of the bf16 weights `low`. `numbers` is a tensor on the device: whether to update at all (0 leaves
+    everything as it is), the factor for the gradient, 1 - beta1^t and 1 - beta2^t. `decays` says whether weight decay
+    applies to the first elements, and `flips` holds the positions at which that changes.
+    """
     size = master.numel()
     grid = (triton.cdiv(size, BLOCK),)
     _adamw[grid](
@@ -125,6 +140,9 @@ def _pairs(values, weights, remainders, size, JOIN: tl.constexpr, BLOCK: tl.cons
 
 
 def copy_pairs(values: Tensor, weights: Tensor, remainders: Tensor, join: bool) -> None:
-    """Sets contiguous values from weights and remainders, or these from the values."""
+    """Set float32 values from bf16 weights and remainders (`join`), or set those two from the values.
+
+    All three are contiguous.
+    """
     grid = (triton.cdiv(values.numel(), BLOCK),)
     _pairs[grid](values, weights, remainders, values.numel(), JOIN=join, BLOCK=BLOCK, num_warps=WARPS)

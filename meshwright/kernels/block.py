@@ -1,7 +1,8 @@
-"""The backward of a block's memory-bound parts, each in one pass: RMS norm with the residual's gradient, and SwiGLU.
+"""RMS norm, and the backward of a block's memory-bound parts, each in one pass: RMS norm with the residual's gradient,
+and SwiGLU.
 
-Both also write the value that forward gave to the next product once more, so that it need not be kept: that product's
-weight gradient needs it, and one more write is cheaper than keeping it for all layers.
+Both backward passes also write the forward output once more, because the weight gradient of the next product needs it.
+One more write is cheaper than saving that output for backward in every layer.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 264  # two for each multiprocessor of a large Hopper chip; each adds up its own rows' weight gradient
-FORWARD_PROGRAMS = 528  # four, of the numbers tried the fastest for widths of 2048 and 3072
-AHEAD = 3  # rows that are being read at once, where they are short enough to wait in shared memory
+# Two programs for each multiprocessor of a large Hopper chip. Each sums the weight gradient of some of the rows.
+PROGRAMS = 264
+# Four programs for each multiprocessor: the fastest of the numbers tried for widths of 2048 and 3072.
+FORWARD_PROGRAMS = 528
+# Rows that are being read at once, if they are short enough to wait in shared memory.
+AHEAD = 3
 SWIGLU_BLOCK = 1024
 
 
@@ -31,7 +35,7 @@ def _rms_norm(x, weight, out, rstd, rows, width, eps, BLOCK: tl.constexpr, AHEAD
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the normed rows and 1 / the root of each row's mean square, [rows, 1] in float32."""
+    """Return the normed rows, and the reciprocal of each row's root mean square, [rows, 1] in float32."""
     rows, width = x.shape
     out, rstd = torch.empty_like(x), torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
@@ -63,13 +67,17 @@ def _rms_norm_backward(
         if HAS_PASSED:
             dx += tl.load(passed + here, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + here, dx, mask=inside)
+    # Each program writes its own sum, and torch adds them up. Atomic additions would have no fixed order.
     tl.store(partial + tl.program_id(0).to(tl.int64) * width + at, sums, mask=inside)
 
 
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of x (plus `passed`), the normed x and the weight's gradient in float32."""
+    """Return the gradient of x, the forward output, and the weight's gradient in float32.
+
+    `grad` is the gradient of the output, and `passed` a further gradient of x, such as the residual's, to add.
+    """
     rows, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -93,13 +101,14 @@ def _swiglu_backward(x, grad, out, value, width, BLOCK: tl.constexpr):
     g = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
     silu = gate * share
+    # The derivative of silu is share + silu * (1 - share).
     tl.store(value + row * width + at, silu * up, mask=inside)
     tl.store(out + row * 2 * width + at, g * up * (share + silu * (1.0 - share)), mask=inside)
     tl.store(out + row * 2 * width + width + at, g * silu, mask=inside)
 
 
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of x = [gate, up], and silu(gate) * up once more."""
+    """Return the gradient of x = [gate, up], and the forward output silu(gate) * up."""
     rows, width = grad.shape
     out, value = torch.empty_like(x), torch.empty_like(grad)
     grid = (rows, triton.cdiv(width, SWIGLU_BLOCK))

@@ -1,7 +1,7 @@
-"""Softmax cross entropy over rows of logits, whose gradient overwrites the logits.
+"""Softmax cross entropy over rows of logits; the gradient overwrites the logits.
 
-A row is read twice and written once, and the second read comes from the cache, so the pass costs about one read and
-one write of the logits.
+A row is read twice and written once. The second read comes from the cache, so the pass costs about one read and one
+write of the logits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def _rows(
     label = tl.load(labels + row) - first
     inside = (label >= 0) & (label < columns)
     if STATS:
+        # Sums are kept relative to the largest logit so far, so that no exponential overflows.
         top = -float("inf")
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):
@@ -39,8 +40,10 @@ def _rows(
         norm = tl.load(norms + row)
     if GRAD:
         if STATS:
-            tl.debug_barrier()  # every lane has read the label's logit before any is overwritten
+            # Every lane must have read the label's logit before any lane overwrites it.
+            tl.debug_barrier()
         weight = tl.load(mask + row).to(tl.float32) * scale
+        # Columns of padding are read as -inf, so their gradient is 0.
         for start in range(0, width, BLOCK):
             here = start + at
             x = tl.load(logits + here, mask=here < columns, other=-float("inf")).to(tl.float32)
@@ -53,8 +56,12 @@ def loss_rows(
     logits: Tensor, labels: Tensor, mask: Tensor, first: int, columns: int, norms: Tensor, targets: Tensor,
     scale: float, *, stats: bool, grad: bool,
 ) -> None:  # fmt: skip
-    """With `stats`, writes each row's log of the sum of exponentials and its label's logit (0 if another rank has it).
-    With `grad`, replaces the logits by mask * scale * (softmax - one hot), given the norms."""
+    """Compute statistics of each row, its gradient, or both.
+
+    `stats` writes the log of each row's sum of exponentials to `norms`, and the label's logit to `targets` (0 if
+    another rank has that column). `grad` overwrites the logits with mask * scale * (softmax - one_hot), and reads
+    `norms` if `stats` is not given.
+    """
     assert logits.is_contiguous() and columns > 0
     rows, width = logits.shape
     _rows[(rows,)](

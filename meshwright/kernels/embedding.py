@@ -1,5 +1,5 @@
-"""The gradient of an embedding: rows of equal ids are added up by one program, a few at a time in the order of the
-tokens, so that the sum has the same bits every time."""
+"""The gradient of an embedding. One program adds up the rows of equal ids, a few at a time in the order of the tokens,
+so that the sum has the same bits every time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS_AT_ONCE = 4  # halves the time of frequent ids against one row at a time, and costs rare ones nothing
+# Against one row at a time, this halves the time of frequent ids and costs rare ids nothing.
+ROWS_AT_ONCE = 4
 
 
 @triton.jit
 def _add_rows(out, grad, ids, order, tokens, width, ROWS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = tl.load(ids + place)
+    # `ids` is sorted, and the program at the first token of an id adds the rows of all its tokens.
     if (row < 0) | (tl.load(ids + place - 1, mask=place > 0, other=-1) == row):
-        return  # the first token of an id adds them all
+        return
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -34,7 +36,11 @@ def _add_rows(out, grad, ids, order, tokens, width, ROWS_AT_ONCE: tl.constexpr, 
 
 
 def add_rows(out: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """out[rows] += grad, for float32 `out` [vocabulary, hidden]; rows [tokens] may repeat, negatives don't count."""
+    """Add `grad` [tokens, hidden] to rows of float32 `out` [vocabulary, hidden].
+
+    `rows` [tokens] may repeat; tokens with a negative row are ignored.
+    """
+    # A stable sort keeps the tokens of an id in order, so that they are always summed in the same order.
     ids, order = torch.sort(rows, stable=True)
     tokens, width = grad.shape
     block = min(1024, triton.next_power_of_2(width))

@@ -1,5 +1,5 @@
-"""The memory-bound passes of a mixture of experts: choosing experts, moving rows to their experts and back, SwiGLU
-times a row's weight; and the experts' weight gradients, added in float32 to where they belong."""
+"""The memory-bound passes of a mixture of experts (choosing experts, moving rows to their experts and back, SwiGLU
+times a row's weight), and the experts' weight gradients, accumulated in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _choose(scores, chosen, rows, count, K: tl.constexpr, ROWS: tl.constexpr, BL
     at = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (at < count)[None, :]
     left = tl.load(scores + row.to(tl.int64)[:, None] * count + at[None, :], mask=inside, other=float("-inf"))
-    left = tl.where(left == left, left, float("-inf"))  # of a row that is not finite, the first column: it is there
+    # A NaN counts as -inf, so that a row without finite scores still gets the number of an existing expert.
+    left = tl.where(left == left, left, float("-inf"))
     for j in range(K):
         best = tl.argmax(left, 1, tie_break_left=True)
         tl.store(chosen + row.to(tl.int64) * K + j, best.to(tl.int64), mask=row < rows)
@@ -26,7 +27,7 @@ def _choose(scores, chosen, rows, count, K: tl.constexpr, ROWS: tl.constexpr, BL
 
 
 def choose(scores: Tensor, k: int) -> Tensor:
-    """Returns the numbers of each row's k largest columns, the largest first and of equal ones the lower number."""
+    """Return the indices [rows, k] of each row's k largest columns, the largest first. Ties go to the lower index."""
     rows, count = scores.shape
     chosen = torch.empty(rows, k, dtype=torch.int64, device=scores.device)
     grid = (triton.cdiv(rows, ROWS_AT_ONCE),)
@@ -48,7 +49,7 @@ def _take_rows(x, index, out, width, BLOCK: tl.constexpr):
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns x[index]; a negative index gives zeros."""
+    """Return x[index]; a negative index gives zeros."""
     x, width = x.contiguous(), x.shape[1]
     out = torch.empty(index.shape[0], width, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -70,7 +71,10 @@ def _sum_rows(x, places, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Returns for each row of `places` the sum of the rows of x that it lists, in its order and in float32."""
+    """Return, for each row of `places`, the sum of the rows of x that it lists, added in its order in float32.
+
+    Negative places are skipped.
+    """
     x, width = x.contiguous(), x.shape[1]
     out = torch.empty(places.shape[0], width, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -92,7 +96,7 @@ def _weighted_swiglu(x, weights, out, width, BLOCK: tl.constexpr):
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
-    """Returns silu(gate) * up * weight of x = [gate, up]."""
+    """Return silu(gate) * up * weight for the rows x = [gate, up]; `weights` holds one number per row."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
@@ -123,8 +127,11 @@ def _weighted_swiglu_backward(x, weights, grad, grad_weights, width, BLOCK: tl.c
 
 
 def weighted_swiglu_backward_(x: Tensor, weights: Tensor, grad: Tensor) -> Tensor:
-    """Overwrites x by its gradient and `grad` by the output of `weighted_swiglu`; returns the gradient of the weights.
-    Both are the largest tensors of a block, and each element is read before it is written."""
+    """Overwrite x with its gradient and `grad` with the output of `weighted_swiglu`; return the weights' gradient.
+
+    x and `grad` are the largest tensors of a block, so no others are allocated. Each element is read before it is
+    written.
+    """
     rows, width = grad.shape
     grad_weights = torch.empty_like(weights)
     if rows:
@@ -143,6 +150,7 @@ def _add_grouped(
     n = (tl.program_id(0) % tiles) * N + tl.arange(0, N)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.load(ends + expert).to(tl.int64)
+    # The sum runs over the rows of one expert, whose number is not a multiple of K in general.
     total = tl.zeros((M, N), tl.float32)
     for first in range(begin, end, K):
         k = first + tl.arange(0, K)
@@ -158,7 +166,10 @@ def _add_grouped(
 
 
 def add_grouped(out: Tensor, grad: Tensor, x: Tensor, ends: Tensor, add: bool) -> None:
-    """out_e (+)= g_e^T x_e in float32, for the rows of every expert e; `ends` says where each expert's rows end."""
+    """Set out_e to g_e^T x_e for the rows of every expert e, or add that to it (`add`), in float32.
+
+    `ends` [experts] holds the row behind each expert's last one.
+    """
     outs, ins = grad.shape[1], x.shape[1]
     m, n, k = 128, 256, 64
     grid = (triton.cdiv(outs, m) * triton.cdiv(ins, n), out.shape[0])

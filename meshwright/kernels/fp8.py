@@ -1,7 +1,7 @@
-"""Scaled casts to fp8: the largest magnitude, then one pass that writes the cast, its transpose, or both.
+"""Scaled casts to fp8: one pass finds the largest magnitude, a second one writes the cast, its transpose, or both.
 
-A product in fp8 sums along the inner dimension of both factors, so a gradient that takes part in two products is
-needed in both orders; the transpose is written from the same read.
+An fp8 product wants both factors contiguous along the dimension that is summed. A gradient takes part in two products,
+which sum over different dimensions, so it is needed in both orders. The transpose is written from the same read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 TILE_R, TILE_C, TILE_WARPS = 128, 128, 4  # the fastest of the tiles tried on an H200
 LARGEST_BLOCK, LARGEST_LOOP = 4096, 8
-TINY = tl.constexpr(1e-12)  # a tensor of zeros gets a scale too
+# The least magnitude to scale by, so that a tensor of zeros is not divided by zero.
+TINY = tl.constexpr(1e-12)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _largest_of_lines(
 
 @triton.jit
 def _within(z, limit):
-    """Clamps z but keeps NaN, which then reaches the grad norm, so that the step is skipped."""
+    """Return z clamped to +-limit. A NaN stays, so that it reaches the gradient norm and the step is skipped."""
     low = tl.maximum(z, -limit, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low, limit, propagate_nan=tl.PropagateNan.ALL)
 
@@ -62,6 +63,7 @@ def _cast(
     if OUT:
         if LINES:
             top = tl.maximum(tl.load(of_rows + r, mask=r < rows, other=1.0), TINY)
+            # All programs of these rows compute the same scale, and the first one stores it.
             tl.store(scale + r, top / limit, mask=(r < rows) & (tl.program_id(1) == 0))
             z = y * (limit / top)[:, None]
         else:
@@ -84,7 +86,7 @@ def _cast(
 
 
 def largest_magnitudes(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor, Tensor]:
-    """Returns the largest magnitudes of the rows and of the columns; without `lines`, the whole tensor's, twice."""
+    """Return the largest magnitudes of the rows and of the columns, or without `lines` the whole tensor's, twice."""
     rows, columns = x.shape
     if not lines:
         out = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -103,8 +105,10 @@ def largest_magnitudes(x: Tensor, lines: bool, rows_wanted: bool, columns_wanted
 def cast(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, out: Tensor, across: Tensor, limit: float, lines: bool
 ) -> tuple[Tensor, Tensor]:
-    """Writes x scaled so that the largest magnitude becomes `limit` into `out`, and its transpose into `across`;
-    either may be empty, and is left out then. Returns what to multiply each by to get x back."""
+    """Write x, scaled so that its largest magnitude becomes `limit`, to `out`, and the transpose to `across`.
+
+    An empty `out` or `across` is skipped. Return the two factors that scale `out` and `across` back to x.
+    """
     rows, columns = x.shape
     scale, across_scale = torch.empty_like(of_rows), torch.empty_like(of_columns)
     grid = (triton.cdiv(rows, TILE_R), triton.cdiv(columns, TILE_C))

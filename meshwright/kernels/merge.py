@@ -1,4 +1,4 @@
-"""Merges attention to some of the keys into the result so far, in one pass."""
+"""Merging attention to some of the keys into the result so far, in one pass."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def _merge(
         merged, both = y, b
     else:
         a = tl.load(sum_at, mask=there, other=0.0)
-        most = tl.maximum(tl.maximum(a, b), -1e30)  # finite, also where neither has seen a key
+        # The bound keeps `most` finite where neither result has seen a key: -inf - -inf would be NaN.
+        most = tl.maximum(tl.maximum(a, b), -1e30)
         old, now = tl.exp(a - most), tl.exp(b - most)
         weight = old + now
         both = most + tl.log(weight)
         x = tl.load(at, mask=inside, other=0.0)
+        # The weight is 0 if neither result has seen a key.
         merged = (x * old[:, None] + y * now[:, None]) / tl.where(weight == 0.0, 1.0, weight)[:, None]
     tl.store(at, merged, mask=inside)
     tl.store(sum_at, both, mask=there)
@@ -47,9 +49,13 @@ def _merge(
 def merge_into(
     out: Tensor, total: Tensor, new: Tensor, sums: Tensor, top: int, index: Tensor | None, fresh: bool
 ) -> None:
-    """Merges `new` [batch, queries, heads, width] with log-sums `sums` [batch, heads, queries] into `out` [batch, seq,
-    heads, width] with log-sums `total` [heads, batch, seq], both float32 and contiguous: at queries `top` and on, or at
-    the tokens that `index` names (then new has a batch of one). If fresh, nothing is there yet."""
+    """Merge a result of attention into the result so far, weighted by their log-sum-exps.
+
+    `new` [batch, queries, heads, width] with log-sums `sums` [batch, heads, queries] goes into `out` [batch, seq,
+    heads, width] with log-sums `total` [heads, batch, seq]. `out` and `total` are float32 and contiguous. The queries
+    are those from `top` on, or the tokens that `index` names (then `new` has a batch of one). With `fresh`, the old
+    contents are ignored and overwritten.
+    """
     (batch, queries, heads, width), seq = new.shape, out.shape[1]
     grid = (triton.cdiv(queries, ROWS), heads, batch)
     _merge[grid](

@@ -1,4 +1,4 @@
-"""Compute the values of 4-bit weights in one pass over their bytes (spec/layout/packed.py has the format)."""
+"""Unpacking 4-bit weights in one pass over their bytes (spec/layout/packed.py describes the format)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BYTES, WARPS = 1024, 4  # of codes per program
+# Bytes of codes that one program unpacks, and its warps.
+BYTES, WARPS = 1024, 4
 
 
 @triton.jit
@@ -22,7 +23,8 @@ def _values(packed, levels, out, codes, row_bytes, SHARED: tl.constexpr, BYTES: 
     scales = packed + codes + 2 * (2 * at // SHARED)
     low = tl.load(scales, mask=inside, other=0).to(tl.int32)
     high = tl.load(scales + 1, mask=inside, other=0).to(tl.int32)
-    scale = (low << 16 | high << 24).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
+    # A bfloat16 is the upper half of a float32.
+    scale = (low << 16 | high << 24).to(tl.float32, bitcast=True)
     first, second = tl.load(levels + (both >> 4)) * scale, tl.load(levels + (both & 15)) * scale
     place = 2 * tl.program_id(1) * BYTES + tl.arange(0, 2 * BYTES)
     tl.store(out + 2 * row * codes + place, tl.interleave(first, second), mask=place < 2 * codes)
@@ -34,8 +36,7 @@ def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype, levels: tuple[float, ...], shared: int) -> Tensor:
-    """Returns the values [rows, width] that contiguous bytes [rows, row bytes] stand for, `shared` of which have one
-    scale."""
+    """Return the values [rows, width] of contiguous bytes [rows, row bytes]. Each `shared` values have one scale."""
     out = torch.empty((len(packed), width), dtype=dtype, device=packed.device)
     grid = (len(packed), triton.cdiv(width // 2, BYTES))
     _values[grid](

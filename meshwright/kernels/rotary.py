@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, into or out of the one tensor that holds queries, keys and values."""
+"""Rotary position embedding: rotates queries and keys, and writes them with the values into one tensor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS, WARPS = 16, 2  # per program; the fastest of the sizes tried on an H200
+# Per program: the fastest of the sizes tried on an H200.
+HEADS, WARPS = 16, 2
 
 
 @triton.jit
 def _of_three(q, k, v, row_q, row_k, row_v, from_q, from_k, from_v, at, inside):
-    """Loads each head's elements from the tensor that holds it."""
+    """Load the elements of each head from q, k or v, whichever holds it."""
     x = tl.load(q + row_q[:, None] + at[None, :], mask=from_q[:, None] & inside[None, :], other=0.0).to(tl.float32)
     x += tl.load(k + row_k[:, None] + at[None, :], mask=from_k[:, None] & inside[None, :], other=0.0).to(tl.float32)
     x += tl.load(v + row_v[:, None] + at[None, :], mask=from_v[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -39,6 +40,7 @@ def _turn(
     row_q, row_k, row_v = h * q_h, (h - QUERIES) * k_h, (h - QUERIES - KEYS) * v_h
     c = tl.load(cos + b * table_b + s * table_s + at, mask=inside, other=1.0).to(tl.float32)[None, :]
     n = tl.load(sin + b * table_b + s * table_s + at, mask=inside, other=0.0).to(tl.float32)[None, :] * sign
+    # Values are copied: they are rotated by an angle of 0.
     c = tl.where(turns[:, None], c, 1.0)
     n = tl.where(turns[:, None], n, 0.0)
     first = _of_three(q, k, v, row_q, row_k, row_v, from_q, from_k, from_v, at, inside)
@@ -47,6 +49,7 @@ def _turn(
     mask = (h < total)[:, None] & inside[None, :]
     tl.store(here + at[None, :], first * c - second * n, mask=mask)
     tl.store(here + HALF + at[None, :], second * c + first * n, mask=mask)
+    # Elements beyond the rotary part are copied.
     if WIDTH > 2 * HALF:
         last = 2 * HALF + tl.arange(0, REST_BLOCK)
         there = last < WIDTH
@@ -55,8 +58,10 @@ def _turn(
 
 
 def rotate_qkv(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Returns q, k and v [batch, seq, heads, width] as one tensor [batch, seq, all heads, width], the first two rotated
-    (or rotated back) by tables [1 or batch, seq, 1, half]."""
+    """Return one tensor [batch, seq, all heads, width] of q, k and v [batch, seq, heads, width], with q and k rotated.
+
+    The tables of cosines and sines are [1 or batch, seq, 1, half]. `inverse` rotates back, for backward.
+    """
     batch, seq, queries, width = q.shape
     keys, half = k.shape[2], cos.shape[-1]
     assert all(x.stride(3) == 1 for x in (q, k, v)) and cos.stride() == sin.stride() and cos.stride(3) == 1

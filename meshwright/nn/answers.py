@@ -1,6 +1,9 @@
-"""The log-probability of each answer in packed conversations, from the last activations, one tile of logits at a
-time. A loss of several answers decides only when all are known how much each token counts, so the logits, of which only
-one tile exists at a time, are computed once more in backward."""
+"""The log-probability of each answer in packed conversations, computed from the last hidden states one tile of logits
+at a time.
+
+In a loss over several answers, the weight of a token depends on the log-probabilities of all of them. So the gradient
+can't be computed in forward, and backward computes the logits again, also one tile at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ from meshwright.nn.loss import OutputGrads, Vocabulary, logit_tiles, loss_and_gr
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.model.loss_pieces import answers_of
 
-BAD = 2  # the mark of a token of an answer that was judged bad
+# The mask's value for the tokens of an answer that was judged bad.
+BAD = 2
 
 
 class AnswerLogps(NamedTuple):
-    """By sample and conversation in it, [samples, conversations]: the sum of the answers' log-probabilities, the number
-    of their tokens, and whether they were judged good."""
+    """The answers of each conversation, [samples, conversations]: the sum of their log-probabilities, the number of
+    their tokens, and whether they were judged good."""
 
     sums: Tensor
     counts: Tensor
@@ -32,28 +36,36 @@ class AnswerLogps(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """Which conversation of a micro-batch each token belongs to, among `each` of every sample."""
+    """The conversation to which each token of a micro-batch belongs."""
 
-    places: Tensor  # [tokens]
+    # The number of each token's conversation in the micro-batch, [tokens].
+    places: Tensor
     samples: int
+    # The number of conversations for which each sample has room.
     each: int
 
     @classmethod
     def of(cls, segments: Tensor, seq: int) -> Answers:
-        """`segments` [samples, tokens] may be those of a part of the tokens of sequences of `seq`."""
+        """Build the answers from `segments` [samples, tokens], the number of each token's conversation in its sample.
+
+        The tokens may be a part of sequences of `seq` tokens.
+        """
         samples, each = len(segments), answers_of(seq)
         offsets = torch.arange(samples, device=segments.device)[:, None] * each
         return cls((segments + offsets).flatten(), samples, each)
 
     def split(self, sums: Tensor, mask: Tensor, ranks: Group) -> AnswerLogps:
-        """Returns the sums by sample, with what is known of the conversations. `ranks` hold different tokens of them:
-        what each found is summed, and all then compute the same loss."""
+        """Return the sums by sample and conversation, with the token counts and judgements of the answers.
+
+        `ranks` hold different tokens of the same samples. Their numbers are summed, so that all of them compute the
+        same loss.
+        """
 
         def counted(where: Tensor) -> Tensor:
             return sums.new_zeros(sums.shape).index_add_(0, self.places, where.flatten().to(sums.dtype))
 
-        found = reduce_from(torch.stack((sums, counted(mask > 0), counted(mask == BAD))), ranks)
-        logps, counts, bad = found.view(3, self.samples, self.each)
+        totals = reduce_from(torch.stack((sums, counted(mask > 0), counted(mask == BAD))), ranks)
+        logps, counts, bad = totals.view(3, self.samples, self.each)
         return AnswerLogps(logps, counts, bad == 0)
 
 
@@ -78,6 +90,7 @@ class _AnswerLogps(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels, mask = ctx.saved_tensors
         full = gather_input(x, ctx.sides, again=True)
+        # The loss of a token is its negative log-probability, so the gradient of its log-probability changes sign.
         weights = -grad[ctx.answers.places] * mask
         grads = OutputGrads(full, weight, ctx.needs_input_grad[:3])
         for at, logits in logit_tiles(full, weight, bias):
@@ -85,17 +98,18 @@ class _AnswerLogps(torch.autograd.Function):
             grads.add(at, logits)
             del logits
         grad_x = None if grads.x is None else scatter_input_grad(grads.x, ctx.sides)
-        found = [None if each is None else each.to(weight.dtype) for each in (grads.weight, grads.bias)]
-        return grad_x, *found, None, None, None, None, None
+        parameter_grads = [None if wide is None else wide.to(weight.dtype) for wide in (grads.weight, grads.bias)]
+        return grad_x, *parameter_grads, None, None, None, None, None
 
 
 def answer_logps(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, answers: Answers, vocab: int, parallel: Parallel
 ) -> Tensor:
-    """Returns the log-probability of the learned tokens of each conversation, from hidden states x [tokens, hidden]."""
+    """Return the summed log-probability of the learned tokens of each conversation, from hidden states x [tokens,
+    hidden]."""
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel.tp, parallel.host)
     learned = (mask > 0).to(torch.promote_types(x.dtype, torch.float32))
-    found: Tensor = _AnswerLogps.apply(
+    logps: Tensor = _AnswerLogps.apply(
         x, output.weight, output.bias, labels, learned, answers, output.sides, vocabulary
     )
-    return found
+    return logps

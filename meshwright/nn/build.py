@@ -1,5 +1,6 @@
-"""The table of modules that compute the parts, and the block that is made of them: the unit that is split over stages,
-recomputed, compiled, gathered and counted. A part from outside the package names its module itself (`Part.module`)."""
+"""The modules that compute the parts of a model, and the block, which is built from them. A block is the unit that is
+split over stages, recomputed, compiled, gathered and counted. A part from outside the package names its module itself
+(`Part.module`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from meshwright.spec.model.part import BlockUnit, Part, Records
 
 
 def _output_layer(parallel: Parallel, part: gpt.OutputLayerPart, records: Records) -> nn.Module:
-    return Linear(replace(parallel, products=""), records["weight"], records.get("bias"), "column")  # never in fp8
+    # The output layer never multiplies in fp8.
+    return Linear(replace(parallel, products=""), records["weight"], records.get("bias"), "column")
 
 
 def _norm(parallel: Parallel, part: gpt.NormPart, records: Records) -> Norm:
@@ -45,7 +47,8 @@ def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Modu
 
 
 def _tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
-    return build_module(part.part, parallel, records)  # its layers find their adapters in the weights' records
+    # The layers find their adapters in the records of the weights.
+    return build_module(part.part, parallel, records)
 
 
 def _grid_output(parallel: Parallel, part: grid.GridOutputPart, records: Records) -> nn.Module:
@@ -78,24 +81,27 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
 
 
 def build_module(part: Part, parallel: Parallel, records: Records) -> nn.Module:
-    """Builds the module of a part, with empty parameters that carry its records."""
+    """Build the module of a part, with empty parameters that carry its records."""
     build = MODULES[type(part)] if type(part) in MODULES else load_object(part.module)
     module: nn.Module = build(parallel, part, records)
     return module
 
 
 def run_blocks(blocks: tuple[Block, ...], x: Tensor, inputs: Inputs) -> Tensor:
-    """Returns x after blocks that add nothing to the loss and share their inputs."""
+    """Return x after some blocks, which share their inputs and add nothing to the loss."""
     for block in blocks:
         x = block.forward(x, inputs)  # type: ignore[assignment]
     return x
 
 
 class Block(nn.Module):
-    """Adds to x [tokens, hidden], for each branch, a body of a norm: of the sum so far or, if parallel, of x itself.
-    With post-norm, a body of the sum so far is added, and the norm is taken of the new sum; with norms on both sides,
-    a norm of the body's result is added. A body takes (x, norm, inputs) and returns a `Result`, whose x the residual
-    uses. A norm that reads a stream is bound to the inputs before a body gets it, so that no body can forget to."""
+    """A transformer block on x [tokens, hidden], with a residual connection around each branch.
+
+    Each branch adds body(norm(s)), where s is the sum so far, or x itself if the branches are parallel. With post-norm
+    it adds body(s) and takes the norm of the new sum. With norms on both sides it adds norm(body(norm(s))). A body
+    takes (x, norm, inputs) and returns a `Result`, whose x the residual uses. A norm that reads a stream is bound to
+    the inputs before a body receives it, so that no body can forget to pass them.
+    """
 
     def __init__(self, parallel: Parallel, block: BlockUnit, records: Records) -> None:
         super().__init__()
@@ -109,7 +115,7 @@ class Block(nn.Module):
         self.stream = parallel.streams.own if parallel.divides_stream else parallel.streams.same
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the sum and, if a body adds to the loss, the sums of its terms."""
+        """Return the block's output and, if a body adds to the loss, the sums of its loss terms."""
         total: Tensor | None = None
         losses: Tensor | None = None
         for number, (norm, body) in enumerate(self.branches):
@@ -141,12 +147,15 @@ class Block(nn.Module):
         return any(isinstance(getattr(self, body), Experts) for _, body in self.branches)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The block as one graph; beside experts, whose rows no compiler can count before, and MLPs in chunks only the
-        other bodies, and without attention where that waits for other ranks' tokens."""
+        """Return the modules to compile, each as one graph: the whole block if possible, otherwise some of its bodies.
+
+        Experts are excluded, since a compiler can't know their number of rows. Of an MLP in chunks only the chunk is
+        compiled. Attention is excluded if it waits for the tokens of other ranks.
+        """
         bodies = [getattr(self, body) for _, body in self.branches]
         if self.shares_sequences:
             bodies = [body for body in bodies if isinstance(body, MLP)]
         elif not self.has_experts and not any(isinstance(body, MLP) and body.chunks > 1 for body in bodies):
             return [self]
-        left = [body for body in bodies if not isinstance(body, Experts)]
-        return [body.compiled_part if isinstance(body, MLP) else body for body in left]
+        compiled = [body for body in bodies if not isinstance(body, Experts)]
+        return [body.compiled_part if isinstance(body, MLP) else body for body in compiled]

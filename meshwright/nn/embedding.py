@@ -1,4 +1,4 @@
-"""Token embedding cut over tp by rows of the vocabulary, and learned positions."""
+"""Embeddings: tokens, sharded over tp by rows of the vocabulary, and learned positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.model import bert, gpt
 
 
 class TableRows(torch.autograd.Function):
-    """Looks up weight[rows]. A negative row is one that another rank holds, and gives zeros."""
+    """Looks up weight[rows]. A negative row is held by another rank, and gives zeros."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, cut: bool, sink: Tensor | None) -> Tensor:
@@ -35,7 +35,7 @@ class TableRows(torch.autograd.Function):
 
 
 class ScaledGrad(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a share."""
+    """The identity, whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
@@ -68,8 +68,8 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A table of learned positions or of token types, held whole by every tp rank and looked up for the tokens it
-    holds. The first position has row `offset` of the table."""
+    """A table of learned positions or of token types. Every tp rank holds all of it, and looks up its own tokens. The
+    first position is row `offset` of the table."""
 
     def __init__(
         self, parallel: Parallel, part: gpt.PositionEmbeddingPart | bert.TokenTypePart, records: dict[str, ParamRecord]

@@ -1,9 +1,10 @@
-"""Products in fp8: both factors are scaled to the range of an 8-bit float just before, by the largest magnitude of the
-whole tensor ("fp8") or of each row along which the product sums ("fp8-row"), and the scales are divided out after.
+"""Products in fp8: both factors are scaled to the range of an 8-bit float just before the product, and the scales are
+divided out after it.
 
-Values are e4m3 (three bits of mantissa), gradients e5m2 (two, and more range). `Quantised` holds a factor in the
-order that a product needs: [lines, inner], where inner is the dimension that is summed. On CUDA products run on torch's
-scaled product; elsewhere they are emulated in float32, to the same rounding of the factors.
+The scale is that of the largest magnitude in the whole tensor ("fp8") or in each line along which the product sums
+("fp8-row"). Values are e4m3 (three bits of mantissa); gradients are e5m2 (two bits, and a larger range). `Quantised`
+holds a factor in the order that a product needs: [lines, inner], where inner is the dimension that is summed. On CUDA
+torch's scaled product is used. Elsewhere products are emulated in float32, with the same rounding of the factors.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Quantised(NamedTuple):
-    """A factor of a product: value [lines, inner] times scale, [] or [lines]."""
+    """A factor of a product: `value` [lines, inner] times `scale`, [] or [lines]."""
 
     value: Tensor
     scale: Tensor
 
 
 class Pair(NamedTuple):
-    """A tensor [rows, columns] for products that sum over its columns, and one for those that sum over its rows."""
+    """A quantised tensor [rows, columns]: `straight` for products that sum over its columns, `across` (its transpose)
+    for products that sum over its rows."""
 
     straight: Quantised
     across: Quantised
 
 
 def sizes_fit_fp8(*sizes: int) -> bool:
-    """Whether products of these sizes can run in fp8."""
+    """Return whether products of these sizes can run in fp8."""
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
@@ -83,7 +85,7 @@ def _empty_pair(x: Tensor, gradient: bool, straight: bool, across: bool) -> tupl
 
 @pure_operator("meshwright::fp8_product")
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Returns a b^T, [lines of a, lines of b]. On CUDA, `fast` accumulates in fewer bits than float32 has."""
+    """Return a b^T [lines of a, lines of b]. On CUDA, `fast` accumulates with less precision than float32."""
     return _multiply(a, a_scale, b, b_scale, dtype, fast, None)
 
 
@@ -101,6 +103,7 @@ def _multiply(
     if not a.is_cuda:
         wide = (a.float() * a_scale) @ (b.t().float() * b_scale)
         return wide.to(dtype) if out is None else out.copy_(wide)
+    # Not every GPU's product with row scales can write float32, so the result may have to pass through bf16.
     if by_rows and dtype == torch.float32 and not scaled_rows_are_wide(a.device):
         narrow = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
         return narrow.float() if out is None else out.copy_(narrow)
@@ -110,7 +113,7 @@ def _multiply(
 
 @effectful_operator("meshwright::add_fp8_product_grad")
 def add_fp8_product_grad(sink: Tensor, grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor) -> None:
-    """Add grad x^T to the sink of this handle; the factors are [out, tokens] and [in, tokens]."""
+    """Add grad x^T to the gradient sink with this handle; the factors are [out, tokens] and [in, tokens]."""
     sink_of(sink).add_factors(_add_product, grad, grad_scale, x, x_scale)
 
 

@@ -1,8 +1,8 @@
-"""Norms and activations that are fused with the product after them, so that their output is not kept for backward.
+"""Norms and activations that are fused with the product after them, so that their output is not saved for backward.
 
-A product's input is often a cheap function of a tensor that is kept anyway: the RMS norm of the residual, or SwiGLU of
-the layer before. Backward recomputes that input in the same pass as the gradient (by `kernels` on CUDA, elsewhere by
-the plain definitions here). These are registered operators, so that a compiled backward can call them.
+A product's input is often a cheap function of a tensor that is saved anyway: the RMS norm of the residual, or SwiGLU of
+the previous layer's output. Backward recomputes that input in the same pass as the gradient, with `kernels` on CUDA and
+with the plain definitions here elsewhere. These are registered operators, so that a compiled backward can call them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from meshwright.kernels import kernels_take
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in float32 at least."""
+    """Return x in float32, or in float64 if it has that."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the normed rows and 1 / the root of each row's mean square."""
+    """Return the normed rows, and the reciprocal of each row's root mean square."""
     rstd = torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
     return (wide(x) * rstd * wide(weight)).to(x.dtype), rstd
 
@@ -46,20 +46,26 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def norm_of_product(x: Tensor, weight: Tensor, eps: float, plain: bool) -> tuple[Tensor, Tensor]:
-    """Returns `rms_norm` for a product; a `plain` one neither communicates nor quantises. Where x is a sum that no
-    product takes in, the compiler makes that sum and its norm in one pass. A dry run counts no intermediate results of
-    a norm, since no compiled one has any."""
+    """Return `rms_norm` of the input of a product.
+
+    On CUDA the kernel is used if the product is `plain`, that is, if it neither communicates nor quantises its input.
+    Otherwise the plain definition is used, which torch's compiler fuses with the sum that produced x. A dry run takes
+    the one-pass operator, because a compiled norm has no intermediate results that would count as memory.
+    """
     one_pass = x.is_meta or (x.is_cuda and plain)
-    found: tuple[Tensor, Tensor] = (rms_norm_in_one_pass if one_pass else rms_norm)(x, weight, eps)
-    return found
+    results: tuple[Tensor, Tensor] = (rms_norm_in_one_pass if one_pass else rms_norm)(x, weight, eps)
+    return results
 
 
 @pure_operator("meshwright::rms_norm_backward")
 def rms_norm_backward(
     x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of x, the output of `rms_norm` once more and the gradient of the weight. `grad` is the
-    output's gradient, and `passed` the gradient that x has from elsewhere, which is added."""
+    """Return the gradient of x, the recomputed output of `rms_norm`, and the gradient of the weight.
+
+    `grad` is the gradient of the output. `passed` is the gradient of x from other uses, such as the residual, and is
+    added to the gradient of x.
+    """
     if kernels_take(x, grad, passed):
         from meshwright.kernels.block import rms_norm_backward as kernel
 
@@ -77,7 +83,7 @@ def _(x: Tensor, rstd: Tensor, weight: Tensor, grad: Tensor, passed: Tensor) -> 
 
 @pure_operator("meshwright::swiglu_backward")
 def swiglu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of x and the output of `swiglu` once more."""
+    """Return the gradient of x and the recomputed output of `swiglu`."""
     if kernels_take(x, grad):
         from meshwright.kernels.block import swiglu_backward as kernel
 

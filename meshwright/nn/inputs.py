@@ -1,4 +1,5 @@
-"""The values that modules take beside x: norms and bodies of a block, and nodes of a model that are no blocks."""
+"""The inputs that modules take in addition to x: those of a block's norms and bodies, and those of other nodes of the
+model's graph."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ if TYPE_CHECKING:
     from meshwright.nn.attention.rotary import Tables
     from meshwright.nn.experts.experts import RoutedInputs
 
-# What a body returns: x for the residual, its change of x and, if it adds to the loss, the sums of its terms. A body
-# that fuses the norm with its first product returns an x whose gradient that kernel's backward adds to the norm's.
+# The result of a body: x for the residual, the body's output, and the sums of its loss terms if it adds to the loss.
+# A body that fuses the norm with its first product returns an x whose gradient the fused backward adds to the norm's.
 Result = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass
 class Inputs:
-    """One micro-batch as the norms and bodies of a block see it.
+    """The inputs of a block's norms and bodies for one micro-batch.
 
-    `tables` are those of rotary positions or of ALiBi. `mask` says where documents begin, or which rows each rank holds
-    of shared sequences; without it, attention is plainly causal or to all tokens. With `past`, x continues after the
-    tokens in it. `streams` are the other streams of the model's graph that the block reads, by name.
+    `sequences` is the number of sequences. `tables` are those of rotary positions or of ALiBi. `mask` says where
+    documents begin, or, under context parallelism, which rows each rank holds. Without a mask, attention is plainly
+    causal, or to all tokens. With `past`, x continues after the cached tokens. `routed` is for the routers of experts.
+    `streams` holds the other streams of the model's graph that the block reads, by name.
     """
 
     sequences: int
@@ -41,29 +43,31 @@ class Inputs:
 
 @dataclass
 class NodeInputs:
-    """One micro-batch as a node sees it that is no block: fields of the batch, the streams so far, the number of
-    sequences, the positions of this rank's tokens where they do not just count, the tokens of each sequence that a
-    cache holds, and what backward will multiply the sum of the loss by, where that is known."""
+    """The inputs, for one micro-batch, of a node of the model's graph that is not a block."""
 
+    # The fields of the batch, and the streams computed so far, by name.
     batch: Mapping[str, Tensor]
     streams: Mapping[str, Tensor]
     sequences: int
+    # The positions of this rank's tokens; None if they simply count from 0.
     positions: Tensor | None = None
+    # The number of tokens of each sequence in the key-value cache.
     cached: int = 0
+    # The factor by which backward will multiply the summed loss, if it is known.
     loss_weight: float | None = None
 
 
 class NodeModule(nn.Module):
-    """The module of a node that takes something else than its streams and fields."""
+    """The module of a node that computes its own arguments, instead of taking the node's streams and batch fields."""
 
     def given(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
-        """Returns the arguments of its forward."""
+        """Return the arguments of `forward`."""
         raise NotImplementedError
 
 
 def arguments_of(module: nn.Module, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
-    """Returns what the module of a node is called with: the streams that the node reads and then the fields of the
-    batch, unless it says otherwise."""
+    """Return the arguments of a node's module: the streams that the node reads and then the fields of the batch, unless
+    the module chooses its own (`NodeModule.given`)."""
     if isinstance(module, NodeModule):
         return module.given(node, inputs)
     fields = (inputs.batch[name] for name in node.fields if name in inputs.batch)

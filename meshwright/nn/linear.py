@@ -1,8 +1,9 @@
 """Linear layers, written once for every tensor-parallel layout, on activations of shape [tokens, features].
 
-`column` cuts the output features over tp, `row` the input features; a `whole` layer, which every tp rank applies to the
-tokens it holds, communicates nothing. With sequence parallelism a column layer gathers
-its input's tokens and a row layer scatters its output's; the gathered input is not kept but gathered again in backward.
+A `column` layer shards its output features over tp, a `row` layer its input features. A `whole` layer, which every tp
+rank applies to the tokens it holds, does not communicate. With sequence parallelism a column layer gathers the tokens
+of its input, and a row layer scatters those of its output. The gathered input is not saved for backward but gathered
+again.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from meshwright.nn.weight_grad import give_grad
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.pieces import in_chunks, summed_chunks
 
-# The handle of the weight gradient's sink, the groups over which things travel, the precision of the products (see
-# `products`), and the least FLOPs for each send where they communicate while they multiply (`spec/model/pieces.py`).
+# The handle of the weight gradient's sink; the groups over which tensors travel; the precision of the products (see
+# nn/products.py); and the least FLOPs for each send if the layer communicates while it multiplies, or None if it does
+# not (spec/model/pieces.py).
 ProductSettings = tuple[Tensor | None, Sides, str, float | None]
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T with its collectives, which the settings' `Sides` say."""
+    """y = x W^T, with the collectives that the `Sides` of the settings name."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
@@ -64,7 +66,7 @@ class _Product(torch.autograd.Function):
 
 
 class _SwigluProduct(torch.autograd.Function):
-    """y = swiglu(x) W^T. Only x is kept; backward recomputes its SwiGLU in the kernel that computes the gradient."""
+    """y = swiglu(x) W^T. Only x is saved; backward recomputes its SwiGLU in the kernel that computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
@@ -83,9 +85,11 @@ class _SwigluProduct(torch.autograd.Function):
 
 
 class _NormProduct(torch.autograd.Function):
-    """Returns x itself and y = rms_norm(x) W^T. Only x is kept; backward recomputes its norm. x is returned so that the
-    residual branch takes it from here: its gradient then arrives in this backward as `passed`, and one kernel adds it
-    to the norm's gradient instead of autograd in a pass of its own."""
+    """Returns x itself and y = rms_norm(x) W^T. Only x is saved; backward recomputes its norm.
+
+    x is returned so that the residual branch uses it from here. The residual's gradient then arrives in this backward
+    as `passed`, and one kernel adds it to the norm's gradient. Otherwise autograd would add it in a separate pass.
+    """
 
     @staticmethod
     def forward(
@@ -103,7 +107,9 @@ class _NormProduct(torch.autograd.Function):
         weight = weight_values(weight, grad.dtype, again=True)
         needs_weight = ctx.needs_input_grad[3]
         if ctx.overlaps and ctx.sides.x[1] > 1:
-            normed, _ = rms_norm(x, scale, ctx.eps)  # the weight's gradient needs it before the input's is there
+            # The weight gradient is computed while the input gradient travels, so it needs the norm before
+            # `rms_norm_backward` could return it.
+            normed, _ = rms_norm(x, scale, ctx.eps)
             back, grad_weight = _column_grads(ctx, grad, weight, normed, needs_weight)
             grad_x, _, grad_scale = rms_norm_backward(x, rstd, scale, back, passed)
         else:
@@ -115,21 +121,23 @@ class _NormProduct(torch.autograd.Function):
         return grad_x, grad_scale.to(scale.dtype), None, grad_weight, grad_bias, *_NONE
 
 
-_NONE = (None,) * 4  # the gradients of the settings: there are none
+# Backward returns no gradient for any of the four settings.
+_NONE = (None,) * 4
 
 
 def product_forward(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: ProductSettings
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns the product with its collectives, the gathered x if that is kept, and what is kept of the weight. Keeps
-    the settings for backward."""
+    """Return the product after its collectives, and the tensors to save for backward: the gathered x if the layer keeps
+    it, else None, and the weight. The settings are stored in `ctx`."""
     # The handle of the sink is a number that never changes, so it needs none of save_for_backward's checks.
-    ctx.sink, ctx.sides, ctx.kind, least = settings
+    ctx.sink, ctx.sides, ctx.kind, least_flops = settings
     sides: Sides = ctx.sides
     values = weight_values(weight, x.dtype)
-    ctx.overlaps = least is not None and _overlaps(sides, x.shape[0], values.numel(), least)
+    ctx.overlaps = least_flops is not None and _overlaps(sides, x.shape[0], values.numel(), least_flops)
+    # A column product whose ranks hold all rows has nothing to send in forward, only in backward.
     if ctx.overlaps and (sides.summed[1] > 1 or not sides.all_rows):
-        return _overlapped(sides, x, values, bias, least), None, weight
+        return _overlapped(sides, x, values, bias, least_flops), None, weight
     full = gather_input(x, sides)
     if sides.weight is not None:
         values = gather(values, sides.weight)
@@ -137,25 +145,26 @@ def product_forward(
     return (y, full, values) if sides.keeps else (y, None, weight)
 
 
-def _overlaps(sides: Sides, rows: int, weight: int, least: float) -> bool:
-    """Whether a product communicates while it multiplies. `rows` are those of its input on this rank."""
+def _overlaps(sides: Sides, rows: int, weight: int, least_flops: float) -> bool:
+    """Return whether a product communicates while it multiplies. `rows` are those of its input on this rank, and
+    `weight` counts the elements of the weight."""
     size = sides.x[1] * sides.summed[1]
-    return sides.all_rows or (size > 1 and in_chunks(rows * sides.x[1], weight, size, least))
+    return sides.all_rows or (size > 1 and in_chunks(rows * sides.x[1], weight, size, least_flops))
 
 
-def _overlapped(sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, least: float | None) -> Tensor:
-    """Returns the product, which communicates in forward while it multiplies."""
+def _overlapped(sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, least_flops: float | None) -> Tensor:
+    """Return the product, communicating while it is multiplied."""
     if sides.x[1] > 1:
         return gather_product(x, weight, bias, False, *sides.x)[0]
     if sides.all_rows:
-        return product_sum(x, weight, sides.summed[0], summed_chunks(x.shape[0], weight.numel(), least))
+        return product_sum(x, weight, sides.summed[0], summed_chunks(x.shape[0], weight.numel(), least_flops))
     return product_scatter(x, weight, False, *sides.summed)
 
 
 def _output_grads(
     ctx: Any, grad: Tensor, weight: Tensor, needs_x: bool = True, needs_weight: bool = True
 ) -> tuple[products.Prepared, Tensor | None]:
-    """Returns the output's gradient, prepared, and the input's, if it is needed."""
+    """Return the prepared gradient of the output, and the gradient of the input if it is needed."""
     if ctx.overlaps and ctx.sides.summed[1] > 1 and not ctx.sides.all_rows:
         grad_x, full = gather_product(grad, weight, None, True, *ctx.sides.summed)
         return (full, None), grad_x
@@ -166,7 +175,7 @@ def _output_grads(
 def _column_grads(
     ctx: Any, grad: Tensor, weight: Tensor, x: Tensor, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of a column product's input and weight, of which the first travels during the second."""
+    """Return the gradients of a column product's input and weight. The former travels while the latter is computed."""
     group, size = ctx.sides.x
     if needs_weight and ctx.sink is not None:
         return column_backward(grad, weight, x, ctx.sink, group, not ctx.sides.all_rows), None
@@ -179,12 +188,12 @@ def _column_grads(
 
 
 def prepare_grad(ctx: Any, grad: Tensor, weight: Tensor, *needs: bool) -> products.Prepared:
-    """Prepares the output's gradient, gathered where the forward scattered the output."""
+    """Prepare the output's gradient, gathered where the forward scattered the output."""
     return products.prepare_grad(gather_output_grad(grad, ctx.sides), weight, ctx.kind, *needs)
 
 
 def input_grad(ctx: Any, grad: products.Prepared, weight: Tensor) -> Tensor:
-    """Returns this rank's block of the input's gradient."""
+    """Return this rank's block of the input's gradient."""
     sides: Sides = ctx.sides
     if sides.weight is not None and not sides.keeps:
         weight = gather(weight, sides.weight, again=True)
@@ -194,20 +203,22 @@ def input_grad(ctx: Any, grad: products.Prepared, weight: Tensor) -> Tensor:
 
 
 def weight_grad(ctx: Any, grad: products.Prepared, x: Tensor, full: Tensor | None = None) -> Tensor | None:
-    """Adds the weight gradient to the sink and returns None, or returns it for autograd where there is no sink. It is
-    computed from this rank's x, or from the gathered one where that was kept."""
+    """Add the weight gradient to the sink and return None, or return it for autograd if there is no sink.
+
+    It is computed from this rank's x, which is gathered again, or from `full`, the gathered x, if that was saved.
+    """
     sides: Sides = ctx.sides
     if sides.weight is None:
         return products.weight_grad(grad, gather_input(x, sides, again=True), ctx.sink, ctx.kind)
     if full is None and sides.joins:
-        found = products.weight_grad_of_blocks(grad[0], gather(x, sides.x, again=True), sides.x[1])
+        gradient = products.weight_grad_of_blocks(grad[0], gather(x, sides.x, again=True), sides.x[1])
     else:
-        found = grad[0].t() @ (gather_input(x, sides, again=True) if full is None else full)
-    return give_grad(scatter(found, sides.weight), ctx.sink)
+        gradient = grad[0].t() @ (gather_input(x, sides, again=True) if full is None else full)
+    return give_grad(scatter(gradient, sides.weight), ctx.sink)
 
 
 class Linear(Adapted):
-    """A product and its bias. A row layer's bias is added after the sum, by every rank to its own tokens."""
+    """A linear layer. A row layer's bias is added after the sum over ranks, by every rank to the tokens it holds."""
 
     def __init__(
         self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None,
@@ -218,23 +229,25 @@ class Linear(Adapted):
         self.bias = parallel.parameter(bias) if bias is not None else None
         self.sinks: dict[str, Tensor] = {}
         self.sides = cut if isinstance(cut, Sides) else Sides.over_tp(parallel, cut)
-        # A bias of a sum is added after it, so that it is added once. On a grid each rank has its block of that.
+        # True if the product itself adds the bias. Where outputs are summed over ranks, the bias is added after the
+        # sum, so that it is added once. On a grid each rank then adds its block of the bias.
         self.adds_bias = self.sides.summed[1] == 1 and self.sides.weight is None
         self.kind, self.fuses, self.piece_flops = parallel.products, parallel.fused, parallel.piece_flops
         self.add_adapters(parallel, weight)
-        # All tp ranks drop the same of an input that all of them use.
-        own = self.sides.summed[1] > 1 or (parallel.splits_tokens and self.sides.x[1] == 1)
-        self.stream = parallel.streams.own if own else parallel.streams.same
+        # The dropout of the adapters' input must agree across tp ranks that multiply the same input.
+        inputs_differ = self.sides.summed[1] > 1 or (parallel.splits_tokens and self.sides.x[1] == 1)
+        self.stream = parallel.streams.own if inputs_differ else parallel.streams.same
         if self.kind and not fp8.sizes_fit_fp8(*weight.values.local_shape):
-            warnings.warn(f"sizes that are no multiples of {FP8_UNIT} are multiplied in bf16, not in fp8", stacklevel=2)
+            message = f"sizes that are not multiples of {FP8_UNIT} are multiplied in bf16, not in fp8"
+            warnings.warn(message, stacklevel=2)
 
     @property
     def settings(self) -> ProductSettings:
         return (self.sinks.get("weight"), self.sides, self.kind, self.piece_flops)
 
     def alone(self, x: Tensor, after_swiglu: bool = False) -> Tensor:
-        """Returns this rank's own product, of x or of its SwiGLU: without collectives, and without a bias that is added
-        after a sum."""
+        """Return this rank's product of x, or of its SwiGLU, without collectives and without a bias that is added after
+        the sum over ranks."""
         if self.adapters:
             return self.adapted(swiglu(x) if after_swiglu else x, PLAIN)[1]
         settings = (self.sinks.get("weight"), PLAIN, self.kind, None)
@@ -243,8 +256,8 @@ class Linear(Adapted):
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
     def adapted(self, x: Tensor, sides: Sides, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
-        """Returns x and the product with its adapters' changes."""
-        changes = [Change(each.start, each.stop, each) for each in self.adapters]
+        """Return x, and the product including the output of the adapters."""
+        changes = [Change(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
         stream = self.stream if self.training else None
         return adapted_product(x, self.weight, self._inside, changes, (sides, self.kind), stream, before)
 
@@ -254,7 +267,7 @@ class Linear(Adapted):
         return self.biased(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Returns x and the product of its norm. Whatever else needs x must use the returned one, so that its gradient
+        """Return x and the product of norm(x). All further uses of x must take the returned one, so that their gradient
         is added in this layer's backward."""
         if self.adapters and norm.fuses:
             x, y = self.adapted(x, self.sides, Before("norm", norm.weight, norm.eps))
@@ -273,18 +286,18 @@ class Linear(Adapted):
 
     @property
     def _inside(self) -> Tensor | None:
-        """The bias, where the product itself adds it and not `biased` after the sum."""
+        """The bias if the product itself adds it, or None if `biased` adds it after the sum."""
         return self.bias if self.adds_bias else None
 
     def biased(self, y: Tensor) -> Tensor:
-        """Returns the sum of all ranks' own products with the bias, unless the product has added it."""
+        """Return the output, summed over ranks, plus the bias unless the product has added it."""
         return y if self.bias is None or self.adds_bias else y + self.bias
 
 
 def norm_product(
     x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, settings: ProductSettings
 ) -> tuple[Tensor, Tensor]:
-    """Returns x and the product of its norm, as `Linear.after_norm` does."""
+    """Return x and the product of norm(x), as `Linear.after_norm` does."""
     if not norm.fuses:
         return x, _Product.apply(norm(x), weight, bias, *settings)
     return _NormProduct.apply(x, norm.weight, norm.eps, weight, bias, *settings)

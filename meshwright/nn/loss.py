@@ -1,10 +1,10 @@
-"""The output layer and the cross entropy over a vocabulary that may be cut over tp or a grid, one tile of logits at a
-time.
+"""The output layer and the cross entropy over a vocabulary that may be sharded over tp or a grid.
 
-Only one tile of logits exists at a time, in the model's precision, and their gradient overwrites them: the gradients of
-the input and of the weight are computed in forward. A tile has so few tokens that its logits stay small beside the
-model. The full logits are never gathered: each rank reduces its own columns to one number per token (the
-logarithm of its sum of exponentials), and only those numbers are communicated. Sums are taken in float32 at least.
+Only one tile of logits exists at a time, in the model's precision. The gradient overwrites it, and the gradients of the
+input and of the weight are computed from it in forward. A tile has few enough tokens to stay small beside the model.
+
+The full logits are never gathered. Each rank reduces its own columns to two numbers per token (the logarithm of its sum
+of exponentials, and the label's logit), and only those are communicated. Sums are taken in float32 at least.
 """
 
 from __future__ import annotations
@@ -41,34 +41,42 @@ from meshwright.spec.model.loss_pieces import tile_rows
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's columns of the logits: `columns` of them belong to tokens from number `first` on; more is padding."""
+    """This rank's columns of the logits. `columns` of them belong to tokens, beginning with token `first`; the rest is
+    padding."""
 
     first: int
     columns: int
+    # The name and size of the group over which the vocabulary is sharded.
     group: str
     size: int
-    host: bool = False  # without kernels of our own
+    # True on a CPU, and in a dry run of one, where Triton's kernels don't run.
+    host: bool = False
 
     @staticmethod
     def of(width: int, vocab: int, group: Group, host: bool) -> Vocabulary:
-        """Returns those of a rank with `width` columns, where the ranks of the group hold the others."""
+        """Return the vocabulary of a rank with `width` columns, where the other ranks of the group hold the rest."""
         first = 0 if group.alone else group.index * width
         return Vocabulary(first, max(0, min(width, vocab - first)), group.name, group.size, host)
 
 
 def loss_and_grad_(logits: Tensor, labels: Tensor, mask: Tensor, scale: float | None, vocabulary: Vocabulary) -> Tensor:
-    """Returns each token's -log p(label) times its mask, in float32 at least. With a `scale`, it overwrites the logits
-    [tokens, this rank's columns] with `scale` times the gradient of the sum of these losses."""
+    """Return each token's -log p(label) times its mask, in float32 at least.
+
+    With a `scale`, the logits [tokens, this rank's columns] are overwritten with `scale` times the gradient of the sum
+    of these losses.
+    """
     v = vocabulary
     kernel = (kernels_take(logits) or (logits.is_meta and not v.host)) and v.columns > 0
     norm = logits.new_empty(len(logits), dtype=_wide(logits.dtype))
     target = torch.empty_like(norm)
+    # One call computes the statistics and the gradient, unless other ranks have a part of the statistics.
     both = kernel and v.size == 1 and scale is not None
     if kernel:
         _loss_rows(logits, labels, mask, v, (norm, target), scale or 0.0, stats=True, grad=both)
     else:
         norm, target = _stats(logits, labels, v)
     if v.size > 1:
+        # The sum of the exponentials over all ranks, relative to the largest logarithm so that it can't overflow.
         top = norm.clone()
         all_reduce_(top, v.group, "max")
         sums = torch.stack((torch.exp(norm - top), target))
@@ -86,7 +94,7 @@ def _loss_rows(
     logits: Tensor, labels: Tensor, mask: Tensor, v: Vocabulary, rows: tuple[Tensor, Tensor], scale: float, stats: bool,
     grad: bool,
 ) -> None:  # fmt: skip
-    """Calls the kernel, which needs no intermediate tensors; in a dry run there is nothing to compute."""
+    """Call the kernel, which needs no intermediate tensors. In a dry run, compute nothing."""
     if logits.is_meta:
         return
     from meshwright.kernels.cross_entropy import loss_rows
@@ -125,9 +133,11 @@ def _grad_(logits: Tensor, labels: Tensor, mask: Tensor, norm: Tensor, scale: fl
 def logit_tiles(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: int = 1, copies: int = 1
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields the logits of some rows of x at a time, with these rows: as many as fit where the caller scatters a tile
-    in `parts`, or gathers `copies` of its size. The caller deletes a tile before it asks for the next one; otherwise
-    both would exist at the same time."""
+    """Yield slices of the rows of x, each with the logits of these rows.
+
+    The size of a tile allows for a caller that scatters it in `parts`, or gathers `copies` tensors of its size. The
+    caller must delete a tile before it asks for the next one; otherwise both would exist at the same time.
+    """
     rows = max(1, tile_rows(len(x), len(weight) * copies, parts))
     for begin in range(0, len(x), rows):
         at = slice(begin, min(begin + rows, len(x)))
@@ -135,8 +145,10 @@ def logit_tiles(
 
 
 class OutputGrads:
-    """The gradients of the output layer's input, weight and bias, as far as they are needed, which grow tile by tile.
-    With a `sink`, that of the weight is added there."""
+    """The gradients of the output layer's input, weight and bias, accumulated tile by tile.
+
+    Only those that are needed are computed. If there is a `sink`, the weight gradient is added to it.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, needs: Sequence[bool], sink: Tensor | None = None) -> None:
         needs_x, needs_weight, needs_bias = needs
@@ -147,7 +159,7 @@ class OutputGrads:
         self.bias = x.new_zeros(weight.shape[0], dtype=_wide(x.dtype)) if needs_bias else None
 
     def add(self, at: slice, grad: Tensor) -> None:
-        """Adds what comes from the gradient of a tile of logits."""
+        """Add the contributions of one tile, given the gradient of its logits. `at` is the tile's rows."""
         if self.x is not None:
             torch.mm(grad, self._weight, out=self.x[at])
         if self.bias is not None:
@@ -159,37 +171,39 @@ class OutputGrads:
 
 
 class LossSettings(NamedTuple):
-    """How a rank computes the loss. `scale` announces the gradient of the sum of losses, if known; if the weight's
-    gradient is then `direct`, it goes to the `sink` in forward. On a grid, a tile of logits is scattered: `part` of it
-    is this rank's, and the losses are summed over `row_sides`."""
+    """The settings with which a rank computes the loss."""
 
     sides: Sides
     vocabulary: Vocabulary
+    # The handle of the weight gradient's sink.
     sink: Tensor | None
+    # The gradient that the sum of losses will get in backward, if it is known in forward.
     scale: float | None
+    # True if forward writes the weight gradient to the sink.
     direct: bool
     training: bool
+    # On a grid each tile of logits is scattered by rows: this rank's part, and the groups over which losses are summed.
     part: int = 0
     row_sides: tuple[Side, ...] = ()
 
     @staticmethod
     def of(output: Linear, vocabulary: Vocabulary, scale: float | None, *on_grid: Any) -> LossSettings:
         record, sink = record_of(output.weight), output.sinks.get("weight")
-        # A tied embedding adds to the same place in backward. Written in forward, the order of the two sums would
-        # depend on the schedule, and with it the last bits. (Tied weights on two stages have two places, summed over
-        # their own axis.)
+        # A tied embedding adds to the same sink in backward. If this gradient were written in forward, the order of the
+        # two additions would depend on the schedule, and with it the last bits of the sum. Tied weights on two stages
+        # have two sinks, which are summed over an axis for that purpose.
         alone = record is None or not record.tied or "embedding" in record.partial
         direct = alone and scale is not None and (sink is not None or not output.weight.requires_grad)
         return LossSettings(output.sides, vocabulary, sink, scale, direct, torch.is_grad_enabled(), *on_grid)
 
 
 class _OutputLoss(torch.autograd.Function):
-    """Computes the sum of the losses from the hidden states, and its gradients already in forward.
+    """The sum of the losses, computed from the hidden states. Its gradients are computed in forward.
 
-    Backward would have to keep the logits of all tokens or compute them once more. Forward therefore needs the factor
-    that backward will multiply by: `scale`, where the caller knows it. Then, if it is `direct`, the weight gradient is
-    written straight into the gradient buffer, so this forward is a part of the step and must not run twice. Otherwise
-    the weight gradient is kept until backward brings the factor.
+    If they were computed in backward, the logits of all tokens would have to be saved or computed again. Forward needs
+    the factor by which backward will multiply: `scale`, if the caller knows it. If the settings are also `direct`, the
+    weight gradient is written straight into the gradient buffer, so this forward is a part of the step and must not run
+    twice. Otherwise the weight gradient is saved until backward provides the factor.
     """
 
     @staticmethod
@@ -215,7 +229,8 @@ class _OutputLoss(torch.autograd.Function):
         del full, table, grads
         for name, _ in how.row_sides:
             all_reduce_(total, name, "sum")
-        if on_grid:  # each rank takes its blocks at once, so that nothing gathered is kept until backward
+        if on_grid:
+            # Each rank takes its blocks of the gradients now, so that no gathered tensor is saved for backward.
             grad_x = scatter_input_grad(grad_x, sides) if grad_x is not None else None
             kept = scatter(kept, sides.weight) if kept is not None else None
             if how.direct and kept is not None and how.sink is not None:
@@ -231,10 +246,11 @@ class _OutputLoss(torch.autograd.Function):
         grad_x, kept, grad_bias = ctx.saved_tensors
         ratio = grad / ctx.scale
         if ctx.direct:
-            # Forward has added the weight gradient to the buffer already, scaled by the factor it was promised.
+            # Forward has already added the weight gradient to the buffer, multiplied by the announced factor.
             torch._assert_async((ratio - 1.0).abs() < 1e-5, "the loss's gradient is not the one that was announced")
         if grad_x is not None:
-            if not ctx.direct:  # in float32: a factor rounded to bf16 would bias every gradient before this layer
+            if not ctx.direct:
+                # In float32, because a factor rounded to bf16 would bias the gradients of all layers before this one.
                 grad_x = (grad_x.to(_wide(grad_x.dtype)) * ratio).to(grad_x.dtype)
             grad_x = scatter_input_grad(grad_x, ctx.sides)
         grad_weight = None
@@ -252,8 +268,11 @@ class _OutputLoss(torch.autograd.Function):
 def output_loss(
     x: Tensor, output: Linear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel, scale: float | None = None
 ) -> Tensor:
-    """Returns the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden]. `vocab` is the
-    true size of the vocabulary, beyond which columns are padding; `scale` announces this sum's gradient, if known."""
+    """Return the sum of -log p(label) over the unmasked tokens, from hidden states x [tokens, hidden].
+
+    `vocab` is the true size of the vocabulary; further columns are padding. `scale` is the gradient that this sum will
+    get in backward, if the caller knows it.
+    """
     vocabulary = Vocabulary.of(output.weight.shape[0], vocab, parallel.tp, parallel.host)
     how = LossSettings.of(output, vocabulary, scale)
     return _OutputLoss.apply(x, output.weight, output.bias, labels, mask, how)
@@ -263,13 +282,15 @@ def grid_output_loss(
     x: Tensor, output: GridLinear, labels: Tensor, mask: Tensor, vocab: int, parallel: Parallel,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns what `output_loss` does, the sum over all tokens of a micro-batch, of which `labels` and `mask` are those
-    of all; x is this rank's block."""
+    """Return the same as `output_loss` on a grid of ranks: the sum over all tokens of a micro-batch.
+
+    `labels` and `mask` are those of all tokens; x is this rank's block of the hidden states.
+    """
     roles = output.roles
     width = output.weight.shape[0] * side_of(parallel, roles.weight)[1]
     vocabulary = Vocabulary.of(width, vocab, group_of(parallel, roles.y.features), parallel.host)
     row_sides = tuple(side for side in (side_of(parallel, axis) for axis in roles.y.rows) if side[1] > 1)
     part = group_of(parallel, roles.summed).index if roles.summed else 0
     how = LossSettings.of(output, vocabulary, scale, part, row_sides)
-    labels, mask = (own_rows(each.flatten(), parallel, roles.rows) for each in (labels, mask))
+    labels, mask = (own_rows(of_all.flatten(), parallel, roles.rows) for of_all in (labels, mask))
     return _OutputLoss.apply(x, output.weight, None, labels, mask, how)

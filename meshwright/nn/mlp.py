@@ -1,4 +1,4 @@
-"""The feed-forward part of a block, cut over tp by its inner features; on request, a chunk of the tokens at a time."""
+"""The MLP of a block, sharded over tp by its inner features. On request it computes one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def gated(activation: Activation) -> Activation:
-    """Returns the product of the activation of a tensor's first half, the gate, with the second."""
+    """Return a gated activation: it splits its input into gate and up, and returns activation(gate) * up."""
 
     def product(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -39,11 +39,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu": gated(F.gelu),
     "tanh_geglu": gated(lambda x: F.gelu(x, approximate="tanh")),
     "reglu": gated(F.relu),
-}  # SwiGLU is in fused.py: it can be a part of the product after it
+}  # SwiGLU is in fused.py, since it can be fused with the product after it.
 
 
 class MLP(nn.Module):
-    """Two projections with an activation between them; a gated MLP has gate and up in its first projection."""
+    """Two linear layers with an activation between them. In a gated MLP the first one computes both gate and up."""
 
     def __init__(self, parallel: Parallel, part: MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -53,20 +53,20 @@ class MLP(nn.Module):
         self.chunk = _TokenChunk(self)
 
     def products(self, parallel: Parallel, first: str, records: dict[str, ParamRecord]) -> tuple[Any, Any]:
-        """Returns both projections; `first` is the name of the first one's parameters."""
+        """Return both linear layers; `first` is the name of the first one's parameters."""
         up = Linear(parallel, records[f"{first}.weight"], records.get(f"{first}.bias"), "column")
         return up, Linear(parallel, records["down.weight"], records.get("down.bias"), "row")
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x, for the residual, and the MLP of its norm."""
+        """Return x, for the residual, and the MLP of norm(x). `inputs` is not used."""
         if self.chunks > 1:
-            trained = [each for each in self.parameters() if each.requires_grad]
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             return x, self.down.biased(_InChunks.apply(norm(x), self, *trained))
         x, inner = self.up.after_norm(x, norm)
         return x, self._down(inner)
 
     def of(self, x: Tensor) -> Tensor:
-        """Returns the MLP of x itself."""
+        """Return the MLP of x, without a norm."""
         return self._down(self.up(x))
 
     def _down(self, inner: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ class MLP(nn.Module):
 
     @property
     def compiled_part(self) -> nn.Module:
-        """The module to compile as one graph. The loop over chunks and its collectives stay outside."""
+        """The module to compile as one graph. The loop over chunks and its collectives stay outside the graph."""
         return self.chunk if self.chunks > 1 else self
 
 
 class _TokenChunk(nn.Module):
-    """This rank's own part of the MLP of some tokens, without collectives."""
+    """This rank's part of the MLP of some tokens, without collectives."""
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
@@ -93,10 +93,12 @@ class _TokenChunk(nn.Module):
 
 
 class _InChunks(torch.autograd.Function):
-    """The MLP of all tokens, of which only x is kept. Each chunk is computed again in its backward, so nothing as wide
-    as the inner features exists for more than one chunk. Tokens are gathered and sums taken for all chunks at once,
-    with the same calls as without chunks. Weight gradients go to their sinks chunk by chunk, as one contribution; those
-    of `trained` parameters that have no sink are summed here."""
+    """The MLP of all tokens, computed chunk by chunk; only x is saved for backward.
+
+    Backward computes each chunk again, so inner features exist for only one chunk at a time. Tokens are gathered and
+    outputs summed for all chunks at once, with the same collectives as without chunks. Weight gradients go to their
+    sinks chunk by chunk, as one contribution. The gradients of `trained` parameters without a sink are summed here.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mlp: MLP, *trained: Tensor) -> Tensor:
@@ -121,16 +123,17 @@ class _InChunks(torch.autograd.Function):
             with torch.enable_grad():
                 y = mlp.chunk(part)
             with piece_of_contribution(handles, last=at is rows[-1]):
-                found, *own = torch.autograd.grad(y, [part, *trained], grad[at], allow_unused=True)
-            grad_x[at] = found
-            for number, new in enumerate(own):
+                part_grad, *trained_grads = torch.autograd.grad(y, [part, *trained], grad[at], allow_unused=True)
+            grad_x[at] = part_grad
+            for number, new in enumerate(trained_grads):
                 if new is not None:
                     before = sums[number]
                     sums[number] = new if before is None else before + new
-            del y, found, own  # otherwise they would exist beside the next chunk's
+            # Without this, they would still be in memory while the next chunk is computed.
+            del y, part_grad, trained_grads
         return scatter_input_grad(grad_x, mlp.up.sides), None, *sums
 
 
 def _rows(x: Tensor, chunks: int) -> list[slice]:
-    each = rows_of_chunk(x.shape[0], chunks)
-    return [slice(begin, begin + each) for begin in range(0, x.shape[0], each)]
+    size = rows_of_chunk(x.shape[0], chunks)
+    return [slice(begin, begin + size) for begin in range(0, x.shape[0], size)]

@@ -1,4 +1,4 @@
-"""Norms over the last dim: the hidden features of [tokens, hidden], or those of a head."""
+"""Norms over the last dimension: the hidden features of [tokens, hidden], or the features of a head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.spec.model import gpt
 
 
 class Norm(nn.Module):
-    """The base of all norms. One that `fuses` is computed by the product after it (`Linear.after_norm`)."""
+    """The base of all norms. If `fuses` is true, the product after the norm computes it (`Linear.after_norm`)."""
 
     def __init__(self, parallel: Parallel, part: gpt.NormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -33,12 +33,14 @@ class RMSNorm(Norm):
 
 
 class StreamNorm(nn.Module):
-    """The base of norms that read a stream beside x, such as a condition of each sample: `forward(x, inputs)`. Their
-    parts name the stream in `reads`."""
+    """The base of norms that read another stream as well as x, such as a condition of each sample.
+
+    Its forward takes (x, inputs). The part that describes the norm names the stream in `reads`.
+    """
 
 
 class BoundNorm:
-    """A norm with the inputs of one call of its block: a function of x alone, as bodies call it."""
+    """A `StreamNorm` bound to the inputs of one call of its block, so that the block's bodies call it with x alone."""
 
     fuses = False
 
@@ -46,12 +48,12 @@ class BoundNorm:
         self.norm, self.inputs = norm, inputs
 
     def __call__(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(x, self.inputs)
-        return found
+        y: Tensor = self.norm(x, self.inputs)
+        return y
 
 
 class NoNorm(Norm):
-    """The identity, which the body of a block gets where the norm comes after the sum."""
+    """The identity, which a block with post-norm passes to its bodies in place of a norm."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

@@ -1,5 +1,5 @@
-"""Inputs of recomputed blocks in host memory: copied out while their block computes, and back one block ahead of its
-backward, on two streams of the device beside the computation."""
+"""Offloading the inputs of recomputed blocks to host memory. They are copied out while their block computes, and back
+one block ahead of its backward, on two streams of the device beside the computation."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from meshwright.device import accelerator, pin
 
 
 class HostCopy:
-    """A tensor that is in host memory, or on its way there or back. `before` is fetched next after it."""
+    """A tensor in host memory, or on its way there or back. `before` was copied just before it and is fetched next."""
 
     def __init__(self, memory: HostActivations, x: Tensor, before: HostCopy | None) -> None:
         self.memory, self.shape, self.dtype, self.nbytes, self.before = memory, x.shape, x.dtype, x.nbytes, before
-        self.buffer: Tensor | None = None  # none on `meta`, where tensors have no values
+        # There is no buffer on `meta`, where tensors have no values.
+        self.buffer: Tensor | None = None
+        # The tensor on the device and the event of its copy, once the copy back has begun.
         self.arriving: tuple[Tensor, Any] | None = None
 
     def fetch(self) -> Tensor:
         return self.memory.fetch(self)
 
     def prefetch(self) -> None:
-        """Begins to copy it to the device."""
+        """Begin to copy the tensor to the device."""
         if self.arriving is None:
             self.arriving = self.memory.copy_in(self)
 
 
 class HostActivations:
-    """This rank's host memory for the inputs of recomputed blocks. Its buffers are pinned and used again.
+    """This rank's host memory for the inputs of recomputed blocks. Its buffers are pinned and reused.
 
-    A tensor that is being copied out keeps its memory until the computation, which goes on, has waited for the copy:
-    that is when the next block begins. So no more than the present block's input is on the device, whatever the host
-    has launched ahead. On `meta` nothing is copied, and tensors come and go as on a device.
+    A tensor that is being copied out keeps its device memory until the next block begins, whose computation waits for
+    the copy. So only the input of the current block is on the device, however far ahead the host has launched. On
+    `meta` nothing is copied, and tensors are allocated and freed as on a device.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        """`module`: what offers streams, by default torch's of the device."""
+        """Create the streams. `module` provides them, by default torch's module for the device (`torch.cuda`)."""
         self.device, self.module = device, module or accelerator(device)
         streams: list[Any] = [self.module.Stream(device) if self.module else None for _ in range(2)]
         self._out, self._in = streams
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._leaving: tuple[Tensor, Any] | None = None
-        self.bytes = self.most_bytes = 0  # in host memory now, and the most at once
+        # The bytes in host memory now, and their peak.
+        self.bytes = self.most_bytes = 0
 
     def keep(self, x: Tensor, before: HostCopy | None) -> HostCopy:
-        """Begins to copy x out; the caller drops it."""
+        """Begin to copy x to the host. The caller drops its reference to x."""
         self.release()
         copy = HostCopy(self, x, before)
         self.bytes += copy.nbytes
@@ -54,7 +57,7 @@ class HostActivations:
         x, left = x.detach(), None
         if self.module is not None:
             copy.buffer = self._buffer(x)
-            # The computation so far made x, and waited for what was last read from the buffer.
+            # The computation so far produced x, and waited for the last copy out of this buffer.
             self._out.wait_stream(self.module.current_stream(self.device))
             with self.module.stream(self._out):
                 copy.buffer.copy_(x, non_blocking=True)
@@ -63,13 +66,13 @@ class HostActivations:
         return copy
 
     def release(self) -> None:
-        """Waits, on the device, for what is being copied out, and releases its memory."""
+        """Make the device wait for the tensor that is being copied out, and release its memory."""
         if self._leaving is not None and self.module is not None:
             self.module.current_stream(self.device).wait_event(self._leaving[1])
         self._leaving = None
 
     def fetch(self, copy: HostCopy) -> Tensor:
-        """Returns the tensor on the device, and begins to copy the one that comes next."""
+        """Return the tensor on the device, and begin to copy the one that will be fetched next."""
         copy.prefetch()
         assert copy.arriving is not None
         (x, arrived), copy.arriving = copy.arriving, None
@@ -77,6 +80,7 @@ class HostActivations:
         if self.module is not None:
             assert copy.buffer is not None
             self.module.current_stream(self.device).wait_event(arrived)
+            # The stream now waits for the copy, and `keep` makes later copies into this buffer wait for the stream.
             self._free.setdefault((copy.shape, copy.dtype), []).append(copy.buffer)
             copy.buffer = None
         if copy.before is not None:
@@ -88,8 +92,8 @@ class HostActivations:
         x = torch.empty(copy.shape, dtype=copy.dtype, device=self.device)
         if self.module is None:
             return x, None
-        assert copy.buffer is not None, "what was kept is fetched once"
-        # The computation so far waited for the copy to the host, and may still use the memory that x has now.
+        assert copy.buffer is not None, "an offloaded tensor is fetched only once"
+        # The computation so far has waited for the copy to the host, and may still use the memory that x was given.
         self._in.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self._in):
             x.copy_(copy.buffer, non_blocking=True)

@@ -1,12 +1,14 @@
 """Linear layers that communicate over tp while they multiply (`comm.overlap.tensor`).
 
 With sequence parallelism each rank has a chunk of the rows. A column product multiplies its own chunk first and the
-others as they arrive; a row product multiplies the chunks of other ranks first and sends each of them while it goes on.
-Chunks go straight to the rank that needs them, so the bytes are the same as those of the collectives. Those of a run of
-ranks (`spec/model/pieces.py`, which also says which products are cut) are one call and one product: the host is slow
-to launch and small products are slow. Without sequence parallelism a row product is summed in chunks of its rows. In
-backward the input gradient travels while the weight gradient is multiplied. Each function is one registered operator,
-whose results have arrived when it returns.
+others as they arrive. A row product multiplies the chunks of other ranks first, and sends each of them while it
+multiplies the next. Chunks go straight to the rank that needs them, so as many bytes travel as with collectives.
+The chunks of a run of ranks are sent by one call and multiplied by one product, because the host is slow to launch and
+small products are slow. `spec/model/pieces.py` defines the runs, and decides which products are cut.
+
+Without sequence parallelism a row product is all-reduced in chunks of its rows. In backward the input gradient travels
+while the weight gradient is computed. Each function is one registered operator, and its results have arrived when it
+returns.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ from meshwright.spec.model.pieces import runs
 
 
 class Scattered(NamedTuple):
-    """A scatter under way: this rank's own rows and those of the others as they arrive, [ranks by distance, rows,
-    features]; and what is on its way to others, which must not change before it has arrived."""
+    """A scatter in flight."""
 
+    # This rank's summands, [ranks by distance, rows, features]: the local one first, the others as they arrive.
     chunks: Tensor
     pendings: list[Pending]
+    # The chunks on their way to other ranks, which must not change before they have arrived.
     sent: Tensor
 
 
 def spans(places: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yields the places as (first, one behind the last) of neighbours: round the end of a group these are two."""
+    """Yield the ranges (first, last + 1) of consecutive places. A run that wraps round the end of a group has two."""
     begin = end = -1
     for place in sorted(places):
         if place != end and end >= 0:
@@ -43,7 +46,7 @@ def spans(places: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> None:
-    """Sets `out` to x W^T, or to x W where the weight is `turned`."""
+    """Set `out` to x W^T, or to x W where the weight is `turned`."""
     right = weight if turned else weight.t()
     if bias is None:
         torch.mm(x, right, out=out)
@@ -52,30 +55,35 @@ def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, turned
 
 
 def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, list[Pending]]:
-    """Begins to gather the rows of all ranks, run by run. Returns where they arrive, with this rank's own."""
-    size, at, x = group.size, group.index, x.contiguous()
+    """Begin to gather the rows of all ranks, run by run.
+
+    Return the tensor in which they arrive, which already holds this rank's rows, and the pending call of each run.
+    """
+    size, rank, x = group.size, group.index, x.contiguous()
     full = x.new_empty((size * x.shape[0], *x.shape[1:]))
     chunks = full.chunk(size)
-    chunks[at].copy_(x)
-    return full, [group.shifts([(x, by, chunks[(at - by) % size]) for by in run]) for run in runs(size)[1:]]
+    chunks[rank].copy_(x)
+    return full, [group.shifts([(x, by, chunks[(rank - by) % size]) for by in run]) for run in runs(size)[1:]]
 
 
 def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Scattered:
-    """Multiplies the rows for each rank of the group and sends them there, and those for this rank last."""
-    size, at, rows = group.size, group.index, x.shape[0] // group.size
-    others, chunks = x.new_empty((x.shape[0], width)), x.new_empty((size, rows, width))
-    outgoing, incoming, pendings = others.chunk(size), chunks.unbind(), []
+    """Multiply the rows for each rank of the group and send them there. The rows for this rank are multiplied last."""
+    size, rank, rows = group.size, group.index, x.shape[0] // group.size
+    others = x.new_empty((x.shape[0], width))
+    chunks = x.new_empty((size, rows, width))
+    outgoing, incoming = others.chunk(size), chunks.unbind()
+    pendings = []
     for run in reversed(runs(size)[1:]):
-        for low, high in spans((at + by) % size for by in run):
+        for low, high in spans((rank + by) % size for by in run):
             these = slice(low * rows, high * rows)
             product(others[these], x[these])
-        pendings.append(group.shifts([(outgoing[(at + by) % size], by, incoming[by]) for by in run]))
-    product(incoming[0], x[at * rows : (at + 1) * rows])
+        pendings.append(group.shifts([(outgoing[(rank + by) % size], by, incoming[by]) for by in run]))
+    product(incoming[0], x[rank * rows : (rank + 1) * rows])
     return Scattered(chunks, pendings, others)
 
 
 def finish_scatter(begun: Scattered) -> Tensor:
-    """Returns the sum of this rank's own rows and those that arrive."""
+    """Wait for the chunks of the other ranks and return the sum of this rank's rows."""
     for pending in begun.pendings:
         pending.wait()
     return begun.chunks.sum(0)
@@ -83,7 +91,7 @@ def finish_scatter(begun: Scattered) -> Tensor:
 
 @operator("meshwright::gather_in_chunks")
 def gather_in_chunks(x: Tensor, group: str, size: int) -> Tensor:
-    """The rows of all ranks, by the calls that `gather_product` makes."""
+    """Gather the rows of all ranks, with the same calls as `gather_product`."""
     full, arriving = begin_gather(group_named(group), x)
     for pending in arriving:
         pending.wait()
@@ -99,14 +107,15 @@ def _(x: Tensor, group: str, size: int) -> Tensor:
 def gather_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, group: str, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the product (see `multiply`) of the rows of all ranks, and these rows."""
-    at, rows = group_named(group), x.shape[0]
-    full, arriving = begin_gather(at, x)
+    """Return the product (see `multiply`) of the rows of all ranks, and the gathered rows."""
+    ranks, rows = group_named(group), x.shape[0]
+    full, arriving = begin_gather(ranks, x)
     y = x.new_empty((full.shape[0], weight.shape[1 if turned else 0]))
     for number, run in enumerate(runs(size)):
+        # The first run is this rank itself, whose rows need not arrive.
         if number:
             arriving[number - 1].wait()
-        for low, high in spans((at.index - by) % size for by in run):
+        for low, high in spans((ranks.index - by) % size for by in run):
             these = slice(low * rows, high * rows)
             multiply(y[these], full[these], weight, bias, turned)
     return y, full
@@ -122,7 +131,7 @@ def _(
 
 @operator("meshwright::product_scatter")
 def product_scatter(x: Tensor, weight: Tensor, turned: bool, group: str, size: int) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' products (see `multiply`)."""
+    """Return this rank's rows of the sum of all ranks' products (see `multiply`)."""
     width = weight.shape[1 if turned else 0]
     begun = begin_scatter(group_named(group), x, width, lambda out, rows: multiply(out, rows, weight, None, turned))
     return finish_scatter(begun)
@@ -135,12 +144,12 @@ def _(x: Tensor, weight: Tensor, turned: bool, group: str, size: int) -> Tensor:
 
 @operator("meshwright::product_sum")
 def product_sum(x: Tensor, weight: Tensor, group: str, chunks: int) -> Tensor:
-    """Returns the sum of all ranks' x W^T; chunks of its rows are summed while the next ones are multiplied."""
-    at, y = group_named(group), x.new_empty((x.shape[0], weight.shape[0]))
+    """Return the sum of all ranks' x W^T. Each chunk of rows is all-reduced while the next ones are multiplied."""
+    ranks, y = group_named(group), x.new_empty((x.shape[0], weight.shape[0]))
     pendings = []
     for rows, out in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
         multiply(out, rows, weight, None, False)
-        pendings.append(at.all_reduce(out, wait=False))
+        pendings.append(ranks.all_reduce(out, wait=False))
     for pending in pendings:
         pending.wait()
     return y
@@ -153,19 +162,23 @@ def _(x: Tensor, weight: Tensor, group: str, chunks: int) -> Tensor:
 
 @effectful_operator("meshwright::column_backward")
 def column_backward(grad: Tensor, weight: Tensor, x: Tensor, sink: Tensor, group: str, scatters: bool) -> Tensor:
-    """Returns the gradient of a column product's input, summed over the ranks, and adds the weight's to the sink while
-    that sum travels. `scatters`: x has this rank's rows alone, as the returned gradient will."""
-    at, grad = group_named(group), grad.contiguous()
+    """Return the gradient of a column product's input, summed over the ranks, and add the weight gradient to the sink
+    while that sum travels.
+
+    With `scatters`, x holds this rank's rows only, and so will the returned gradient. Otherwise both hold all rows.
+    """
+    ranks, grad = group_named(group), grad.contiguous()
     width = weight.shape[1]
     if not scatters:
         grad_x = grad.new_empty((grad.shape[0], width))
         multiply(grad_x, grad, weight, None, True)
-        pending = at.all_reduce(grad_x, wait=False)
+        pending = ranks.all_reduce(grad_x, wait=False)
         sink_of(sink).add_factors(add_product, grad, x)
         pending.wait()
         return grad_x
-    full, arriving = begin_gather(at, x)
-    begun = begin_scatter(at, grad, width, lambda out, rows: multiply(out, rows, weight, None, True))
+    # The rows of x arrive while the input gradient is multiplied. That gradient travels during the weight gradient.
+    full, arriving = begin_gather(ranks, x)
+    begun = begin_scatter(ranks, grad, width, lambda out, rows: multiply(out, rows, weight, None, True))
     for pending in arriving:
         pending.wait()
     sink_of(sink).add_factors(add_product, grad, full)

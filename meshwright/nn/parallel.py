@@ -1,4 +1,5 @@
-"""What a layer is told about the mesh: its groups, dtype, device and random streams. Also parameters' first values."""
+"""The settings that a layer is built with (process groups, dtype, device, random streams), and the initial values of
+parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ from meshwright.spec.layout.params import TILE, ParamRecord, tiles
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The groups of a mixture of experts: experts are divided over `ep` and each of them over `etp`. `sequence` are the
-    ranks that hold different tokens of the same sequences; `by_node` the parts of `ep`, where rows go inside a node
-    first. `cp` is the context-parallel group: ranks that hold different tokens of a sequence regardless of tp. `alike`:
-    experts are divided over the same ranks as everything else (`Coordinate.cuts_experts_alike`)."""
+    """The process groups of a mixture of experts."""
 
+    # Each expert is sharded over `etp`, and whole experts are distributed over `ep`.
     etp: Group
     ep: Group
+    # The ranks that hold different tokens of the same sequences, along tp and cp.
     sequence: Group
+    # The ranks that hold different tokens of the same sequences, along cp alone.
     cp: Group
+    # True if experts are sharded over the same ranks as everything else (`Coordinate.cuts_experts_alike`).
     alike: bool
+    # The two subgroups of `ep` of a hierarchical exchange, in which rows travel inside a node first.
     by_node: ByNode | None = None
 
 
@@ -43,7 +46,7 @@ class ContextGroups:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a rank's layers are cut, and in what precision and where they compute."""
+    """The settings with which a rank builds its layers: their groups, precision, device and random streams."""
 
     tp: Group
     sequence_parallel: bool
@@ -51,41 +54,51 @@ class Parallel:
     device: torch.device
     streams: Streams
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    fused: bool = False  # whether norms and activations are fused with the products after them
-    products: str = ""  # the precision in which linear layers multiply, if not `dtype` (see nn/products.py)
-    unallocated: bool = False  # sharding allocates and initialises the parameters later
-    host: bool = False  # this is a CPU, or a dry run of one
-    experts: ExpertGroups | None = None  # where the model has experts
-    context: ContextGroups | None = None  # where ranks share sequences
-    piece_flops: float | None = None  # linear layers communicate over tp while they multiply (spec/model/pieces.py)
-    offload: HostActivations | None = None  # where inputs of recomputed blocks go to host memory
-    grid: dict[str, Group] | None = None  # the axes of a grid of tensor-parallel ranks, where tp is one
+    # True if norms and activations are fused with the products after them.
+    fused: bool = False
+    # The precision in which linear layers multiply, if it is not `dtype` (see nn/products.py).
+    products: str = ""
+    # True if sharding allocates and initialises the parameters later.
+    unallocated: bool = False
+    # True on a CPU, and in a dry run of one.
+    host: bool = False
+    # The groups of experts and of context parallelism; None if the model or the layout has none.
+    experts: ExpertGroups | None = None
+    context: ContextGroups | None = None
+    # The least FLOPs of a product for each send, if linear layers communicate over tp while they multiply
+    # (spec/model/pieces.py).
+    piece_flops: float | None = None
+    # The host memory to which inputs of recomputed blocks are offloaded.
+    offload: HostActivations | None = None
+    # The group of each axis, if the tensor-parallel ranks form a grid.
+    grid: dict[str, Group] | None = None
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether, between the products, each tp rank holds only its rows of the tokens."""
+        """True if each tp rank holds only its own tokens between the products (sequence parallelism)."""
         return self.sequence_parallel and not self.tp.alone
 
     @property
     def divides_stream(self) -> bool:
-        """Whether, between the products, each tp rank holds a part of the activations of its own."""
+        """True if each tp rank holds a different part of the activations between the products."""
         return self.splits_tokens or self.grid is not None
 
     def local_tokens(self, x: Tensor) -> Tensor:
-        """Returns this rank's rows of a tensor that every tp rank holds for all tokens."""
+        """Return this rank's rows of a tensor that every tp rank holds with the rows of all tokens."""
         if not self.splits_tokens:
             return x
         rows = x.shape[0] // self.tp.size
         return x[self.tp.index * rows : (self.tp.index + 1) * rows]
 
     def parameter(self, record: ParamRecord) -> nn.Parameter:
-        """Returns an empty parameter that carries its record."""
+        """Return an empty parameter that carries its record."""
         dtype = torch.promote_types(self.dtype, torch.float32) if record.wide else self.dtype
         dtype = torch.uint8 if record.packs else dtype
         values = torch.empty(record.local_shape, dtype=dtype, device=self.device)
         parameter = nn.Parameter(values, requires_grad=record.trained)
         if self.unallocated:
-            parameter.untyped_storage().resize_(0)  # keeps the shape but releases the memory
+            # This keeps the shape but releases the memory.
+            parameter.untyped_storage().resize_(0)
         parameter.record = record  # type: ignore[attr-defined]
         return parameter
 
@@ -95,26 +108,27 @@ def record_of(parameter: nn.Parameter) -> ParamRecord | None:
 
 
 def is_unallocated(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has no memory yet."""
+    """Return whether a parameter has no memory yet."""
     return parameter.numel() > 0 and parameter.untyped_storage().nbytes() == 0 and not parameter.is_meta
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int) -> None:
-    """Draws every parameter that carries a record and has memory, the same numbers in every layout and precision."""
+    """Initialise all parameters that have a record and memory, with the same numbers in every layout and precision."""
     for parameter in module.parameters():
         record = record_of(parameter)
         if record is not None and not is_unallocated(parameter):
             draw_parameter(record, parameter, seed)
 
 
-# By the kind of `Init`; None where the module has set its values itself. Normal ones are drawn on top.
+# The constant that each kind of `Init` starts from. None: the module has set the values itself. The values of "normal"
+# are drawn afterwards.
 FIRST_VALUES = {"ones": 1.0, "zeros": 0.0, "normal": 0.0, "given": None, "placed": None}
 
 
 @torch.no_grad()
 def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
-    """Sets a parameter's first values, which follow from the seed and its global name alone."""
+    """Set a parameter's initial values, which depend on the seed and its global name alone."""
     if record.packs is not None and not out.is_meta:
         values = torch.empty(record.packs.local_shape, device=out.device)
         draw_parameter(record.packs, values, seed)
@@ -126,6 +140,7 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
         out.fill_(value)
     if kind != "normal" or out.is_meta:
         return
+    # Values are drawn tile by tile, on the CPU and in float32, so that every layout and device gets the same ones.
     generator = torch.Generator()
     local = torch.zeros(record.local_shape, dtype=torch.float32)
     sides = (*(1 for _ in record.shape[2:]), TILE, TILE)
@@ -140,11 +155,11 @@ def draw_parameter(record: ParamRecord, out: Tensor, seed: int) -> None:
 
 
 def share_tied_parameters(modules: list[nn.Module]) -> None:
-    """Makes both ends of a tie one parameter, where one rank holds them in different chunks."""
-    kept: dict[str, nn.Parameter] = {}
+    """Make tied weights one parameter if this rank holds both of them, in different model chunks."""
+    by_tie: dict[str, nn.Parameter] = {}
     for module in modules:
         for layer in module.modules():
             for name, parameter in list(layer.named_parameters(recurse=False)):
                 record = record_of(parameter)
                 if record is not None and record.tied:
-                    setattr(layer, name, kept.setdefault(record.tied, parameter))
+                    setattr(layer, name, by_tie.setdefault(record.tied, parameter))

@@ -1,8 +1,9 @@
 """The three products of a linear layer, y = x W^T and its two gradients, in the precision that `kind` names.
 
-An empty kind multiplies in the tensors' own dtype; "fp8" and "fp8-row" quantise both factors first (nn/fp8.py), where
-the sizes allow it. All take [tokens, features]; a gradient is prepared once for both products that read it.
-On grids the factors may be blocks of columns, as they are gathered and scattered.
+An empty kind multiplies in the dtype of the tensors. "fp8" and "fp8-row" quantise both factors first (nn/fp8.py), if
+the sizes allow it. All functions take [tokens, features]. The output's gradient is prepared once for the two products
+that read it. On grids of ranks a factor may be a stack of blocks of columns, in the form that collectives gather and
+scatter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.nn import fp8
 from meshwright.nn.weight_grad import add_product_grad
 
+# A gradient [tokens, out], and its fp8 form if it has one.
 Prepared = tuple[Tensor, fp8.Pair | None]
 
 
@@ -27,7 +29,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor
 
 
 def prepare_grad(grad: Tensor, weight: Tensor, kind: str, for_input: bool = True, for_weight: bool = True) -> Prepared:
-    """Prepares a gradient [tokens, out] for the two functions below: quantises it once for both."""
+    """Prepare a gradient [tokens, out] for the two functions below, which then need not quantise it twice."""
     if not kind or not _in_fp8(grad, weight):
         return grad, None
     return grad, fp8.quantise(grad, kind, fp8.GRADIENTS, straight=for_input, across=for_weight)
@@ -42,7 +44,7 @@ def input_grad(grad: Prepared, weight: Tensor, kind: str) -> Tensor:
 
 
 def weight_grad(grad: Prepared, x: Tensor, sink: Tensor | None, kind: str) -> Tensor | None:
-    """Adds grad^T x to the sink and returns None; without a sink, returns it."""
+    """Add grad^T x to the sink and return None, or return it if there is no sink."""
     plain, quantised = grad
     if quantised is None:
         if sink is None:
@@ -62,8 +64,10 @@ def _in_fp8(x: Tensor, weight: Tensor) -> bool:
 
 @pure_operator("meshwright::product_in_blocks")
 def product_in_blocks(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """Returns x @ weight as blocks of its columns below each other, as they are scattered: [parts * rows, columns of a
-    block]."""
+    """Return x @ weight with its blocks of columns stacked below each other, [parts * rows, columns / parts].
+
+    A reduce-scatter over the rows then gives each rank its block of columns.
+    """
     width = weight.shape[1] // parts
     out = x.new_empty((parts * len(x), width))
     for rows, block in zip(out.chunk(parts), weight.chunk(parts, 1), strict=True):
@@ -78,7 +82,7 @@ def _(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 @pure_operator("meshwright::weight_grad_of_blocks")
 def weight_grad_of_blocks(grad: Tensor, blocks: Tensor, parts: int) -> Tensor:
-    """Returns grad^T x, where blocks of x's columns lie below each other, as they were gathered."""
+    """Return grad^T x. `blocks` is x with its blocks of columns stacked below each other, as an all-gather yields."""
     out = grad.new_empty((grad.shape[1], parts * blocks.shape[1]))
     for columns, block in zip(out.chunk(parts, 1), blocks.chunk(parts), strict=True):
         torch.mm(grad.t(), block, out=columns)

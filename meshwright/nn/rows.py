@@ -1,4 +1,4 @@
-"""Heads that work on a few chosen rows of each sample, which every tp rank then holds."""
+"""Parts of heads that work on a few chosen rows of each sample. Every tp rank holds all of these rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from meshwright.spec.model.part import Records
 
 
 class ChosenRows(nn.Module):
-    """Takes rows of each sample out of activations x [tokens, hidden]. Where tp ranks divide the tokens, each gives the
-    rows it holds, and their sum is what all get; the gradient needs no sum, since all ranks have the whole of it."""
+    """Selects rows of each sample from activations x [tokens, hidden].
+
+    Under sequence parallelism each tp rank fills in the rows that it holds, and their sum goes to all of them. The
+    gradient needs no sum, since every rank computes all of it.
+    """
 
     def __init__(self, parallel: Parallel, part: bert.ChosenRowsPart, records: Records) -> None:
         super().__init__()
         self.parallel = parallel
 
     def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        """Returns [samples, count, hidden]; `places` [samples, count] are those of the rows in their samples."""
+        """Return the chosen rows [samples, count, hidden], given their places [samples, count] in the samples."""
         split, tp = self.parallel.splits_tokens, self.parallel.tp
         seq = x.shape[0] * (tp.size if split else 1) // places.shape[0]
         index = (places + seq * torch.arange(len(places), device=places.device)[:, None]).flatten()
@@ -37,7 +40,7 @@ class ChosenRows(nn.Module):
 
 
 class Dense(nn.Module):
-    """A product with a bias and perhaps an activation, which every tp rank computes alike and never in fp8."""
+    """A linear layer with an optional activation. Every tp rank computes the same, and never in fp8."""
 
     def __init__(self, parallel: Parallel, part: bert.DensePart, records: Records) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A unit is a part of the model whose weights are gathered and released together: the embedding, a block, the head.
+"""Units: the parts of the model whose weights are gathered and released together (the embedding, a block, the head).
 
 Sharding puts a gate on each unit's module, and a model calls its units with `call_unit`, which opens and closes the
-gate. Without a gate that is a plain call. A mark on a unit is shown what the unit returns in training. Units that are
-called through `recompute` keep only their input for backward.
+gate. Without a gate this is a plain call. A mark on a unit is a callback that receives the unit's results in training.
+Units that are called through `recompute` save only their input for backward.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.offload import HostActivations, HostCopy
 
-# Attributes of modules, which may be anybody's: a part of one's own may well be called `gate`. What a unit returns is
-# shown to its MARK, and a gradient that a chunk sends back to its MARK_SENT_BACK.
+# Attributes of modules. They have a prefix because the modules may be a user's and have a part called `gate`. MARK is
+# called with a unit's results, and MARK_SENT_BACK with a gradient that a chunk sends back.
 GATE, MARK, MARK_SENT_BACK = "_meshwright_gate", "_meshwright_mark", "_meshwright_mark_sent_back"
 
 
 class Gate(Protocol):
-    """Gathers a unit's weights. `open` returns when they are in memory, in forward and in backward; `close` says that
-    they are no longer needed. `closes` is false where weights stay in memory once they were gathered. `done` says that
-    the unit's backward is over: its weights may go, and its gradients are complete."""
+    """Gathers and releases a unit's weights.
+
+    `open` returns when the weights are in memory, in forward and in backward. `close` says that they are no longer
+    needed. `closes` is false if weights stay in memory once they have been gathered. `done` says that the unit's
+    backward is over: its weights may be released, and its gradients are complete.
+    """
 
     closes: bool
 
@@ -36,8 +39,8 @@ class Gate(Protocol):
 
 
 class _CallInBackward(torch.autograd.Function):
-    """The identity, whose backward makes a call first. Autograd runs backward in reverse order, so a call on a unit's
-    output runs just before the unit's backward, and one on its input just after it."""
+    """The identity, whose backward first calls a function. Autograd runs backward in reverse order, so a call on a
+    unit's output runs just before the unit's backward, and a call on its input just after it."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...]:
@@ -51,21 +54,23 @@ class _CallInBackward(torch.autograd.Function):
 
 
 def call_in_backward(call: Callable[[], None], *xs: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors, in whose backward the call is made before their gradients are passed on."""
-    found: tuple[Tensor, ...] = _CallInBackward.apply(call, *xs)
-    return found
+    """Return the tensors unchanged; their backward runs `call` before it passes their gradients on."""
+    same: tuple[Tensor, ...] = _CallInBackward.apply(call, *xs)
+    return same
 
 
 def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any:
-    """Returns unit(x, *rest), one tensor or several, with the unit's weights gathered. `hold` keeps them in memory
-    after forward, for a unit whose backward follows at once."""
+    """Return unit(x, *rest), one tensor or several, with the unit's weights gathered.
+
+    `hold` keeps the weights in memory after forward, for a unit whose backward follows at once.
+    """
     y = _call_gated(unit, x, rest, hold)
     show_mark(unit, y, unit.training)
     return y
 
 
 def open_units(units: Iterable[nn.Module]) -> None:
-    """Returns when the weights of units that are called together are in memory, where they stay."""
+    """Gather the weights of units that are called together. The weights stay in memory."""
     for unit in units:
         gate: Gate | None = getattr(unit, GATE, None)
         if gate is not None:
@@ -74,7 +79,7 @@ def open_units(units: Iterable[nn.Module]) -> None:
 
 
 def show_mark(unit: nn.Module, y: Any, training: bool, first: nn.Module | None = None) -> None:
-    """Shows what a unit returned to its mark, if it has one; `first`: the first of the units that ran as one."""
+    """Pass a unit's results to its mark, if it has one. `first` is the first of several units that ran as one."""
     mark = getattr(unit, MARK, None)
     if mark is not None and training:
         mark(y, first or unit)
@@ -85,6 +90,7 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     if gate is None:
         return unit(x, *rest)
     gate.open()
+    # If weights stay in memory, backward need not open and close the gate either.
     if not gate.closes:
         return unit(x, *rest)
     if torch.is_grad_enabled():
@@ -92,6 +98,8 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     y = unit(x, *rest)
     if not hold:
         gate.close()
+
+    # The gate opens again just before the unit's backward.
     results = y if isinstance(y, tuple) else (y,)
     if any(result.requires_grad for result in results):
         results = call_in_backward(gate.open, *results)
@@ -99,22 +107,28 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
 
 
 def _closed_in_backward(gate: Gate, x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-    """Returns what a unit is given, through a call that closes its gate: all gradients that leave the unit must be
-    there before its weights may go, those of the streams that a block reads too."""
-    inside = [each for each in rest if isinstance(each, Inputs) and each.streams]
-    given = [x, *rest, *(value for each in inside for value in each.streams.values())]
+    """Return the arguments of a unit, passed through a call that closes its gate in backward.
+
+    The weights may be released only when all gradients that leave the unit are complete, so one call takes all tensors
+    that need a gradient, including the streams that a block reads.
+    """
+    with_streams = [value for value in rest if isinstance(value, Inputs) and value.streams]
+    given = [x, *rest, *(stream for inputs in with_streams for stream in inputs.streams.values())]
     at = [n for n, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
-    for n, value in zip(at, call_in_backward(gate.close, *(given[n] for n in at)) if at else (), strict=True):
-        given[n] = value
+    for n, tensor in zip(at, call_in_backward(gate.close, *(given[n] for n in at)) if at else (), strict=True):
+        given[n] = tensor
+
+    # Put the streams back into the inputs that they were taken from.
     x, *rest_now = given[: 1 + len(rest)]
-    streamed = iter(given[1 + len(rest) :])
-    for n, each in enumerate(rest):
-        if isinstance(each, Inputs) and each.streams:
-            rest_now[n] = replace(each, streams={name: next(streamed) for name in each.streams})
+    streams = iter(given[1 + len(rest) :])
+    for n, value in enumerate(rest):
+        if isinstance(value, Inputs) and value.streams:
+            rest_now[n] = replace(value, streams={name: next(streams) for name in value.streams})
     return x, tuple(rest_now)
 
 
-Run = Callable[..., tuple[Tensor, ...]]  # of x, whether it runs again, and further tensors
+# Takes x, whether this is the recomputation, and further tensors.
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 class _Recompute(torch.autograd.Function):
@@ -136,27 +150,31 @@ class _Recompute(torch.autograd.Function):
             saved = list(ctx.saved_tensors)
             if ctx.before is not None:
                 ctx.before.prefetch()
-        x, *more = (each.detach().requires_grad_() for each in saved)
+        x, *more = (value.detach().requires_grad_() for value in saved)
         with torch.enable_grad():
-            # Backward begins at edges of the graph: the results themselves may go.
+            # Backward begins at edges of the graph, so the results themselves can be released.
             edges = [get_gradient_edge(y) for y in ctx.run(x, True, *more)]
         torch.autograd.backward(edges, grads)
-        return x.grad, None, None, *(each.grad for each in more)
+        return x.grad, None, None, *(value.grad for value in more)
 
 
 @dataclass
 class Kept:
-    """Where the inputs of recomputed blocks are kept: in host `memory`, or on the device where that is None. `last` is
-    the last that went to host memory, and comes back first."""
+    """The storage for the inputs of recomputed blocks: host `memory`, or the device if that is None.
+
+    `last` is the input that went to host memory last. It comes back first.
+    """
 
     memory: HostActivations | None = None
     last: HostCopy | None = None
 
 
 def recompute(run: Run, x: Tensor, kept: Kept | None = None, *more: Tensor) -> tuple[Tensor, ...]:
-    """Returns run(x, again=False, *more), of which only x and `more` are kept, and calls run(x, again=True, *more) in
-    backward. `run` itself must repeat its random numbers and collectives. Of what has a gradient, it must use nothing
-    but these tensors and weights."""
-    # Autograd skips the backward of a function none of whose inputs needs a gradient, and the weights inside `run` are
-    # no inputs. So x gets one even where it needs none, as after a frozen embedding.
+    """Return run(x, False, *more), of which only x and `more` are saved, and call run(x, True, *more) in backward.
+
+    `run` must repeat its random numbers and collectives. Apart from its weights and these tensors, it must not use any
+    tensor that needs a gradient.
+    """
+    # Autograd skips the backward of a function if none of its inputs needs a gradient, and the weights inside `run` are
+    # not inputs. So x is made to need one even where it does not, as after a frozen embedding.
     return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or Kept(), *more)

@@ -1,14 +1,15 @@
-"""Weight gradients go straight into the flat gradient buffer, without a tensor of their own: at once or, where a
-schedule computes weight gradients apart from input gradients, when the schedule says.
+"""Weight gradients are written straight into the flat gradient buffer, without intermediate tensors. They are computed
+at once or, in schedules that separate weight gradients from input gradients, when the schedule says so.
 
 A `Sink` is a parameter's place in that buffer. The first contribution of a step overwrites it, so the buffer is never
-zeroed; each contribution is reported, so that a full bucket is reduced while backward continues. The functions that add
+zeroed. Each contribution is reported, so that a full bucket is reduced while backward continues. The functions that add
 a contribution are registered operators, so that a compiled backward can call them.
 
-A layer holds no sink but its handle, which is what an operator can take. The sinks themselves are in a `SinkTable`,
-which belongs to one trainer. Torch is not told that the operators write to the buffer: it would give a compiled graph a
-copy of the buffer and copy that back, over the gradient that the operator wrote in the meantime. They are registered
-with an ordered effect instead, so that a compiler neither drops, joins, repeats nor reorders their calls.
+A layer does not hold a sink but its handle, because an operator can take a tensor but no Python object. The sinks are
+in a `SinkTable`, which belongs to one trainer. The operators do not declare to torch that they write to the buffer. If
+they did, torch would give a compiled graph a copy of the buffer and copy it back, over the gradient that the operator
+wrote in the meantime. They are registered with an ordered effect instead, so that a compiler neither drops, joins,
+repeats nor reorders their calls.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from meshwright.kernels import kernels_take
 
 
 class Sink:
-    """A parameter's place in the gradient buffer. `prepare` is called before a contribution and `arrived` after it;
-    `fresh` says that the next contribution is the step's first. `handle` stands for the sink in a layer."""
+    """A parameter's place in the gradient buffer.
+
+    `prepare` is called before a contribution and `arrived` after it. `fresh` is true if the next contribution is the
+    first one of the step. Layers hold the `handle` in place of the sink.
+    """
 
     def __init__(
         self, table: SinkTable, handle: Tensor, view: Tensor, arrived: Callable[[Sink], None],
@@ -44,14 +48,14 @@ class Sink:
         self.fresh, self.contributions = True, 0
 
     def done(self) -> None:
-        """Report a contribution, unless what was written is a piece that more pieces follow."""
+        """Report a contribution, unless only a piece of it was written and more pieces follow."""
         self.fresh = False
         if not self._unfinished:
             self.contributions += 1
             self._arrived(self)
 
     def add(self, grad: Tensor) -> None:
-        """Add one contribution, given as a whole gradient."""
+        """Add one contribution: a complete gradient."""
         self.prepare()
         if self.fresh:
             self.view.copy_(grad)
@@ -60,14 +64,15 @@ class Sink:
         self.done()
 
     def take(self, grad: Tensor, add: Callable[[Sink, Tensor], None]) -> None:
-        """Call add(sink, grad) with a finished gradient: at once, or later if it is a vector's that is deferred."""
+        """Call add(sink, grad) with a finished gradient: later if it is a vector's and gradients are deferred, else at
+        once."""
         if self.table.deferred is None or grad.dim() > 1:
             add(self, grad)
         else:
             self.table.deferred.add(self, partial(add, self), grad)
 
     def add_factors(self, add: Callable[..., None], *factors: Tensor) -> None:
-        """Call add(sink, *factors) at once, or later if the trainer defers its weight gradients."""
+        """Call add(sink, *factors): later if the trainer defers its weight gradients, otherwise at once."""
         if self.table.deferred is None:
             add(self, *factors)
         else:
@@ -91,16 +96,16 @@ class Sink:
 # A handle is the number of a table and, in its lower half, the number of a sink in it.
 _SINK_BITS = 32
 _TABLE_NUMBERS = itertools.count(1)
-# The only process-wide state: operators take no Python objects, so a number must lead to its table. Numbers are never
-# given out twice, so the handles of several trainers can't collide. The map is weak: it keeps no trainer alive.
+# The only process-wide state: operators take no Python objects, so they must find a table by its number. A number is
+# never used twice, so the handles of several trainers can't collide. The map is weak, so it keeps no trainer alive.
 _TABLES: WeakValueDictionary[int, SinkTable] = WeakValueDictionary()
 
 
 class SinkTable:
-    """The sinks of one trainer, and where its weight gradients go while a backward defers them.
+    """The sinks of one trainer, and the queue for its weight gradients while a backward defers them.
 
-    A handle is a tensor without dimensions, in the host's memory. As a Python int it would be a constant of a compiled
-    graph, and every layer would be compiled again; a tensor is data to a compiler. Reading it waits for no device.
+    A handle is a 0-dimensional tensor in host memory. A Python int would be a constant of a compiled graph, so that
+    every layer would be compiled again, whereas a tensor is data to a compiler. Reading it does not wait for a device.
     """
 
     def __init__(self) -> None:
@@ -122,9 +127,12 @@ class SinkTable:
 
     @contextmanager
     def deferring(self, deferred: Deferred | None) -> Iterator[None]:
-        """Defer the contributions that come as factors (the products of linear layers, the rows of embeddings), and
-        the finished gradients of vectors: these are small, but would allocate whole buckets before their matrices."""
-        # An attribute and no thread-local variable: autograd may call the operators on a thread of its own.
+        """Defer the contributions that are given as factors (products of linear layers, rows of embeddings), and the
+        finished gradients of vectors.
+
+        Vectors are small, but adding them at once would allocate whole buckets before the matrices need them.
+        """
+        # This is not a thread-local variable, because autograd may call the operators on another thread.
         before, self.deferred = self.deferred, deferred
         try:
             yield
@@ -133,7 +141,7 @@ class SinkTable:
 
 
 def sink_of(handle: Tensor) -> Sink:
-    """Return the sink that a handle stands for."""
+    """Return the sink with this handle."""
     number = int(handle)
     table = _TABLES.get(number >> _SINK_BITS)
     if table is None:
@@ -154,23 +162,27 @@ def piece_of_contribution(handles: Iterable[Tensor | None], last: bool) -> Itera
         yield
 
 
-TOGETHER = 16  # gradients of vectors that are added by one call
+# The number of vectors whose gradients one call adds.
+TOGETHER = 16
 
 
 class VectorGradients:
-    """Adds finished gradients to sinks: those of matrices at once; those of vectors, as norms and biases have, wait
-    until there are several, since launching a copy of each takes longer than making it. At the end of a step the rest
-    is added by `add_all`, before anybody reads the buffer."""
+    """Adds finished gradients to sinks: those of matrices at once, those of vectors (norms, biases) several at a time.
+
+    Launching a copy for each vector would take longer than the copies themselves. At the end of a step `add_all` must
+    be called, before the buffer is read.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Sink, Tensor] = {}
 
     def forget(self) -> None:
-        """Drops those of a step that was not finished."""
+        """Drop the waiting gradients of a step that was not finished."""
         self._waiting = {}
 
     def add(self, sink: Sink, grad: Tensor) -> None:
-        if sink in self._waiting:  # of another micro-batch
+        # A gradient of an earlier micro-batch still waits for this sink.
+        if sink in self._waiting:
             self.add_all()
         if grad.dim() > 1:
             sink.add(grad)
@@ -181,7 +193,7 @@ class VectorGradients:
 
     @torch.no_grad()
     def add_all(self) -> None:
-        """Adds those that still wait, in the order in which they came."""
+        """Add the gradients that still wait, in the order in which they arrived."""
         waiting, self._waiting = self._waiting, {}
         for sink in waiting:
             sink.prepare()
@@ -193,16 +205,19 @@ class VectorGradients:
 
 
 class Deferred:
-    """Weight gradients that are still to be computed, each a call with the tensors that it needs. `copies`: those
-    tensors are copied first. Compiled backwards need that, since they write other results over a tensor's memory once
-    the operator that read it has returned."""
+    """Weight gradients that are still to be computed, each stored as a call and its tensors.
+
+    With `copies`, the tensors are copied first. Compiled backwards need this, since they reuse the memory of a tensor
+    as soon as the operator that read it has returned.
+    """
 
     def __init__(self, copies: bool = False) -> None:
         self.copies = copies
         self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
-        held, last = [self.kept(x) for x in tensors], sink.complete
+        held = [self._detached(x) for x in tensors]
+        last = sink.complete
 
         def later() -> None:
             with sink.piece(last):
@@ -210,20 +225,22 @@ class Deferred:
 
         self._calls.append(later)
 
-    def kept(self, x: Tensor) -> Tensor:
-        """Return what is kept of a tensor: detached, or a saved activation would hold the whole graph behind it."""
+    def _detached(self, x: Tensor) -> Tensor:
+        """Return a tensor without its graph, which a saved activation would otherwise keep alive."""
         return x.detach().clone() if self.copies else x.detach()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute them in the order in which they came, which is that of a backward in one piece. Each call's tensors
-        are released before the next one, which may allocate a bucket of gradients."""
+        """Compute all deferred gradients in the order in which they were added, as an undivided backward would.
+
+        The tensors of each call are released before the next one, which may allocate a bucket of gradients.
+        """
         while self._calls:
             self._calls.popleft()()
 
 
 def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
-    """Adds grad^T x to a sink: a contribution, or a piece of one. Only the `last` piece completes the contribution."""
+    """Add grad^T x to a sink, as a contribution or a piece of one. Only the `last` piece completes the contribution."""
     slot.prepare()
     write_product(slot.view, grad, x, add=not slot.fresh)
     slot.fresh = False
@@ -232,8 +249,11 @@ def add_product(slot: Sink, grad: Tensor, x: Tensor, last: bool = True) -> None:
 
 
 def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
-    """Computes out (+)= grad^T x, where `out` may be wider than the factors: on CUDA the product itself then
-    accumulates in float32. In a dry run (a `meta` tensor) it returns at once, so no intermediate result is counted."""
+    """Set `out` to grad^T x, or add that to it (`add`). `out` may have a wider dtype than the factors.
+
+    On CUDA the product then accumulates in float32. A dry run (a `meta` tensor) returns at once, so that no
+    intermediate result is counted as memory.
+    """
     if out.is_meta:
         return
     left = grad.t()
@@ -252,19 +272,21 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
 
 @effectful_operator("meshwright::add_product_grad")
 def add_product_grad(sink: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x to the sink of a linear layer's weight [out, in]; grad [tokens, out], x [tokens, in]. Here and below
-    `sink` is the handle."""
+    """Add grad^T x to the sink of a linear layer's weight [out, in], for grad [tokens, out] and x [tokens, in].
+
+    Here and below `sink` is the handle.
+    """
     sink_of(sink).add_factors(add_product, grad, x)
 
 
 @effectful_operator("meshwright::add_grad")
 def add_grad(sink: Tensor, grad: Tensor) -> None:
-    """Add a weight gradient that is there as a whole to the sink."""
+    """Add a complete weight gradient to the sink."""
     sink_of(sink).add(grad)
 
 
 def give_grad(grad: Tensor, sink: Tensor | None) -> Tensor | None:
-    """Add a whole weight gradient to the sink and return None, or return it for autograd if there is no sink."""
+    """Add a complete weight gradient to the sink and return None, or return it for autograd if there is no sink."""
     if sink is None:
         return grad
     add_grad(sink, grad)
@@ -272,32 +294,36 @@ def give_grad(grad: Tensor, sink: Tensor | None) -> Tensor | None:
 
 
 def dense_rows_grad(grad: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Returns the gradient of an embedding of `size` rows as one dense tensor."""
+    """Return the gradient of an embedding of `size` rows as one dense tensor."""
     grad = grad.masked_fill((rows < 0)[:, None], 0.0)
-    found: Tensor = torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
-    return found
+    dense: Tensor = torch.ops.aten.embedding_dense_backward(grad, rows.clamp(min=0), size, -1, False)
+    return dense
 
 
 @effectful_operator("meshwright::add_rows_grad")
 def add_rows_grad(sink: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Add `grad` to rows of the sink of an embedding [vocabulary, hidden]; `rows` [tokens] may repeat, and negative
-    ones are left out. The same sum has the same bits every time."""
+    """Add `grad` [tokens, hidden] to rows of the sink of an embedding [vocabulary, hidden].
+
+    `rows` [tokens] may repeat; tokens with a negative row are skipped. The sum has the same bits every time.
+    """
     sink_of(sink).add_factors(_add_rows, grad, rows)
 
 
-FEW_ROWS = 16  # of a table whose every row is that of many tokens, as of token types
+# A table with at most this many rows, such as that of token types, has many tokens for each row.
+FEW_ROWS = 16
 
 
 def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
     sink = slot.view
     if sink.shape[0] <= FEW_ROWS and len(rows) > FEW_ROWS:
-        # A row of zeros and one 1 for every token makes the sums a product, which uses the whole device. The kernel
-        # below adds up a row's tokens one after the other.
-        each = (rows[:, None] == torch.arange(sink.shape[0], device=rows.device)).to(grad.dtype)
-        add_product(slot, each, grad)
+        # A product with the tokens' one-hot rows computes these sums on the whole device. The kernel below would add
+        # the tokens of a row one after the other.
+        one_hot = (rows[:, None] == torch.arange(sink.shape[0], device=rows.device)).to(grad.dtype)
+        add_product(slot, one_hot, grad)
         return
     kernel = sink.dtype == torch.float32 and (kernels_take(sink, grad) or sink.is_meta)
-    if not kernel and sink.device.type != "cpu":  # index_add_ is not deterministic there
+    # On an accelerator, index_add_ is not deterministic.
+    if not kernel and sink.device.type != "cpu":
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return
     slot.prepare()
@@ -308,6 +334,6 @@ def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
 
         add_rows(sink, grad, rows)
     elif not kernel:
-        kept = rows >= 0
-        sink.index_add_(0, rows[kept], grad[kept].to(sink.dtype))
+        is_local = rows >= 0
+        sink.index_add_(0, rows[is_local], grad[is_local].to(sink.dtype))
     slot.done()

@@ -119,9 +119,9 @@ TRAIN = {
     "a step that is no number": (["--from", "runs/a@last"], "after @ comes a step's number"),
     "negative restarts": (["--restarts", "-1"], "must not be negative"),
     "unknown option": (["--nprocs", "2"], "--help"),
-    "run folder is a file": (["run.dir=config.yaml"], "config.yaml is no folder: choose another run.dir"),
-    "run folder below a file": (["run.dir=config.yaml/run"], "config.yaml is no folder: choose another run.dir"),
-    "run folder with a strange name": (['run.dir="a\\0"'], "that no path may hold: choose another run.dir"),
+    "run folder is a file": (["run.dir=config.yaml"], "config.yaml is not a folder: choose another run.dir"),
+    "run folder below a file": (["run.dir=config.yaml/run"], "config.yaml is not a folder: choose another run.dir"),
+    "run folder with a strange name": (['run.dir="a\\0"'], "that is not allowed in a path: choose another run.dir"),
 }  # fmt: skip
 
 # The same for a model with eight experts of 20 features, of which each token takes two.

@@ -59,7 +59,7 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     check_writable(tmp_path, "run.dir", "another run.dir")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="link is no folder: choose another run.dir"):
+    with pytest.raises(UserError, match="link is not a folder: choose another run.dir"):
         check_writable(tmp_path / "link", "run.dir=link", "another run.dir")
 
 

@@ -1,7 +1,9 @@
-"""Low-rank adapters of linear layers (LoRA, DoRA): `spec/model/tuning.py`, computed inside the layer's product.
+"""Low-rank adapters of linear layers (LoRA, DoRA), computed inside the layer's product. `spec/model/tuning.py` has the
+definitions.
 
-Each rank adds its own part of the change before the layer's own sum, and takes its own part of the input's gradient
-with the layer's, so no adapter calls a collective of its own, but for the norms of rows whose inputs are cut (DoRA).
+Each rank adds its part of the adapter's output before the layer's sum over ranks, and its part of the input gradient
+before the sum of that. So adapters need no further collectives, except for the norms of rows whose inputs are divided
+over ranks (DoRA).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from meshwright.spec.layout.params import AdapterRecord, ParamRecord
 
 
 class Adapter(nn.Module):
-    """The trained change of some rows of a weight."""
+    """The trained low-rank change of some rows of a weight."""
 
     def __init__(self, parallel: Parallel, record: AdapterRecord) -> None:
         super().__init__()
@@ -38,20 +40,21 @@ class Adapted(nn.Module):
     """A layer whose weight may have adapters."""
 
     def add_adapters(self, parallel: Parallel, weight: ParamRecord) -> None:
-        self._adapters = [Adapter(parallel, each) for each in weight.adapters]
-        self.adapts = True  # false while the model runs without its adapters
-        for each, record in zip(self._adapters, weight.adapters, strict=True):
-            self.add_module(record.name, each)
+        self._adapters = [Adapter(parallel, record) for record in weight.adapters]
+        # False while the model runs without its adapters.
+        self.adapts = True
+        for adapter, record in zip(self._adapters, weight.adapters, strict=True):
+            self.add_module(record.name, adapter)
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The adapters that the product takes now."""
+        """The adapters that the product currently uses."""
         return self._adapters if self.adapts else []
 
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes with its frozen weights alone."""
+    """Compute with the frozen weights of the module alone, inside this context."""
     layers = [layer for layer in module.modules() if isinstance(layer, Adapted)]
     for layer in layers:
         layer.adapts = False
@@ -63,7 +66,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 class Change(NamedTuple):
-    """An adapter of the rows `start` to `stop` of the weight that a product takes, which may be joined from several."""
+    """An adapter of rows `start` to `stop` of the weight of a product. That weight may be joined from several."""
 
     start: int
     stop: int
@@ -71,10 +74,12 @@ class Change(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What the product computes of its input before it multiplies: nothing, its SwiGLU, or its RMS norm with this
-    weight. Only the input itself is then kept; backward computes it again."""
+    """The function that a product applies to its input: none, SwiGLU, or an RMS norm. Only the input itself is saved,
+    and backward applies the function again."""
 
-    kind: str = ""  # swiglu, norm
+    # "", "swiglu" or "norm".
+    kind: str = ""
+    # The weight and epsilon of the norm.
     gain: Tensor | None = None
     eps: float = 0.0
 
@@ -86,10 +91,12 @@ def adapted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: tuple[Sides, str],
     generator: torch.Generator | None = None, before: Before = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns x, and x W^T of the changed weight with the product's collectives. `settings` are the groups over which
-    things travel, and the precision of the products, as in `nn/linear.py`. Where a norm comes `before`, whatever
-    else needs x must use the returned one, so that its gradient is added in the norm's backward. `generator` draws the
-    dropout of the adapters' inputs, in training."""
+    """Return x, and the product of x with the changed weight, after the collectives of the product.
+
+    `settings` are the groups over which tensors travel and the precision of the products, as in `nn/linear.py`. If a
+    norm comes `before`, all further uses of x must take the returned one, so that their gradient is added in the norm's
+    backward. `generator` draws the dropout of the adapters' inputs, in training.
+    """
     first = changes[0].adapter
     sides, kind = settings
     ratio = _ratio(weight, changes, sides) if first.norms is not None else None
@@ -100,18 +107,23 @@ def adapted_product(
         keep = keep.bernoulli_(1.0 - first.p, generator=generator).div_(1.0 - first.p)
     spans = tuple([(change.start, change.stop) for change in changes])
     factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
-    how = (sides, kind, first.scale, spans, before.kind, before.eps)  # scale is that of all adapters
-    found = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
-    return found if before.kind == "norm" else (x, found)
+    # All adapters of a weight have the same scale.
+    how = (sides, kind, first.scale, spans, before.kind, before.eps)
+    result = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
+    return result if before.kind == "norm" else (x, result)
 
 
 def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
-    """Returns what each row of the changed weight is multiplied by: the norm it shall have over the norm it has. As in
-    DoRA, the latter is taken as a constant."""
+    """Return the factor of each row of the changed weight: its trained norm divided by its current norm.
+
+    As in DoRA, the current norm counts as a constant, so no gradient flows through it.
+    """
     with torch.no_grad():
         weight = weight_values(weight, changes[0].adapter.down.dtype)
         old = torch.linalg.vector_norm(weight, dim=1, dtype=wide(weight[:0]).dtype).square()
         new = old.clone()
+        # |w + s b A|^2 = |w|^2 + 2 s b (A w + s/2 A A^T b) for a row w of the weight and its row b of B, so the changed
+        # weight need not be built.
         for start, stop, adapter in changes:
             down, up, scale = wide(adapter.down), wide(adapter.up), adapter.scale
             mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
@@ -120,6 +132,7 @@ def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
         if sides.summed[1] > 1:
             all_reduce_(both, sides.summed[0], "sum")
         old, new = both.clamp_(min=torch.finfo(both.dtype).tiny).sqrt().unbind()
+    # Rows without an adapter keep a factor of 1. Trained norms are stored as differences from the weight's own norms.
     parts, at = [], 0
     for start, stop, adapter in changes:
         assert adapter.norms is not None
@@ -130,20 +143,26 @@ def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
 
 @pure_operator("meshwright::add_low_rank", mutates={"y"})
 def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequence[int], scale: float) -> None:
-    """Adds scale * part up^T to the columns of y between each two numbers of `spans`, the parts being those of `short`
-    from left to right. The product itself adds, so y is read and written once more and nothing else is."""
+    """Add scale * part up^T to columns of y for each of `ups`, with the parts of `short` from left to right.
+
+    `spans` lists the first column and the end of each part's columns. The product itself does the addition, so the only
+    extra memory traffic is one read and one write of y.
+    """
     parts = short.chunk(len(ups), 1)
     for number, (part, up) in enumerate(zip(parts, ups, strict=True)):
         y[:, spans[2 * number] : spans[2 * number + 1]].addmm_(part, up.t(), alpha=scale)
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """y = ratio (x W^T + scale (x A^T) B^T) + bias with the collectives of `nn/linear.py`, of x or what comes before.
-    The weight is frozen."""
+    """y = ratio (x W^T + scale (x A^T) B^T) + bias, with the collectives of `nn/linear.py`. The weight is frozen.
+
+    A norm or SwiGLU may be applied to x first (`Before`).
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        # No names above: without gradients, torch.compile leaves out ctx where it counts as many arguments as names.
+        # The arguments have no names, because torch.compile, without gradients, omits ctx if it counts as many
+        # arguments as names.
         x, gain, weight, bias, ratio, keep, how, *factors = given
         ctx.how = sides, kind, scale, spans, before, eps = how
         rstd, inner = None, x
@@ -197,5 +216,5 @@ class _AdaptedProduct(torch.autograd.Function):
             grad_x, inner = swiglu_backward(x, grad_x)
         full = gather_input(inner, sides, again=True)
         grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))
-        each = [found for pair in zip(grad_downs, grad_ups, strict=True) for found in pair]
-        return grad_x, grad_gain, None, grad_bias, grad_ratio, None, None, *each
+        factor_grads = [factor_grad for pair in zip(grad_downs, grad_ups, strict=True) for factor_grad in pair]
+        return grad_x, grad_gain, None, grad_bias, grad_ratio, None, None, *factor_grads

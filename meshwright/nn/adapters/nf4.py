@@ -1,9 +1,9 @@
 """Frozen weights in 4 bits: the NF4 format of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
 
 Each block of 64 values is divided by its largest magnitude, and each value becomes the number of the nearest of 16
-levels, the quantiles of a normal distribution. `spec/layout/packed.py` says where codes and scales lie. The scales are
-bfloat16: they are exact where the weights are, and take 0.25 bits of a value, so that quantising them a second time,
-as QLoRA does with scales in float32, would save another 0.12.
+levels, which are quantiles of a normal distribution. `spec/layout/packed.py` describes the layout of codes and scales.
+The scales are bfloat16, so they are exact if the weights are bfloat16. They take 0.25 bits per value. QLoRA quantises
+its float32 scales a second time; doing that here would save another 0.12 bits.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-ROWS_AT_ONCE = 1 << 22  # values that are packed or unpacked in one go, so that intermediate results stay small
+# The number of values that are packed or unpacked at once, so that intermediate results stay small.
+ROWS_AT_ONCE = 1 << 22
 
 
 @torch.no_grad()
 def pack(values: Tensor) -> Tensor:
-    """Returns the bytes [rows, row_bytes] of values [rows, in]."""
-    found = torch.empty((len(values), row_bytes(values.shape[1])), dtype=torch.uint8, device=values.device)
+    """Return values [rows, in] packed into bytes [rows, row_bytes]."""
+    packed = torch.empty((len(values), row_bytes(values.shape[1])), dtype=torch.uint8, device=values.device)
     levels = torch.tensor(LEVELS, device=values.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    for rows in _pieces(values):
+    for rows in _chunks(values):
         blocks = values[rows].float().unflatten(1, (-1, BLOCK))
         scales = blocks.abs().amax(2).bfloat16()
         divided = blocks / torch.where(scales == 0, 1.0, scales.float())[:, :, None]
         codes = torch.bucketize(divided, middles, out_int32=True).flatten(1)
         both = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
-        found[rows] = torch.cat((both, scales.view(torch.uint8)), 1)
-    return found
+        packed[rows] = torch.cat((both, scales.view(torch.uint8)), 1)
+    return packed
 
 
 @pure_operator("meshwright::unpack_nf4")
@@ -45,10 +46,10 @@ def _unpack(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
         from meshwright.kernels.nf4 import unpack as kernel
 
         return kernel(packed.contiguous(), _width(packed), dtype, LEVELS, BLOCK)
-    found = packed.new_empty((len(packed), _width(packed)), dtype=dtype)
-    for rows in _pieces(found):
-        found[rows] = _unpacked(packed[rows], dtype)
-    return found
+    values = packed.new_empty((len(packed), _width(packed)), dtype=dtype)
+    for rows in _chunks(values):
+        values[rows] = _unpacked(packed[rows], dtype)
+    return values
 
 
 @shapes_of(_unpack)
@@ -57,14 +58,16 @@ def _(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
-    """Returns the values that bytes stand for. Backward says `again`, since a compiler would otherwise find that
-    forward has computed the same, and keep it."""
-    found: Tensor = _unpack(packed, dtype, again)
-    return found
+    """Return the values of packed bytes.
+
+    Backward passes `again`. Otherwise a compiler would see that forward has computed the same, and save the result.
+    """
+    values: Tensor = _unpack(packed, dtype, again)
+    return values
 
 
 def _width(packed: Tensor) -> int:
-    """Returns how many values a row of bytes stands for."""
+    """Return the number of values in a row of bytes."""
     return packed.shape[1] * 2 * BLOCK // row_bytes(2 * BLOCK)
 
 
@@ -75,17 +78,17 @@ def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (values * scales.contiguous().view(torch.bfloat16).to(levels.dtype)[:, :, None]).flatten(1).to(dtype)
 
 
-def _pieces(x: Tensor) -> list[slice]:
+def _chunks(x: Tensor) -> list[slice]:
     step = max(1, ROWS_AT_ONCE // x.shape[1])
     return [slice(at, at + step) for at in range(0, len(x), step)]
 
 
 def weight_values(weight: Tensor, dtype: torch.dtype, again: bool = False) -> Tensor:
-    """Returns a weight's values: of packed ones those that the bytes stand for, in this dtype, by `unpack`."""
+    """Return a weight's values; packed bytes are unpacked to this dtype."""
     return unpack(weight, dtype, again) if weight.dtype == torch.uint8 else weight
 
 
 @torch.no_grad()
 def rounded(values: Tensor) -> Tensor:
-    """Returns the values [rows, in] as they are after packing."""
+    """Return values [rows, in] after the rounding that packing causes."""
     return unpack(pack(values), values.dtype)

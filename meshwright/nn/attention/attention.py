@@ -1,4 +1,4 @@
-"""Self-attention with grouped key-value heads, cut over tp by heads."""
+"""Self-attention with grouped key-value heads, sharded over tp by heads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ AnyMask = TypeVar("AnyMask")
 
 
 class QKV(nn.Module):
-    """The fused projection to this rank's queries, keys and values: one parameter, or two (queries; keys and values)
-    where tp ranks share key-value heads, since the shared part's gradient is summed over those that share it."""
+    """The fused projection to this rank's queries, keys and values.
+
+    It is one parameter. If tp ranks share key-value heads it is two (queries; keys and values), because the gradient of
+    the shared parameter is summed over the ranks that share it.
+    """
 
     def __init__(self, parallel: Parallel, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -37,19 +40,21 @@ class QKV(nn.Module):
             self.linears.append(linear)
 
     def forward(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Returns x, for the residual, and the projection of its norm."""
+        """Return x, for the residual, and the projection of norm(x)."""
         if len(self.linears) == 1:
             return self.linears[0].after_norm(x, norm)
+        # Two parameters are joined, so that queries, keys and values still take one product.
         weight = torch.cat(tuple(linear.weight for linear in self.linears))
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if biases else None
         changes, at = [], 0
         for linear in self.linears:
-            changes += [Change(at + each.start, at + each.stop, each) for each in linear.adapters]
+            changes += [Change(at + adapter.start, at + adapter.stop, adapter) for adapter in linear.adapters]
             at += linear.weight.shape[0]
         if changes:
             first = self.linears[0]
-            settings, stream = (first.sides, first.kind), first.stream if self.training else None
+            settings = (first.sides, first.kind)
+            stream = first.stream if self.training else None
             if norm.fuses:
                 before = Before("norm", norm.weight, norm.eps)
                 return adapted_product(x, weight, bias, changes, settings, stream, before)
@@ -58,22 +63,25 @@ class QKV(nn.Module):
 
 
 class KVCache:
-    """The keys and values of one layer's earlier tokens, of one or several sequences. The first call may add many (the
-    prompts), later ones one each. Prompts of other lengths are filled up at their ends; then `lengths` [sequences] says
-    where each goes on."""
+    """The keys and values of earlier tokens in one layer, for one or several sequences.
+
+    The first call may add many tokens (the prompts), later calls add one each. Prompts of different lengths are padded
+    at their ends; then `lengths` [sequences] holds the position at which each sequence continues.
+    """
 
     def __init__(self, longest: int) -> None:
         self.longest, self.length, self.prompt = longest, 0, 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.lengths: Tensor | None = None
-        self.memory: tuple[Tensor, Tensor] | None = None  # keys and values of an encoder's output, which stay
+        # The keys and values of the encoder's output, which never change.
+        self.memory: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends these and returns all keys and values so far, [batch, heads, tokens so far, head_dim]."""
+        """Append keys and values, and return all of them so far, [batch, heads, tokens so far, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], self.longest, keys.shape[3])
-            # Zeros: what a mask hides is multiplied by 0, and anything may lie in memory that nobody wrote.
+            # Zeros, because masked values are multiplied by 0, and uninitialised memory may hold NaN or infinity.
             self.keys, self.values = keys.new_zeros(shape), values.new_zeros(shape)
         end = self.length + keys.shape[2]
         assert self.length == 0 or keys.shape[2] == 1, "after the first call, one token at a time"
@@ -87,26 +95,29 @@ class KVCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def seen(self, mask: AnyMask, window: int = 0) -> AnyMask | Tensor:
-        """Returns the mask of the tokens that were appended last: of sequences of other lengths, which keys are there,
-        and of a token after a prompt, which are in its window, [sequences, 1, 1, tokens so far]."""
+        """Return the mask for the tokens that were appended last.
+
+        If sequences have different lengths, or if a window applies to a token after the prompt, it is a new mask
+        [sequences, 1, 1, tokens so far] of the keys that exist and are in the window. Otherwise it is the given one.
+        """
         later = self.keys is not None and self.length > self.prompt
         if self.lengths is None and not (later and window):
             return mask
         assert self.keys is not None
         places = torch.arange(self.length, device=self.keys.device)
         last = places[-1:] if self.lengths is None else self.lengths
-        found = places <= last[:, None]
-        return (found & (places > last[:, None] - window) if window else found)[:, None, None]
+        visible = places <= last[:, None]
+        return (visible & (places > last[:, None] - window) if window else visible)[:, None, None]
 
     def keep(self, rows: Tensor) -> None:
-        """Keeps some of the sequences."""
+        """Keep the sequences `rows` and drop the others."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Attention(nn.Module):
-    """Self-attention of this rank's heads, causal or to all tokens of a sample. With `recompute: selective`, the core
-    (the scores and the mix of the values) is not kept but computed again in backward."""
+    """Self-attention of this rank's heads, causal or to all tokens of a sample. With `recompute: selective`, nothing of
+    the core (the scores and the mix of the values) is saved; backward computes it again."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -116,27 +127,31 @@ class Attention(nn.Module):
         self.projection, out = self.products(parallel, records)
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
         self.norms = norms[part.qk_norm](parallel, part, records) if part.qk_norm else None
-        self.out = out  # registered in the order of forward
+        # Assigned here, so that submodules are registered in the order of forward.
+        self.out = out
         self.recompute_core = parallel.recompute.core
         self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
         self.window, self.bias = part.window, part.biased
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:
-        """Returns the projection to queries, keys and values, and that of the result."""
+        """Return the projection to queries, keys and values, and the output projection."""
         return QKV(parallel, records), Linear(parallel, records["out.weight"], records.get("out.bias"), "row")
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None) -> Tensor:
-        """Softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
+        """Return the softmax of the scores times the values, all [batch, heads, seq, head_dim]."""
         dropout = self.dropout if self.training else 0.0
         return attention_core(q, k, v, mask, self.causal, dropout, self.scale, self.window)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm. Where a stream is the bias of the
-        scores, that alone says who sees whom."""
+        """Return x [tokens, hidden], for the residual, and attention of norm(x).
+
+        If a stream provides a bias for the scores, the bias also masks them, and `inputs.mask` is not used.
+        """
         batch, tables, past = inputs.sequences, inputs.tables, inputs.past
         mask = inputs.streams[self.bias] if self.bias else inputs.mask
         x, qkv = self.projection(x, norm)
         qkv = qkv.view(batch, qkv.shape[0] // batch, self.heads + 2 * self.kv_heads, self.head_dim)
+        # The fused rotation reads the joined projection. Norms of queries and keys, and ALiBi, need it split first.
         if self.fuses and tables is not None and self.norms is None and not self.alibi:
             q, k, v = rotate_qkv(qkv, tables, self.heads, self.kv_heads)
         else:
@@ -155,7 +170,8 @@ class Attention(nn.Module):
         return x, self._out(run_core(self.core, self.recompute_core, self.dropout, q, k, v, mask))
 
     def _out(self, y: Tensor) -> Tensor:
-        """Returns the output projection of the core's result."""
+        """Return the output projection of the core's result."""
+        # With ALiBi, heads are wider, and the result has zeros in the additional elements.
         y = y[..., : self.head_dim].transpose(1, 2)
         projected: Tensor = self.out(y.reshape(y.shape[0] * y.shape[1], -1))
         return projected

@@ -1,13 +1,14 @@
-"""Attention over sequences whose tokens lie on several ranks (context parallelism), by four ways that give one result:
+"""Attention over sequences whose tokens are divided over ranks (context parallelism), in four ways with one result:
 
-- gather: every rank gathers the keys and values of all, and its queries attend to them.
-- ring: keys and values travel from rank to rank; results of the blocks are merged by their log-sums. Backward begins
-  with the block that arrived last and runs the other way round, so that gradients of keys and values arrive at home.
+- gather: every rank gathers all keys and values, and its queries attend to them.
+- ring: keys and values travel from rank to rank, and the results of the blocks are merged by their log-sums. Backward
+  begins with the block that arrived last and runs in the opposite direction, so that the gradients of keys and values
+  end on the rank that they belong to.
 - ulysses: ranks exchange heads for tokens, so that each attends to whole sequences with a part of the heads.
-- hybrid: an exchange of heads inside groups of `inner` ranks, and a ring between the groups.
+- hybrid: an exchange of heads inside groups of `inner` ranks, and a ring (or a gather) between the groups.
 
-Which tokens a rank holds is a table of rows: any table gives the same result, since who may see whom is decided by the
-rows' numbers and documents alone. Scores exist only in tiles, never as a whole [tokens, tokens].
+A table of rows says which tokens a rank holds. Any table gives the same result, since visibility depends on the
+positions and documents of rows alone. The full matrix of scores, [tokens, tokens], never exists, only tiles of it.
 """
 
 from __future__ import annotations
@@ -28,28 +29,34 @@ from meshwright.spec.layout.pieces import usual_step
 
 
 class ContextRows:
-    """The numbers in their sequence, and the documents, of all rows of a micro-batch, in the order of the ranks that
-    hold them; and what they say about who sees whom, which all layers share."""
+    """The rows of a micro-batch (their positions and documents) in the order of the ranks that hold them.
+
+    It caches which rows see which, so that all layers share that.
+    """
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         self.rows, self.device = rows, device
-        self._found: dict[tuple[int, int, int, int], Sight] = {}
+        self._sights: dict[tuple[int, int, int, int], Sight] = {}
 
     def sight(self, at: int, to: int, count: int, window: int = 0) -> Sight:
-        """What the rows of one of `count` ranks, or groups of ranks, see of those of another."""
+        """Return which rows of rank `to` the rows of rank `at` see, of `count` ranks or groups of ranks."""
         key = (at, to, count, window)
-        if key not in self._found:
-            self._found[key] = Sight(self.rows.part(at, count), self.rows.part(to, count), self.device, window)
-        return self._found[key]
+        if key not in self._sights:
+            self._sights[key] = Sight(self.rows.part(at, count), self.rows.part(to, count), self.device, window)
+        return self._sights[key]
 
     def gathered(self, at: int, count: int, window: int = 0) -> Sight:
-        """What the rows of one rank see of all rows: in their natural order, where that makes few pieces."""
+        """Return which of all rows the rows of rank `at` see. The rows are put in natural order if that makes fewer
+        pieces."""
         key = (at, -1, count, window)
-        if key not in self._found:
+        if key not in self._sights:
             one, all_rows = self.rows.part(at, count), self.rows
-            found = Sight(one, all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural(), self.device, window)
-            self._found[key] = found if found.pieces is not None else Sight(one, all_rows, self.device, window)
-        return self._found[key]
+            # Pieces need keys in runs with the step of the queries. If that step is more than 1, natural order would
+            # break these runs up.
+            keys = all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural()
+            sight = Sight(one, keys, self.device, window)
+            self._sights[key] = sight if sight.pieces is not None else Sight(one, all_rows, self.device, window)
+        return self._sights[key]
 
     @cached_property
     def natural(self) -> ContextRows:
@@ -57,8 +64,8 @@ class ContextRows:
 
     @cached_property
     def orders(self) -> tuple[Tensor, Tensor]:
-        """Which row lies at each place of the natural order, and its inverse, on the device: [batch, rows], or
-        [1, rows] where all samples have the same."""
+        """The row at each place of the natural order, and the inverse, on the device: [batch, rows], or [1, rows] if
+        all samples have the same order."""
         numbers = self.rows.numbers
         if (numbers == numbers[:1]).all():
             numbers = numbers[:1]
@@ -66,17 +73,17 @@ class ContextRows:
 
 
 class _Gathered(torch.autograd.Function):
-    """Attention of a rank's queries to the keys and values of all, which are gathered again in backward."""
+    """Attention of a rank's queries to the keys and values of all ranks, which are gathered again in backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group = group_named(name)
-        sight, found = given.gathered(group.index, group.size, window), Merged(q, v.shape[-1])
+        sight, merged = given.gathered(group.index, group.size, window), Merged(q, v.shape[-1])
         keys, values = _ordered(_gather(k, v, name), given, sight)
-        attend(q, keys, values, sight, found)
-        out = found.out.to(q.dtype)
+        attend(q, keys, values, sight, merged)
+        out = merged.out.to(q.dtype)
         ctx.given, ctx.group, ctx.window = given, name, window
-        ctx.save_for_backward(q, k, v, out, found.sums)
+        ctx.save_for_backward(q, k, v, out, merged.sums)
         return out
 
     @staticmethod
@@ -86,57 +93,65 @@ class _Gathered(torch.autograd.Function):
         sight, dq = given.gathered(group.index, group.size, ctx.window), no_gradient(q)
         keys, values = _ordered(_gather(k, v, ctx.group, again=True), given, sight)
         both = torch.stack(attend_backward(q, keys, values, sight, grad, out, sums, dq)).to(k.dtype)
-        both = both.movedim(3, 0)  # [all rows, 2, batch, heads, width]: scatters want rows first
+        # [all rows, 2, batch, heads, width]: reduce-scatter divides the first dimension.
+        both = both.movedim(3, 0)
         both = both.contiguous() if sight.to is given.rows else _taken(both, given.orders[1], 0, 2)
         mine = reduce_scatter(both, ctx.group, group.size).movedim(0, 3)
         return dq.to(q.dtype), mine[0], mine[1], None, None, None
 
 
 def _gather(k: Tensor, v: Tensor, group: str, again: bool = False) -> Tensor:
-    both = torch.stack([k, v]).movedim(3, 0).contiguous()  # rows first, as gathers want them
+    # [rows, 2, batch, heads, width]: all-gather joins the first dimension.
+    both = torch.stack([k, v]).movedim(3, 0).contiguous()
     gathered: Tensor = all_gather(both, group, group_named(group).size, again)
     return gathered
 
 
 def _ordered(both: Tensor, given: ContextRows, sight: Sight) -> tuple[Tensor, ...]:
-    """Returns gathered keys and values in the order that `sight` expects."""
+    """Return gathered keys and values in the order that `sight` expects."""
     if sight.to is not given.rows:
         both = _taken(both, given.orders[0], 0, 2)
     return both.movedim(0, 3).unbind(0)
 
 
 def _taken(x: Tensor, order: Tensor, rows: int, samples: int) -> Tensor:
-    """Returns x with its dimension `rows` in another order: [1, rows] for all of the dimension `samples`, or one for
-    each. (A gather would read an index for every element.)"""
+    """Return x with the rows of dimension `rows` in another order.
+
+    The order is [1, rows] if it is the same for all entries of dimension `samples`, or [samples, rows].
+    """
+    # torch.gather would read an index for every element.
     if len(order) == 1:
         return x.index_select(rows, order[0])
-    each = zip(x.split(1, samples), order, strict=True)
-    return torch.cat([part.index_select(rows, one) for part, one in each], samples)
+    by_sample = zip(x.split(1, samples), order, strict=True)
+    return torch.cat([part.index_select(rows, one) for part, one in by_sample], samples)
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of a rank's queries to keys and values that travel round the ring: block i at rank r comes from rank
-    r - i. While a block is computed, the next one travels."""
+    """Attention of a rank's queries to keys and values that travel round a ring of ranks. In step i, rank r has the
+    block of rank r - i. While a block is computed, the next one travels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
-        group, found = group_named(name), Merged(q, v.shape[-1])
+        group, merged = group_named(name), Merged(q, v.shape[-1])
         me, n, block = max(0, group.index), group.size, torch.stack([k, v])
         for step in range(n):
             coming = group.shift(block, 1) if step + 1 < n else None
-            attend(q, block[0], block[1], given.sight(me, (me - step) % n, n, window), found)
+            attend(q, block[0], block[1], given.sight(me, (me - step) % n, n, window), merged)
             block = block if coming is None else coming.arrived()
-        out = found.out.to(q.dtype)
+        out = merged.out.to(q.dtype)
         ctx.given, ctx.group, ctx.window = given, name, window
-        ctx.save_for_backward(q, block, out, found.sums)
+        # The last block is saved, since backward begins with it.
+        ctx.save_for_backward(q, block, out, merged.sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Rank r begins with block r + 1, which arrived last, and passes blocks to rank r - 1: its own comes last.
+        """Return the gradients of q, k and v.
 
-        The gradients of a block's keys and values travel one step behind it, with the block that follows, so that they
-        arrive at home with the last message: n messages, of which the first has no gradients and the last no block.
+        Rank r begins with the block of rank r + 1, which arrived last in forward, and passes blocks to rank r - 1, so
+        that its own block comes last. The gradients of a block's keys and values travel one step behind it, together
+        with the next block. So they arrive at their own rank with the last message. There are n messages: the first
+        carries no gradients, the last no block.
         """
         q, block, out, sums = ctx.saved_tensors
         group, given = group_named(ctx.group), ctx.given
@@ -145,8 +160,7 @@ class _Ring(torch.autograd.Function):
         dq, change = no_gradient(q), torch.empty(0)
         for step in range(n):
             sight = given.sight(me, (me + 1 + step) % n, n, ctx.window)
-            found = attend_backward(q, block[0], block[1], sight, grad, out, sums, dq)
-            change = torch.stack(found).to(block.dtype)
+            change = torch.stack(attend_backward(q, block[0], block[1], sight, grad, out, sums, dq)).to(block.dtype)
             if coming is None:
                 break
             arrived = coming.arrived()
@@ -161,17 +175,20 @@ class _Ring(torch.autograd.Function):
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, given: ContextRows, groups: ContextGroups, window: int = 0
 ) -> Tensor:
-    """Returns causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks,
-    over a window if there is one. Keys and values may have fewer heads."""
+    """Return causal attention of this rank's queries [batch, heads, rows, dim] to the keys and values of all ranks.
+
+    With a `window`, a query sees that many keys. Keys and values may have fewer heads.
+    """
     n, heads = groups.inner.size, q.shape[1]
     if n > 1:
-        repeats = max(1, n // k.shape[1])  # each of the ranks that share a head gets a copy of it
+        # If there are fewer key heads than ranks, each of the ranks that share a head gets a copy of it.
+        repeats = max(1, n // k.shape[1])
         parts = [x.repeat_interleave(repeats, 1) for x in (k, v)] if repeats > 1 else [k, v]
         q, k, v = _heads_for_rows(torch.cat([_by_rank(x, n) for x in (q, *parts)], 2), groups.inner).split(
             [heads // n, *(x.shape[1] // n for x in parts)], 1
         )
     if groups.outer.alone:
-        y = _natural(q, k, v, given, groups.outer.name, window)
+        y = _whole_sequences(q, k, v, given, groups.outer.name, window)
     else:
         way = _Gathered if groups.plan.gathers else _Ring
         y = way.apply(q, k, v, given, groups.outer.name, window)
@@ -179,27 +196,31 @@ def context_attention(
 
 
 def _by_rank(x: Tensor, n: int) -> Tensor:
-    """Returns [batch, heads, rows, dim] as [n, batch, heads / n, rows, dim]."""
+    """Return [batch, heads, rows, dim] as [n, batch, heads / n, rows, dim]."""
     return x.unflatten(1, (n, -1)).movedim(1, 0)
 
 
 def _heads_for_rows(x: Tensor, group: Group) -> Tensor:
-    """Sends each rank its heads [n, batch, heads, rows, dim] and returns this rank's of all rows."""
+    """Send each rank its heads [n, batch, heads, rows, dim], and return this rank's heads of all rows, [batch, heads,
+    n * rows, dim]."""
     ones = [1] * group.size
     arrived: Tensor = all_to_all(x.contiguous(), group.name, ones, ones)
-    return arrived.movedim(0, 2).flatten(2, 3)  # [batch, heads, n x rows, dim]
+    return arrived.movedim(0, 2).flatten(2, 3)
 
 
 def _rows_for_heads(x: Tensor, group: Group) -> Tensor:
-    """Sends each rank its rows of [batch, heads, n x rows, dim] and returns this rank's rows of all heads."""
+    """Send each rank its rows of [batch, heads, n * rows, dim], and return this rank's rows of all heads."""
     ones = [1] * group.size
     sent = x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
     arrived: Tensor = all_to_all(sent, group.name, ones, ones)
     return arrived.movedim(0, 1).flatten(1, 2)
 
 
-def _natural(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str, window: int) -> Tensor:
-    """Attention to whole sequences, which are brought into their natural order for the fused kernels."""
+def _whole_sequences(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str, window: int) -> Tensor:
+    """Return attention for a rank that holds all rows, which are put in natural order for the fused kernels.
+
+    `alone` names a group of this rank only.
+    """
     order, back = given.orders
     q, k, v = (_Reordered.apply(x, order, back) for x in (q, k, v))
     if given.rows.documents is None and not window:
@@ -210,7 +231,7 @@ def _natural(q: Tensor, k: Tensor, v: Tensor, given: ContextRows, alone: str, wi
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows [batch, heads, rows, dim] in another order; `back` is the inverse of `order`."""
+    """Puts the rows of [batch, heads, rows, dim] in another order; `back` is the inverse of `order`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The core of attention, scores and mix of values, for one rank that holds whole sequences. Scores exist only in tiles,
-never as a whole [tokens, tokens]."""
+"""The core of attention (the scores and the mix of the values), for a rank that holds whole sequences. The full matrix
+of scores, [tokens, tokens], never exists, only tiles of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def attention_core(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Documents | None, causal: bool, dropout: float,
     scale: float | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Returns the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
-    `mask` says where documents begin, or is added to the scores; without it, a query sees all keys or, with `causal`,
-    those before it. With a `window` it sees as many, itself included, and `mask` says where documents begin. `scale`
-    multiplies the scores, by default with 1 / sqrt(width)."""
+    """Return the softmax of the scores times the values, all [batch, heads, seq, width]; keys may have fewer heads.
+
+    `mask` says where documents begin, or is added to the scores. Without it, a query sees all keys or, with `causal`,
+    those up to its own position. With a `window`, a query sees that many keys, its own included, and `mask` must say
+    where documents begin. `scale` multiplies the scores; the default is 1 / sqrt(width).
+    """
     if isinstance(mask, Documents) and mask.whole and not window:
         mask = None
     assert scale is None or not isinstance(mask, Documents)
@@ -31,10 +33,12 @@ def attention_core(
     if isinstance(mask, Documents):
         if not dropout:
             return document_attention(q, k, v, mask, window)
-        # Where tokens look both ways, a sample is one document and padding behind it: one row says who is seen.
+        # Without causality, a sample is one document followed by padding, so the keys of the first token's document
+        # are visible to all queries that matter.
         numbers = _document_numbers(mask.starts, q)
         mask = (numbers == numbers[:, :1])[:, None, None]
-    if q.shape[2] != k.shape[2]:  # a branch, for a compiler that knows only symbols of the two
+    # This is a branch, not an expression, because a compiler may know the two sizes only as symbols.
+    if q.shape[2] != k.shape[2]:
         causal = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout,
@@ -43,22 +47,25 @@ def attention_core(
 
 
 def run_core(core: Callable[..., Tensor], recomputes: bool, dropout: float, q: Tensor, *given: Any) -> Tensor:
-    """Returns core(q, *given), of which nothing is kept if it `recomputes`: it is computed again in backward."""
-    # In a compiled graph on a CPU, torch 2.13 then saves the random state too, behind the tensors that backward writes
-    # to, counts from the end, and complains that one of these has changed. A CPU's core keeps little anyway.
-    kept = torch.compiler.is_compiling() and q.is_cpu
-    if not recomputes or kept or not torch.is_grad_enabled():
+    """Return core(q, *given). If it `recomputes`, nothing is saved for backward, which computes the core again."""
+    # In a compiled graph on a CPU, torch 2.13 would save the random state as well, behind the tensors that backward
+    # writes to. It then counts tensors from the end, and complains that one of these has changed. On a CPU the core
+    # saves little anyway.
+    unsupported = torch.compiler.is_compiling() and q.is_cpu
+    if not recomputes or unsupported or not torch.is_grad_enabled():
         return core(q, *given)
-    found: Tensor = checkpoint(core, q, *given, use_reentrant=False, preserve_rng_state=dropout > 0)
-    return found
+    y: Tensor = checkpoint(core, q, *given, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return y
 
 
 def _with_dropout(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, causal: bool, dropout: float,
     scale: float | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention with dropout of its shares where kernels know no dropout: a CPU's, and those for documents. Some rows
-    at a time, whose scores are computed again in backward."""
+    """Compute attention with dropout for kernels that have no dropout: those of a CPU, and those for documents.
+
+    One tile of queries is computed at a time, and its scores are computed again in backward.
+    """
     numbers = None if documents is None else _document_numbers(documents.starts, q)
     tiles = []
     for low in range(0, q.shape[2], TILE_ROWS):
@@ -73,7 +80,7 @@ def _tile(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, low: int, causal: bool, dropout: float,
     scale: float | None, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention of the queries from `low` on to the first keys."""
+    """Return attention of some queries, the first of which is at position `low`, to the given keys from position 0."""
     rows, keys = q.shape[2], k.shape[2]
     allowed = None
     if documents is not None:
@@ -89,7 +96,7 @@ def _tile(
 
 
 def _document_numbers(starts: Tensor, q: Tensor) -> Tensor:
-    """Returns the number of each token's document, [batch, seq]."""
+    """Return the number of each token's document, [batch, seq]."""
     batch, _, seq, _ = q.shape
     tokens = torch.arange(batch * seq, dtype=starts.dtype, device=starts.device)
     return torch.bucketize(tokens, starts, right=True).view(batch, seq)

@@ -1,5 +1,5 @@
-"""Attention within documents that lie one behind the other in a sequence, for one rank that holds all of it. It is a
-registered operator, so that torch.compile can call it."""
+"""Attention within documents that are packed into sequences, for a rank that holds whole sequences. It is a registered
+operator, so that torch.compile can call it."""
 
 from __future__ import annotations
 
@@ -30,43 +30,49 @@ aten: Any = torch.ops.aten
 
 
 class Documents(NamedTuple):
-    """Where the documents of a micro-batch begin among its tokens, and where the last one ends, on the device and on
-    the host; whether a token sees only those before it; and, if some begin with tokens that all of a document sees, how
-    many, on the host. A sample's padding is a document too. `whole`: each sample is one document, which only a window
-    needs to be told."""
+    """The documents of a micro-batch. A sample's padding is a document too."""
 
+    # The token at which each document begins, and then the end of the last one: on the device, and again on the host.
     starts: Tensor
     on_host: Tensor
+    # True if a token sees only the tokens before it, in its document.
     causal: bool = True
+    # The number of tokens at the start of each document that all of the document sees, on the host.
     prefixes: Tensor | None = None
+    # True if each sample is one document. Only attention with a window then needs the documents.
     whole: bool = False
 
     @staticmethod
     def of(
         segments: np.ndarray[Any, Any], device: torch.device, causal: bool = True, prefix: bool = False
     ) -> Documents:
-        """`segments` [batch, seq] number the documents of each sample; none goes beyond its sample. With `prefix`,
-        segment 0 is the part of its sample's first document that all of it sees, and segment 1 the rest."""
-        known = np.maximum(segments, 1) if prefix else segments
-        begins = np.diff(known, axis=1, prepend=known[:, :1] - 1) != 0
+        """Return the documents of samples, given the number [batch, seq] of each token's document in its sample.
+
+        No document extends beyond its sample. With `prefix`, segment 0 is the part of a sample's first document that
+        all of the document sees, and segment 1 is the rest of that document.
+        """
+        numbers = np.maximum(segments, 1) if prefix else segments
+        begins = np.diff(numbers, axis=1, prepend=numbers[:, :1] - 1) != 0
         starts = np.append(np.flatnonzero(begins), segments.size).astype(np.int32)
         counts = np.add.reduceat((segments == 0).ravel(), starts[:-1], dtype=np.int32)
-        seen = torch.from_numpy(counts) if prefix else None
-        found = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts), causal, seen)
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
-            for x in (found.starts, found.on_host, *(() if seen is None else (seen,))):
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # micro-batches have other numbers of documents
-        return found
+        prefixes = torch.from_numpy(counts) if prefix else None
+        documents = Documents(upload(torch.from_numpy(starts), device), torch.from_numpy(starts), causal, prefixes)
+        # If torch._dynamo is not imported, nothing is compiled. Importing it would take a second.
+        if "torch._dynamo" in sys.modules:
+            for x in (documents.starts, documents.on_host, *(() if prefixes is None else (prefixes,))):
+                # Micro-batches differ in their number of documents.
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return documents
 
     @staticmethod
     def samples(batch: int, seq: int, device: torch.device) -> Documents:
-        """Samples that are one document each."""
+        """Return the documents of samples that are one document each."""
         return Documents.of(np.zeros((batch, seq), np.int64), device)._replace(whole=True)
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0) -> Tensor:
-    """Returns attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
-    `window`, a token sees as many, itself included."""
+    """Return attention within documents; q is [batch, heads, seq, width], and keys may have fewer heads. With a
+    `window`, a token sees that many tokens, itself included."""
     return _DocumentAttention.apply(q, k, v, *documents[:4], window)
 
 
@@ -75,9 +81,12 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the result, and the log-sums as [heads, tokens]; those of samples that are one document each stay in
-    memory as the kernel leaves them, sample by sample, since only `_backward` reads them."""
-    if _one_each(q, on_host, prefixes, window):
+    """Return the result, and the log-sums of the scores in the shape [heads, tokens].
+
+    If each sample is one document, the log-sums keep the memory layout of the kernel, sample by sample. Only
+    `_backward` reads them, and it expects that layout.
+    """
+    if _one_per_sample(q, on_host, prefixes, window):
         out, sums = kernel(q, k, v, causal)
         return _by_rows(out), sums.contiguous().view(q.shape[1], -1)
     if _in_one_call(q, prefixes):
@@ -86,9 +95,9 @@ def _attention(
         sizes = (starts, starts, longest, longest, 0.0, causal, False)
         out, sums = aten._flash_attention_forward(*tokens, *sizes, **_reach(window))[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, found = _sight(q, on_host, causal, prefixes, window), Merged(q, v.shape[-1])
-    attend(q, k, v, sight, found)
-    return found.out.to(q.dtype), found.sums.transpose(0, 1).flatten(1)
+    sight, merged = _sight(q, on_host, causal, prefixes, window), Merged(q, v.shape[-1])
+    attend(q, k, v, sight, merged)
+    return merged.out.to(q.dtype), merged.sums.transpose(0, 1).flatten(1)
 
 
 @shapes_of(_attention)
@@ -106,17 +115,17 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, on_host: Tensor,
     prefixes: Tensor | None, causal: bool, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _one_each(q, on_host, prefixes, window):
-        found = kernel_backward(grad, q, k, v, out, sums.view(*q.shape[:3]), causal)
-        return tuple(_by_rows(x) for x in found)  # type: ignore[return-value]
+    if _one_per_sample(q, on_host, prefixes, window):
+        grads = kernel_backward(grad, q, k, v, out, sums.view(*q.shape[:3]), causal)
+        return tuple(_by_rows(x) for x in grads)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
         unused = no_seed(q.device, torch.uint64, 2)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
-        found = aten._flash_attention_backward(
+        grads = aten._flash_attention_backward(
             *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused, **_reach(window)
         )
-        dq, dk, dv = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in found)
+        dq, dk, dv = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in grads)
         return dq, dk, dv
     dq = no_gradient(q)
     total = sums.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
@@ -133,7 +142,7 @@ def _(
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Returns [batch, heads, seq, width] as it lies in memory as [batch, seq, heads, width]."""
+    """Return x [batch, heads, seq, width] with the memory layout of a contiguous [batch, seq, heads, width]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -143,8 +152,8 @@ class _DocumentAttention(torch.autograd.Function):
         starts, on_host, ctx.causal, prefixes, ctx.window = where
         out, sums = _attention(q, k, v, *where)
         ctx.save_for_backward(q, k, v, out, sums, starts, on_host, prefixes)
-        found: Tensor = out
-        return found
+        y: Tensor = out
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,12 +161,12 @@ class _DocumentAttention(torch.autograd.Function):
 
 
 def _reach(window: int) -> dict[str, int]:
-    """Returns how flash attention is told how far back and ahead a token looks."""
+    """Return flash attention's arguments for the number of tokens that a token sees before and after itself."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-def _one_each(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window: int) -> bool:
-    """Whether every sample is one document, so that the kernel of plain attention does it, which is faster."""
+def _one_per_sample(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window: int) -> bool:
+    """Return whether every sample is one document, so that the kernel of plain attention applies, which is faster."""
     return fused(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
 
 
@@ -166,8 +175,11 @@ def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:
-    """Returns what the tokens see. Queries see keys up to their own number, so those with higher numbers than all keys
-    see whole documents. Queries of a prefix lie between the keys of the prefix and those after it."""
+    """Return which keys the tokens see, by row numbers: a query sees the keys of its document up to its own number.
+
+    Without causality, queries get higher numbers than all keys, and so see whole documents. The numbers of a prefix's
+    queries are between those of the prefix's keys and those of all later keys.
+    """
     batch, seq = q.shape[0], q.shape[2]
     lengths = on_host.diff().numpy()
     documents = np.repeat(np.arange(len(lengths)), lengths).reshape(batch, seq)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, cut over tp by heads."""
+"""Multi-head latent attention, sharded over tp by heads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshwright.spec.model.latent import LatentAttentionPart
 
 
 class LatentAttention(nn.Module):
-    """Attention of this rank's heads. Values are padded with zeros to the width of keys, since the fused kernels take
-    one width only."""
+    """Latent attention of this rank's heads. Values are padded with zeros to the width of keys, since the fused kernels
+    take a single width."""
 
     def __init__(self, parallel: Parallel, part: LatentAttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -45,26 +45,32 @@ class LatentAttention(nn.Module):
         return attention_core(q, k, v, mask, True, self.part.dropout if self.training else 0.0)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm."""
+        """Return x [tokens, hidden], for the residual, and attention of norm(x)."""
         batch, rotary, past = inputs.sequences, inputs.tables, inputs.past
         mask: Tensor | Documents | ContextRows | None = inputs.mask
         assert rotary is not None
-        p, normed = self.part, norm(x)
+        part = self.part
+        normed = norm(x)
+
+        # The down projections to the latent vectors, and the rotary part of the key, which all heads share.
         query = normed if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(normed))
-        short, shared = self.kv_a(normed).split((p.kv_rank, p.rope), dim=1)
+        latent, shared = self.kv_a(normed).split((part.kv_rank, part.rope), dim=1)
         tp = self.parallel.tp
         shared = gather_from(shared, tp) if self.parallel.splits_tokens else copy_to(shared, tp)
+
+        # The up projections to this rank's heads.
         q = self.q_b(query)
         seq = q.shape[0] // batch
-        q = q.view(batch, seq, self.heads, p.head_dim)
-        kv = self.kv_b(self.kv_a_norm(short)).view(batch, seq, self.heads, p.nope + p.value)
-        q_nope, q_rope = q.split((p.nope, p.rope), dim=3)
-        k_nope, v = kv.split((p.nope, p.value), dim=3)
-        turned = rotate(shared.view(batch, seq, 1, p.rope), rotary).expand(-1, -1, self.heads, -1)
+        q = q.view(batch, seq, self.heads, part.head_dim)
+        kv = self.kv_b(self.kv_a_norm(latent)).view(batch, seq, self.heads, part.nope + part.value)
+        q_nope, q_rope = q.split((part.nope, part.rope), dim=3)
+        k_nope, v = kv.split((part.nope, part.value), dim=3)
+        k_rope = rotate(shared.view(batch, seq, 1, part.rope), rotary).expand(-1, -1, self.heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, rotary)), dim=3).transpose(1, 2)
-        q = q if p.scores_factor == 1.0 else q * p.scores_factor
-        k = torch.cat((k_nope, turned), dim=3).transpose(1, 2)
-        v = F.pad(v, (0, p.head_dim - p.value)).transpose(1, 2)
+        q = q if part.scores_factor == 1.0 else q * part.scores_factor
+        k = torch.cat((k_nope, k_rope), dim=3).transpose(1, 2)
+        v = F.pad(v, (0, part.head_dim - part.value)).transpose(1, 2)
+
         if past is not None:
             k, v = past.extend(k, v)
             mask = past.seen(mask)
@@ -72,6 +78,6 @@ class LatentAttention(nn.Module):
             assert self.parallel.context is not None and past is None
             y = context_attention(q, k, v, mask, self.parallel.context)
         else:
-            y = run_core(self.core, self.recompute_core, p.dropout, q, k, v, mask)
-        y = y[..., : p.value].transpose(1, 2).reshape(batch * seq, -1)
+            y = run_core(self.core, self.recompute_core, part.dropout, q, k, v, mask)
+        y = y[..., : part.value].transpose(1, 2).reshape(batch * seq, -1)
         return x, self.out(y)

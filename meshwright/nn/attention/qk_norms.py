@@ -15,7 +15,7 @@ from meshwright.spec.model import gpt
 
 
 class HeadNorms(nn.Module):
-    """The norms over each head, with one weight for all heads."""
+    """Norms over the features of each head, with one weight for all heads."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class HeadNorms(nn.Module):
 
 
 class TokenNorms(nn.Module):
-    """The norms over all heads of a token. Where tp cuts the heads, the squares are summed over its ranks."""
+    """Norms over all heads of a token. Where tp shards the heads, the squares are averaged over its ranks."""
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class TokenNorms(nn.Module):
         self.k = parallel.parameter(records["k_norm.weight"])
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norms of q and k, both [batch, seq, this rank's heads, head_dim]."""
+        """Return the normed q and k, both [batch, seq, this rank's heads, head_dim]."""
         return _TokenNorms.apply(q, k, self.q.view(q.shape[2:]), self.k.view(k.shape[2:]), self.eps, *self.group)
 
 
 class _TokenNorms(torch.autograd.Function):
-    """y = r x w for queries and for keys, where 1 / r^2 is the mean of x^2 over all ranks of the group, plus eps."""
+    """y = r * x * w for queries and for keys, where 1 / r^2 is eps plus the mean of x^2 over all ranks of the group."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, eps: float, group: str, size: int) -> Any:
@@ -59,16 +59,19 @@ class _TokenNorms(torch.autograd.Function):
         means = _means([q * weighted[0], k * weighted[1]], *ctx.group)
         input_grads, weight_grads = [], []
         for n, x in enumerate((q, k)):
+            # For y = r(x) x, the gradient of x is r g - x r^3 mean(g x).
             r, mean = scales[n][..., None, None], means[n][..., None, None]
             input_grads.append((r * weighted[n] - x * (r**3 * mean)).to(x.dtype))
             weight_grads.append((grads[n] * (r * x)).sum((0, 1)).to(wq.dtype))
         return *input_grads, *weight_grads, None, None, None
 
 
-def _means(each: list[Tensor], group: str, size: int) -> Tensor:
-    """Returns the means [2, batch, seq] over all heads, on all ranks, of two tensors [batch, seq, heads, head_dim]. Of
-    heads that ranks share, every copy counts."""
-    means = torch.stack([x.mean((2, 3)) for x in each])
+def _means(tensors: list[Tensor], group: str, size: int) -> Tensor:
+    """Return the means [2, batch, seq] of two tensors [batch, seq, heads, head_dim] over the heads of all ranks.
+
+    If ranks share a head, each copy counts. All heads have equally many copies, so the mean is the same.
+    """
+    means = torch.stack([x.mean((2, 3)) for x in tensors])
     if size > 1:
         all_reduce_(means, group, "sum")
     return means / size

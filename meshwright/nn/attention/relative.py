@@ -1,4 +1,4 @@
-"""What an encoder-decoder computes beside other models: the bias of relative positions, and attention to the encoder's
+"""The layers that only an encoder-decoder has: the bias of relative positions, and attention to the encoder's
 output."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from meshwright.spec.model.part import Records
 
 
 class RelativeBias(NodeModule):
-    """The bias that one stack's attention adds to its scores, from a table [buckets, heads of this rank]. A decoder's
-    is -inf where a key comes after its query."""
+    """The bias that the attention of one stack adds to its scores, from a table [buckets, heads of this rank]. In a
+    decoder it is -inf if a key comes after its query."""
 
     def __init__(self, parallel: Parallel, part: t5.RelativeBiasPart, records: Records) -> None:
         super().__init__()
@@ -31,28 +31,32 @@ class RelativeBias(NodeModule):
         self._buckets: dict[tuple[int, int], Tensor] = {}
 
     def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
-        """Returns the buckets, and the number of queries: of the tokens of the stream that its stack changes."""
+        """Return the buckets of all distances, and the number of queries: the tokens per sequence of its stack's
+        stream."""
         rows = inputs.streams[node.reads[0]].shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         queries = rows // inputs.sequences
         return self.buckets(queries, inputs.cached + queries), queries
 
     def buckets(self, queries: int, keys: int) -> Tensor:
-        """Returns the buckets of all distances from a query, of which there are the last `queries` places, to a key,
-        ascending."""
+        """Return the buckets of all distances from a query to a key, in ascending order of the distance.
+
+        The queries are the last `queries` positions of `keys`.
+        """
         if (queries, keys) not in self._buckets:
             part, distances = self.part, range(1 - keys, queries)
-            found = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
-            # Those of the last lengths are enough.
-            self._buckets = {(queries, keys): torch.tensor(found, device=self.parallel.device)}
+            numbers = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
+            # Only the buckets of the latest sizes are cached.
+            self._buckets = {(queries, keys): torch.tensor(numbers, device=self.parallel.device)}
         return self._buckets[queries, keys]
 
     def forward(self, buckets: Tensor, queries: int) -> Tensor:
-        """Returns [1, heads, queries, keys]."""
+        """Return the bias, [1, heads, queries, keys]."""
         by_distance = TableRows.apply(self.weight, buckets, False, self.sinks.get("weight"))  # [distances, heads]
         keys = buckets.shape[0] + 1 - queries
-        # Each window of the distances is one query's, the last query's first. It is longer than there are keys where
-        # rows in memory are. `flip` keeps the order that its input has in memory: fused kernels would refuse a bias
-        # whose keys are not side by side, and attention would silently be computed with whole scores in float32.
+        # Each window of the distances belongs to one query; the last query's comes first. A window is longer than the
+        # number of keys if the rows of the bias are padded to an aligned width. `contiguous` matters because `flip`
+        # keeps the memory layout of its input: fused kernels refuse a bias whose keys are not adjacent, and attention
+        # would silently compute the full scores in float32.
         width = t5.aligned(keys)
         bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
         if not self.part.both_ways:
@@ -62,7 +66,7 @@ class RelativeBias(NodeModule):
 
 
 class CrossAttention(nn.Module):
-    """Attention of this rank's heads to all tokens of the encoder's output, whose scores have no scale."""
+    """Attention of this rank's heads to all tokens of the encoder's output. Its scores are not scaled."""
 
     def __init__(self, parallel: Parallel, part: t5.CrossAttentionPart, records: Records) -> None:
         super().__init__()
@@ -77,8 +81,8 @@ class CrossAttention(nn.Module):
         return attention_core(q, k, v, None, False, self.dropout if self.training else 0.0, 1.0)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns x [tokens, hidden], for the residual, and attention of its norm to the encoder's output. With `past`,
-        keys and values of an earlier call are used."""
+        """Return x [tokens, hidden], for the residual, and attention of norm(x) to the encoder's output. With `past`,
+        the keys and values of an earlier call are reused."""
         x, queries = self.q.after_norm(x, norm)
         batch = inputs.sequences
         q = queries.view(batch, queries.shape[0] // batch, self.heads, self.head_dim).transpose(1, 2)
@@ -91,7 +95,7 @@ class CrossAttention(nn.Module):
             return past.memory
         kv = self.kv(memory)
         k, v = kv.view(batch, kv.shape[0] // batch, 2, self.heads, self.head_dim).unbind(2)
-        found = k.transpose(1, 2), v.transpose(1, 2)
+        keys = k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
-            past.memory = found
-        return found
+            past.memory = keys
+        return keys

@@ -1,4 +1,4 @@
-"""Rotary positions: their tables, and the rotation of queries and keys by them."""
+"""Rotary position embedding: its tables, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from meshwright.config.sections import ModelConfig
 from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 
-Tables = tuple[Tensor, Tensor]  # cosines and sines
+# Cosines and sines.
+Tables = tuple[Tensor, Tensor]
 
 
 class Rotary(nn.Module):
-    """The cosines and sines of rotary positions. A pair that is rotated is an element of the first half of a head's
-    rotary part and its partner in the second half."""
+    """The cosines and sines of rotary positions. An element in the first half of a head's rotary part is rotated with
+    its counterpart in the second half."""
 
     cos: Tensor
     sin: Tensor
@@ -35,14 +36,14 @@ class Rotary(nn.Module):
             self.register_buffer(name, (factor * table).to(parallel.device, dtype), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> Tables:
-        """Returns the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
+        """Return the tables of cosines and sines, [1 or batch, seq, 1, rotary_dim / 2]."""
         if positions is None:
             return self.cos[None, :seq, None], self.sin[None, :seq, None]
         return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
 
 
 def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
-    """Returns how far each pair turns per position, and what cosines and sines are multiplied by."""
+    """Return the angle by which each pair turns per position, and the factor for cosines and sines."""
     scaling, width, theta = model.rope_scaling, model.rotary_dim, model.rope_theta
     if scaling.kind == "dynamic" and model.seq > scaling.original:
         longer = scaling.factor * model.seq / scaling.original - (scaling.factor - 1)
@@ -56,13 +57,14 @@ def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
-    """A straight line over how often a pair turns."""
+    """Return the share of each frequency that is kept: linear in the number of turns within the original length."""
     turns = scaling.original * frequency / (2 * math.pi)
     return ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
 
 
 def _yarn(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: float) -> Tensor:
-    """A straight line over the pairs' numbers, between those that turn `beta_fast` and `beta_slow` times."""
+    """Return the share of each frequency that is kept: linear in the pair's number, between the pairs that turn
+    `beta_fast` and `beta_slow` times within the original length."""
 
     def pair(turns: float) -> float:
         return width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -71,12 +73,13 @@ def _yarn(scaling: RopeScalingConfig, frequency: Tensor, width: int, theta: floa
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    last += 0.001 if first == last else 0.0  # as everywhere in the field
+    # This avoids a division by zero, with the same constant as other implementations.
+    last += 0.001 if first == last else 0.0
     return 1 - ((torch.arange(width // 2, dtype=torch.float64) - first) / (last - first)).clamp(0.0, 1.0)
 
 
-# By `model.rope_scaling.kind`: how much of each frequency stays as it is (1) or is slowed by the factor (0). None: all
-# of it stays; dynamic scaling changes theta instead.
+# For each `model.rope_scaling.kind`, the share of each frequency that is kept; the rest is divided by the factor. None:
+# all of it is kept; dynamic scaling changes theta instead.
 KEPT_SHARES: dict[str, Callable[[RopeScalingConfig, Tensor, int, float], Tensor] | None] = {
     "none": None,
     "dynamic": None,
@@ -87,17 +90,17 @@ KEPT_SHARES: dict[str, Callable[[RopeScalingConfig, Tensor, int, float], Tensor]
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Rotates x [batch, seq, heads, head_dim], in the tables' precision; what is beyond the tables' width stays."""
+    """Rotate x [batch, seq, heads, head_dim] in the precision of the tables. Elements beyond the rotary part stay."""
     cos, sin = tables
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1).to(x.dtype)
 
 
 @pure_operator("meshwright::turn")
 def _rotate_or_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Returns one tensor [batch, seq, all heads, head_dim] of q, k and v, the first two rotated, or rotated back."""
+    """Return one tensor [batch, seq, all heads, head_dim] of q, k and v, with q and k rotated (or rotated back)."""
     if kernels_take(q, k, v):
         from meshwright.kernels.rotary import rotate_qkv as kernel
 
@@ -114,8 +117,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) 
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Splits a fused projection into rotated queries and keys, and values: views of one tensor, which attention keeps
-    anyway, so that the tensor before the rotation need not be kept."""
+    """Splits a fused projection into rotated queries and keys, and values. They are views of one tensor, which
+    attention saves anyway, so the tensor before the rotation need not be saved."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -129,5 +132,5 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def rotate_qkv(qkv: Tensor, tables: Tables, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Returns the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
+    """Return the rotated queries and keys, and the values, of qkv [batch, seq, heads + 2 kv_heads, head_dim]."""
     return _RotateQKV.apply(qkv, *tables, heads, kv_heads)

@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a block's MLP: route, send rows to their experts, compute, and send back.
+"""A mixture of experts in place of a block's MLP: route, send rows to their experts, compute, and send results back.
 
-Every rank routes rows of its own, gathers the rows of all ranks that hold parts of the same experts (etp), and sends
-them to the ranks that hold the experts (ep). Rows are sorted by expert and then by token, and the results of a token's
-experts are summed in the order of its choices in float32, so that the result does not depend on where an expert lives.
+Every rank routes its local rows, gathers the rows of all ranks that hold shards of the same experts (etp), and sends
+them to the ranks that hold the experts (ep). Rows are sorted by expert and then by token. The results of a token's
+experts are summed in float32 in the order of its choices, so the result does not depend on which rank has an expert.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from meshwright.spec.model.experts import ExpertsPart, Routing
 
 
 class ExpertWeights(Adapted):
-    """One weight of all of this rank's experts, [experts, out, in]."""
+    """One weight of all local experts, [experts, out, in]."""
 
     def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
         super().__init__()
@@ -66,19 +66,23 @@ class ExpertWeights(Adapted):
 
 
 class Sorted(NamedTuple):
-    """Rows sorted by expert. `choice_at` [places]: the choice (row x k + number of the choice) at each place, or -1 if
-    it is empty. `places` [rows, k], its inverse: the place of each choice, or -1 where it was dropped.
-    `counts`: the places of each expert."""
+    """The choices of all rows, sorted by expert into places."""
 
+    # The choice at each place, [places]: row * k + number of the choice, or -1 if the place is empty.
     choice_at: Tensor
+    # The inverse, [rows, k]: the place of each choice, or -1 if it was dropped.
     places: Tensor
+    # The number of places of each expert.
     counts: Tensor
 
 
 @torch.no_grad()
 def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
-    """Sorts the choices [rows, k] by expert, then by row. With a capacity, each expert has `room` places; a choice that
-    was dropped (`with_dropped`) has the number after the last expert's, and gets none."""
+    """Sort the choices [rows, k] by expert, then by row.
+
+    With a capacity, each expert has `room` places. A dropped choice (`with_dropped`) has the number after the last
+    expert's, and gets no place.
+    """
     flat, count = chosen.flatten(), routing.count
     order = flat.sort(stable=True)
     ends = torch.searchsorted(order.values, torch.arange(count, device=flat.device), right=True)
@@ -89,7 +93,8 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
         return Sorted(order.indices, places.view_as(chosen), counts)
     within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
     taken = order.values < count
-    place = torch.where(taken, order.values * room + within, count * room)  # the last: dropped
+    # Dropped choices go to one more place at the end, which is then cut off.
+    place = torch.where(taken, order.values * room + within, count * room)
     choice_at = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
     places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
     return Sorted(choice_at, places.view_as(chosen), torch.full_like(counts, room))
@@ -97,8 +102,12 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
 
 @torch.no_grad()
 def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
-    """Returns the choices [sequences, tokens, k] of whole sequences, in the order of their tokens, with the number
-    after the last expert's for those that their expert has no room for: it takes a sequence's first `room` tokens."""
+    """Return choices [sequences, tokens, k] of whole sequences with the number after the last expert's in place of
+    those that are dropped.
+
+    The tokens must be in the order of their sequence: an expert takes the first `room` tokens of a sequence that
+    choose it, and drops the rest.
+    """
     sequences, count = chosen.shape[0], routing.count
     first = torch.arange(0, sequences * count, count, device=chosen.device)
     order = (chosen + first[:, None, None]).flatten().sort(stable=True)
@@ -110,54 +119,58 @@ def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
 
 
 class Arrivals(NamedTuple):
-    """What a rank exchanges with the others over ep: rows to and from each, and how many each local expert got of each
-    of them, [ranks, experts]. `middle`: where they travel by node, what passes through this rank
-    (`comm/by_node.py`)."""
+    """The numbers of rows that a rank exchanges over ep."""
 
+    # Rows to and from each rank.
     sends: list[int]
     receives: list[int]
+    # The rows from each rank for each local expert, [ranks, experts].
     counts: Tensor
+    # The rows that pass through this rank in a hierarchical exchange (`comm/by_node.py`).
     middle: list[int]
 
 
 class Saved:
-    """What a recomputation takes from the first pass instead of computing it again: the experts that rows chose, and
-    how many rows went where."""
+    """Routing decisions that a recomputation takes from the first pass: the chosen experts, and the numbers of rows."""
 
     def __init__(self) -> None:
+        # The choices of this rank's rows, and those of all rows that it sends to experts.
         self.chosen: Tensor | None = None
         self.all_chosen: Tensor | None = None
-        self.room = 0  # places of each expert, where the capacity is limited
+        # The number of places of each expert, if there is a capacity.
+        self.room = 0
         self.arrivals: Arrivals | None = None
 
 
 @dataclass
 class RoutedInputs:
-    """The inputs of a mixture's router for one micro-batch: the tokens that count in the loss, or None for all, and,
-    where blocks are recomputed, what the first pass saves. `again`: this is the recomputation. `rows`: where ranks
-    share sequences, the number in its sequence of each row of all of them, in the order of the ranks, [sequences,
-    tokens]."""
+    """The inputs of a mixture's router for one micro-batch."""
 
+    # A mask of the tokens that count in the loss; None: all of them.
     counted: Tensor | None = None
+    # If blocks are recomputed, the decisions that the first pass saves. `again` is true in the recomputation.
     saved: Saved | None = None
     again: bool = False
+    # Under context parallelism, the position of each row in its sequence, [sequences, tokens], in the order of the
+    # ranks.
     rows: Tensor | None = None
 
 
 class Dispatch(NamedTuple):
-    """The rows that this rank's experts compute. `source` [places]: the row at each place, in the order of experts, or
-    a negative number if it is empty. `places` [rows, k], its inverse: the places of each row, negative where it was
-    dropped. `ends` [experts]: where the places of each expert end."""
+    """The assignment of rows to the places that the local experts compute."""
 
+    # The row at each place, [places], ordered by expert; negative if the place is empty.
     source: Tensor
+    # The inverse, [rows, k]: the places of each row, negative where a choice was dropped.
     places: Tensor
+    # The end of each expert's places, [experts].
     ends: Tensor
 
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """The settings of the experts' two products: the activation between them, and of each the sink of its weight's
-    gradient and the rows that adapters change."""
+    """The settings of the experts' two products: the activation between them and, for each product, the sink of its
+    weight gradient and the rows of the weight that have adapters."""
 
     activation: str
     up_sink: Tensor | None
@@ -167,9 +180,12 @@ class ExpertSettings:
 
 
 class _ExpertProducts(torch.autograd.Function):
-    """The MLPs of this rank's experts. The result of each place, times its weight, is added to the row that it came
-    from. Only x and the inner features are kept. `factors` are those of the adapters of the first product, then of the
-    second."""
+    """The MLPs of the local experts. The result of each place, times its routing weight, is added to the row that it
+    came from.
+
+    Only x and the inner features are saved for backward. `factors` are A and B of the adapters of the first product,
+    then of the second.
+    """
 
     @staticmethod
     def forward(
@@ -189,25 +205,29 @@ class _ExpertProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, inner, up, down, source, places, ends, *factors = ctx.saved_tensors
-        how: ExpertSettings = ctx.settings
-        count = 2 * len(how.up_spans.rows)
+        settings: ExpertSettings = ctx.settings
+        count = 2 * len(settings.up_spans.rows)
         up_factors, down_factors = factors[:count], factors[count:]
+
+        # The second product and the activation. Large tensors are deleted as soon as they are no longer needed.
         rows = take_rows(grad, source)
-        back = short_grad(rows, ends, how.down_spans, down_factors)
+        back = short_grad(rows, ends, settings.down_spans, down_factors)
         passed = add_input_grad_(grouped_product(rows, down, ends, transposed=True), back, ends, down_factors)
-        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, how.activation)
-        grad_down = _weight_grad(how.down_sink, rows, value, ends) if ctx.needs_input_grad[3] else None
-        down_grads = factor_grads(rows, value, back, ends, how.down_spans, down_factors)
+        grad_inner, value, grad_weights = weighted_activation_backward(inner, weights, passed, settings.activation)
+        grad_down = _weight_grad(settings.down_sink, rows, value, ends) if ctx.needs_input_grad[3] else None
+        down_grads = factor_grads(rows, value, back, ends, settings.down_spans, down_factors)
         del rows, value, passed
-        back = short_grad(grad_inner, ends, how.up_spans, up_factors)
+
+        # The first product.
+        back = short_grad(grad_inner, ends, settings.up_spans, up_factors)
         grad_rows = add_input_grad_(grouped_product(grad_inner, up, ends, transposed=True), back, ends, up_factors)
         grad_x = sum_rows(grad_rows, places)
         del grad_rows
         grad_up, up_grads = None, []
         if ctx.needs_input_grad[2]:
-            grad_up = _weight_grad(how.up_sink, grad_inner, take_rows(x, source), ends)
-        elif how.up_spans.rows:
-            up_grads = factor_grads(grad_inner, take_rows(x, source), back, ends, how.up_spans, up_factors)
+            grad_up = _weight_grad(settings.up_sink, grad_inner, take_rows(x, source), ends)
+        elif settings.up_spans.rows:
+            up_grads = factor_grads(grad_inner, take_rows(x, source), back, ends, settings.up_spans, up_factors)
         return grad_x, grad_weights, grad_up, grad_down, None, None, *up_grads, *down_grads
 
 
@@ -219,9 +239,10 @@ def _weight_grad(sink: Tensor | None, grad: Tensor, x: Tensor, ends: Tensor) -> 
 
 
 class Experts(nn.Module):
-    """The mixture. Under tp without sequence parallelism, each tp rank routes its part of the tokens."""
+    """The mixture of experts. Under tp without sequence parallelism, each tp rank routes a part of the tokens."""
 
-    tally: Tensor  # of this step so far: rows by expert, dropped choices, the sum of the routers' entropies
+    # Counts of this step so far: rows by expert, then dropped choices, then the sum of the router's entropies.
+    tally: Tensor
 
     def __init__(self, parallel: Parallel, part: ExpertsPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -239,7 +260,7 @@ class Experts(nn.Module):
         self.register_buffer("tally", tally, persistent=False)
 
     def forward(self, x: Tensor, norm: Norm, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns x, for the residual, the mixture of its norm, and the sums of the router's losses, if it has any."""
+        """Return x, for the residual, the mixture of norm(x), and the sums of the router's losses if it has any."""
         batch, given = inputs.sequences, inputs.routed
         assert given is not None
         normed = norm(x)
@@ -248,6 +269,7 @@ class Experts(nn.Module):
         logits = self.router(own)
         scores = self.router.scores(logits)
         saved, losses = given.saved or Saved(), None
+        # A recomputation takes the choices of the first pass, so that rows go to the same experts.
         if not given.again:
             saved.chosen = self.router.choose(scores.detach())
             saved.all_chosen, saved.room = self._all_chosen(saved.chosen, rows, batch, given.rows)
@@ -265,19 +287,26 @@ class Experts(nn.Module):
         return x, y if self.shared is None else y + self.shared.of(normed), losses
 
     def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
-        """Returns the choices of all rows that this rank sends to experts and, with a capacity, the places that each
-        expert has for them; a choice that its expert has no room for is the number after the last expert's."""
+        """Return the choices of all rows that this rank sends to experts and, with a capacity, the number of places
+        that each expert has for them. A dropped choice becomes the number after the last expert's."""
         etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
         if self.routing.capacity is None:
             return (chosen if etp.alone else all_gather(chosen, etp.name, etp.size)), 0
-        held = rows * (tp.size if self.parallel.splits_tokens else 1)  # by these tp ranks, without padding
-        part = held // batch  # of each sequence
-        is_padded, seq = own * max(1, tp.size) != held, part * max(1, self.cp.size)
-        all_sorted = tp.alone or self.alike  # the rows of all tp ranks are sorted here
+
+        # The rows that the tp ranks hold together, without padding, and the number of them in each sequence.
+        held = rows * (tp.size if self.parallel.splits_tokens else 1)
+        part = held // batch
+        is_padded = own * max(1, tp.size) != held
+        seq = part * max(1, self.cp.size)
+
+        # Whether a choice is dropped depends on the whole sequence, so choices are gathered over tp unless this rank
+        # routes whole sequences and sends only its local rows.
+        all_sorted = tp.alone or self.alike
         has_whole = self.cp.alone and own % part == 0 and not is_padded
         alone = tp.alone or (has_whole and not all_sorted)
         known = chosen if alone else all_gather(chosen, tp.name, tp.size)
-        limited = torch.full_like(known, self.routing.count)  # no expert has a place for padding
+        # Padding counts as dropped.
+        limited = torch.full_like(known, self.routing.count)
         limited[:held] = self._limited(known[:held], part, seq, order)
         if all_sorted:
             room = self.routing.places(own * max(1, etp.size), part, seq)
@@ -287,30 +316,37 @@ class Experts(nn.Module):
         return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
 
     def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
-        """Returns choices [rows, k] of which each sequence has `part` rows here, without those that were dropped. What
-        the rest of a sequence of `seq` tokens chose, other ranks along cp know."""
+        """Return the choices [rows, k] with those beyond the capacity dropped.
+
+        Each sequence of `seq` tokens has `part` rows here. The choices of its other tokens come from the other ranks
+        along cp.
+        """
         room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
         if cp.alone:
             return with_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
         shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)
         shared = shared.transpose(0, 1).reshape(-1, seq, choices)
         assert order is not None, "ranks that share sequences know the order of their rows"
+        # `with_dropped` needs the tokens in the order of their sequence; the result is put back afterwards.
         numbers = order.to(shared.device)[:, :, None].expand_as(shared)
         natural = with_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
         return natural.gather(1, numbers)[:, cp.index * part : (cp.index + 1) * part].reshape(chosen.shape)
 
     @property
     def _gathers(self) -> bool:
-        """Whether each rank has only its own rows, so that they are gathered over etp. Where all tp ranks have all
-        tokens, and tp cuts the experts too, they have been."""
+        """True if a rank must gather rows over etp, because it has only a part of them.
+
+        It is false if all tp ranks hold all tokens and experts are sharded over the same ranks.
+        """
         return self.parallel.splits_tokens or not self.alike
 
     def _own_rows(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows to gather, and those of them that this rank routes."""
+        """Return the rows to gather, and the rows that this rank routes."""
         tp = self.parallel.tp
         if tp.alone or self.parallel.splits_tokens:
             return normed, normed
-        lacking = -normed.shape[0] % tp.size  # while text is generated, there may be fewer tokens than ranks
+        # While text is generated, the tokens may not divide evenly over the ranks.
+        lacking = -normed.shape[0] % tp.size
         if lacking:
             normed = torch.cat([normed, normed.new_zeros(lacking, normed.shape[1])])
         if self._gathers:
@@ -324,7 +360,7 @@ class Experts(nn.Module):
         return gather_from(base, self.etp) if self._gathers else base
 
     def _back(self, y: Tensor) -> Tensor:
-        """Sums the parts of each row's result and brings it where its token is."""
+        """Sum the parts of each row's result over etp and return the results of the tokens that this rank holds."""
         tp = self.parallel.tp
         if not self._gathers:
             return reduce_from(y, tp)
@@ -336,6 +372,7 @@ class Experts(nn.Module):
         first = max(0, tp.index) * rows
         numbers = torch.arange(first, first + rows, device=own.device)
         own_counted = torch.ones_like(numbers) if counted is None else counted[first : first + rows]
+        # Sequences follow one another and have equally many rows.
         return Tokens(numbers * batch // (rows * tp.size), batch, own_counted)
 
     @torch.no_grad()
@@ -348,7 +385,7 @@ class Experts(nn.Module):
         self.tally[-1] += torch.special.entr(shares).sum()
 
     def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
-        """Returns the sum over each row's experts of their weighted results: of this rank's part of the experts."""
+        """Return the weighted sum of the results of each row's experts; under etp, this rank's part of that sum."""
         row_at = order.choice_at // order.places.shape[1]
         weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
         if self.ep.alone:
@@ -358,7 +395,7 @@ class Experts(nn.Module):
         counts = saved.arrivals.counts
         arrived = self._exchanged(spread(x, row_at, order.places), saved.arrivals)
         arrived_weights = self._exchanged(weight_at, saved.arrivals)
-        # Rows arrive by rank and then by expert; the experts need them by expert alone.
+        # Rows arrive ordered by rank and then by expert. The experts need them ordered by expert.
         local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
         expert_of = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
         arrival_at = expert_of.argsort(stable=True)
@@ -369,7 +406,7 @@ class Experts(nn.Module):
         return collect(self._exchanged(result, saved.arrivals, back=True), row_at, order.places)
 
     def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
-        """Returns the rows that arrive when these are sent to their experts, or back from there."""
+        """Exchange rows over ep, to their experts or `back`, and return the rows that arrive."""
         sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
         if self.by_node is None:
             arrived: Tensor = all_to_all(rows, self.ep.name, sends, receives)
@@ -390,8 +427,7 @@ class Experts(nn.Module):
 
 @torch.no_grad()
 def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode | None = None) -> Arrivals:
-    """Tells every rank how many rows it will get for each of its experts. The host waits for the numbers, unless the
-    capacity fixes them."""
+    """Exchange over ep the numbers of rows for each expert. The host waits for them, unless the capacity fixes them."""
     own = order.counts.view(ep.size, -1)
     rows = order.choice_at.shape[0]
     even = [rows // ep.size + (n < rows % ep.size) for n in range(ep.size)]
@@ -403,8 +439,10 @@ def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode 
         ep.all_to_all(arriving, own.contiguous())
     else:
         arriving, passing = exchange_evenly(own.contiguous(), by_node)
-    if own.is_meta:  # a dry run takes the experts to be balanced
+    # A dry run assumes that the experts are balanced.
+    if own.is_meta:
         return Arrivals(even, even, arriving, middle)
+    # One transfer to the host for all numbers.
     numbers = [own.sum(1), arriving.sum(1), *([passing.sum(2).flatten()] if by_node else [])]
     sends, receives, *middles = torch.stack(numbers).tolist()
     return Arrivals(sends, receives, arriving, *(middles or [[]]))

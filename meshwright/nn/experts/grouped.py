@@ -1,6 +1,6 @@
-"""Products of rows that are sorted by expert with each expert's own matrix, and moving rows to that order and back.
+"""Products of rows, sorted by expert, with the matrices of their experts; and moving rows to that order and back.
 
-`ends` [experts] says where each expert's rows end; an expert may have none. The products are registered operators, so
+`ends` [experts] holds the end of each expert's rows; an expert may have none. The products are registered operators, so
 that a dry run sees them and weight gradients go straight into the flat gradient buffer.
 """
 
@@ -21,7 +21,7 @@ from meshwright.nn.weight_grad import Sink, sink_of, write_product
 
 
 def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yields the number and the rows of each expert. The host waits for `ends`: this is the way of a CPU."""
+    """Yield the number and the rows of each expert. The host waits for `ends`, so fast paths on CUDA don't use this."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         yield expert, slice(begin, end)
@@ -29,15 +29,17 @@ def _each(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _in_one_call(x: Tensor, width: int) -> bool:
-    """Whether torch's grouped product takes rows of x and makes rows of `width` columns, or the reverse: it needs rows,
-    and columns in multiples of 16 bytes."""
+    """Return whether torch's grouped product can turn rows of x into rows of `width` columns, or the reverse.
+
+    It needs at least one row, and rows of a multiple of 16 bytes.
+    """
     fits = x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
     return x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @operator("meshwright::grouped_product")
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    """Returns x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed`: x_e W_e."""
+    """Return x_e W_e^T for the rows x_e of every expert e and its weight W_e [out, in]; `transposed` gives x_e W_e."""
     factor = weight if transposed else weight.transpose(1, 2)
     if _in_one_call(x, factor.shape[2]):
         return F.grouped_mm(x, factor, offs=ends)
@@ -54,7 +56,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tens
 
 
 def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Returns g_e^T x_e for every expert, [experts, out, in]; an expert without rows has zeros."""
+    """Return g_e^T x_e for every expert e, [experts, out, in]; an expert without rows has zeros."""
     if _in_one_call(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=ends)
     out = x.new_zeros((ends.shape[0], grad.shape[1], x.shape[1]))
@@ -66,7 +68,7 @@ def grouped_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 @effectful_operator("meshwright::add_grouped_grad")
 def add_grouped_grad(sink: Tensor, grad: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Add g_e^T x_e to the sink of this handle, for every expert's weight [out, in]."""
+    """Add g_e^T x_e for every expert e to the sink with this handle, which is that of the weight [experts, out, in]."""
     sink_of(sink).add_factors(_add_grouped, grad, x, ends)
 
 
@@ -83,7 +85,7 @@ def _add_grouped(slot: Sink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns x[index]; the negative index of a row that is empty gives zeros."""
+    """Return x[index]; a negative index stands for an empty row and gives zeros."""
     if x.is_meta:
         return x.new_empty((index.shape[0], x.shape[1]))
     if kernels_take(x):
@@ -94,8 +96,10 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def sum_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Returns, for each row of `places` [n, k], the sum of the rows of x that it lists, in its order and in float32;
-    a negative place gives nothing."""
+    """Return, for each row of `places` [n, k], the sum of the rows of x that it lists, added in its order in float32.
+
+    Negative places are skipped.
+    """
     if x.is_meta:
         return x.new_empty((places.shape[0], x.shape[1]))
     if kernels_take(x):
@@ -110,7 +114,10 @@ def sum_rows(x: Tensor, places: Tensor) -> Tensor:
 
 
 def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
-    """Returns the activation of the inner features times each row's weight, which the last product then carries on."""
+    """Return the activation of the inner features, times each row's routing weight.
+
+    The second product is linear, so its result is weighted as well.
+    """
     if kind == "swiglu" and inner.is_meta:
         return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
     if kind == "swiglu" and kernels_take(inner):
@@ -124,9 +131,12 @@ def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
 def weighted_activation_backward(
     inner: Tensor, weights: Tensor, grad: Tensor, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of the inner features, what `weighted_activation` returned, and the weights' gradient. On
-    CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards."""
-    if kind == "swiglu" and inner.is_meta:  # a dry run takes the kernel's memory
+    """Return the gradient of the inner features, the output of `weighted_activation`, and the weights' gradient.
+
+    On CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards.
+    """
+    # A dry run counts the same memory as the kernel.
+    if kind == "swiglu" and inner.is_meta:
         return inner, grad, torch.empty_like(weights)
     if kind == "swiglu" and kernels_take(inner, grad):
         from meshwright.kernels.experts import weighted_swiglu_backward_
@@ -157,17 +167,17 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        return take_rows(grad, kept) if ctx.collects else sum_rows(grad, kept), None, None, None
+        (index,) = ctx.saved_tensors
+        return take_rows(grad, index) if ctx.collects else sum_rows(grad, index), None, None, None
 
 
 def spread(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns x[source]; `places` [rows of x, k] is the inverse of `source`."""
+    """Return x[source]; `places` [rows of x, k] is the inverse of `source`."""
     return _Move.apply(x, source, places, False)
 
 
 def collect(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns the sum of each row's places in x: the adjoint of `spread`."""
+    """Return the sum of x over each row's places: the adjoint of `spread`."""
     return _Move.apply(x, source, places, True)
 
 
@@ -188,5 +198,6 @@ def _take_numbers(x: Tensor, index: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-    """Returns the numbers x[source]; `places` is the inverse, and a negative one marks a number left out."""
+    """Return x[source] for a tensor of numbers, with zeros for negative indices. `places` is the inverse of `source`,
+    negative for numbers that are left out."""
     return _Permute.apply(x, source, places)

@@ -1,5 +1,6 @@
-"""The router of a mixture of experts: which experts each token goes to, with which weights, and what that adds to the
-loss. Everything is computed in float32 (in float64 runs: float64), whatever the model's precision.
+"""The router of a mixture of experts: it chooses each token's experts and their weights, and computes its loss terms.
+
+Everything is computed in float32 (float64 in float64 runs), whatever the model's precision.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ from meshwright.nn.weight_grad import add_product_grad
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.experts import Routing
 
-# By `model.experts.router`: how logits [rows, experts] become scores.
+# For each `model.experts.router`, the function that turns logits [rows, experts] into scores.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(1), "sigmoid": torch.sigmoid}
 
 
 class _WideProduct(torch.autograd.Function):
-    """y = x W^T with a result in float32, and both gradients computed from it."""
+    """y = x W^T with a float32 result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink  # an attribute, as in nn/linear.py
+        # The handle of the sink never changes, so it needs none of save_for_backward's checks.
+        ctx.sink = sink
         wide = torch.promote_types(x.dtype, torch.float32)
-        if x.is_cuda and x.dtype != wide:  # products of bf16 numbers are exact in float32
+        # Products of two bf16 numbers are exact in float32, so the factors need not be converted.
+        if x.is_cuda and x.dtype != wide:
             return torch.mm(x, weight.t(), out_dtype=wide)
         return F.linear(x.to(wide), weight.to(wide))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        # Tensor cores, as in a dry run; the gradient of x is rounded to bf16 in any case.
+        # In bf16 the products run on tensor cores. The gradient of x is rounded to bf16 in any case. A dry run takes
+        # the same branch.
         if (x.is_cuda or x.is_meta) and x.dtype == torch.bfloat16:
             grad = grad.to(x.dtype)
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
@@ -49,7 +53,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """The weight [experts, hidden] whose product with a token gives its logits, and the balancing bias."""
+    """The router: a weight [experts, hidden] whose product with a token gives its logits, and the balancing bias."""
 
     bias: nn.Parameter | None
 
@@ -61,7 +65,7 @@ class Router(nn.Module):
         self.routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits [rows, experts]."""
+        """Return the logits [rows, experts]."""
         return _WideProduct.apply(x, self.weight, self.sinks.get("weight"))
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -69,47 +73,49 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:
-        """Returns the numbers of the chosen experts [rows, k], the best first; of equal ones the lower number wins."""
-        r = self.routing
-        found = scores if self.bias is None else scores + self.bias
-        if r.groups > 1:
-            by_group = found.view(found.shape[0], r.groups, -1)
-            # As DeepSeek has it: a group is as good as its best expert (V2) or its two best together (V3).
-            best = by_group.topk(min(2 if r.scores == "sigmoid" else 1, by_group.shape[2]), dim=2).values.sum(2)
-            chosen = _largest(best, r.groups_used)
+        """Return the numbers of the chosen experts [rows, k], the best first. Ties go to the lower number."""
+        routing = self.routing
+        biased = scores if self.bias is None else scores + self.bias
+        if routing.groups > 1:
+            by_group = biased.view(biased.shape[0], routing.groups, -1)
+            # As in DeepSeek, the score of a group is that of its best expert (V2), or the sum of its two best (V3).
+            best = by_group.topk(min(2 if routing.scores == "sigmoid" else 1, by_group.shape[2]), dim=2).values.sum(2)
+            chosen = _largest(best, routing.groups_used)
             used = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
-            found = by_group.masked_fill(~used[:, :, None], -torch.inf).flatten(1)
-        return _largest(found, r.top_k)
+            biased = by_group.masked_fill(~used[:, :, None], -torch.inf).flatten(1)
+        return _largest(biased, routing.top_k)
 
     def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Returns the weights [rows, k] of the chosen experts' results. The bias only helps to choose."""
-        found = scores.gather(1, chosen)
+        """Return the weights [rows, k] of the chosen experts' results. They do not include the bias."""
+        weights = scores.gather(1, chosen)
         if self.routing.normalise:
-            found = found / (found.sum(1, keepdim=True) + 1e-20)
-        return found * self.routing.scale if self.routing.scale != 1.0 else found
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        return weights * self.routing.scale if self.routing.scale != 1.0 else weights
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Returns the numbers of the k largest columns of each row, the largest first; ties are broken by the lower
-    number, on every device."""
+    """Return the indices of the k largest columns of each row, the largest first. Ties go to the lower index, on every
+    device."""
     if kernels_take(x):
         from meshwright.kernels.experts import choose
 
         return choose(x, k)
+    # torch.topk leaves the order of ties open, so this is a stable sort.
     return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
 class Tokens(NamedTuple):
-    """What a router has to know of the rows that a rank routes: the sequence that each belongs to, how many sequences
-    there are, and which rows count in the loss."""
+    """The rows that a rank routes, as the router's losses need them."""
 
+    # The number of each row's sequence, and the number of sequences.
     sequence: Tensor
     sequences: int
+    # A mask of the rows that count in the loss.
     counted: Tensor
 
 
 class _Reported(torch.autograd.Function):
-    """Returns `total`, which is reported; its gradient goes to this rank's part of it."""
+    """Returns `total`, the value to report, and passes its gradient to `part`, this rank's part of it."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, total: Tensor) -> Tensor:
@@ -121,42 +127,51 @@ class _Reported(torch.autograd.Function):
 
 
 def picks_of(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Returns 1 for the experts that a row chose and 0 for the others, [rows, experts]."""
+    """Return a tensor [rows, experts] with 1 for the experts that a row chose and 0 for the others."""
     return torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
 
 def router_losses(
     router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: Tokens, parallel: Parallel
 ) -> Tensor:
-    """Returns the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
+    """Return the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
 
-    For a sequence of S tokens, E experts and k choices, f_i is the share of the S k choices that fell on expert i and
-    P_i the mean of its score over the sequence (of sigmoid scores: as a share of their sum). The balance loss of the
-    sequence is E sum_i f_i P_i, which is 1 where all are alike; every token of the sequence that counts has it as its
-    own. The z loss of a token is the square of the log-sum of its logits. With `aux_level: batch`, a micro-batch counts
-    as one sequence, so that the loss depends on how the batch is divided into micro-batches.
+    For a sequence of S tokens, E experts and k choices, f_i is the share of the S k choices that fell on expert i, and
+    P_i is the mean of its score over the sequence (sigmoid scores are first divided by their sum). The balance loss of
+    the sequence is E sum_i f_i P_i, which is 1 if all experts are used equally. It counts once for every token of the
+    sequence that counts in the loss. The z loss of a token is the square of the log-sum-exp of its logits. With
+    `aux_level: batch`, a micro-batch counts as one sequence, so the loss depends on how the batch is divided into
+    micro-batches.
     """
     assert parallel.experts is not None
-    r, group = router.routing, parallel.experts.sequence
-    if r.aux_level == "batch":
+    routing, group = router.routing, parallel.experts.sequence
+    if routing.aux_level == "batch":
         tokens = tokens._replace(sequence=torch.zeros_like(tokens.sequence), sequences=1)
-    shares = scores if r.scores == "softmax" else scores / scores.sum(1, keepdim=True)
+    shares = scores if routing.scores == "softmax" else scores / scores.sum(1, keepdim=True)
     member = F.one_hot(tokens.sequence, tokens.sequences).to(shares.dtype)
     counted = tokens.counted.to(shares.dtype)
-    mass = member.t() @ shares  # [sequences, experts], which has the gradient
-    heights = logits if r.z_loss else logits.detach()  # a graph that no backward runs through would be kept
+
+    # The sums of this rank's rows, [sequences, experts] or [sequences]. Only `mass` and `squares` carry gradients.
+    mass = member.t() @ shares
+    # Without a z loss no backward would run through this graph and free it, so it is not built.
+    heights = logits if routing.z_loss else logits.detach()
     squares = member.t() @ (heights.logsumexp(1).square() * counted)
+
+    # The same sums over all ranks that share the sequences, in one call.
     sums = torch.cat([member.t() @ picks, mass.detach(), (member.t() @ counted)[:, None], squares.detach()[:, None]], 1)
     group.all_reduce(sums)
-    choices, all_mass, count = sums[:, : r.count], sums[:, r.count : -2], sums[:, -2]
+    choices, all_mass, count = sums[:, : routing.count], sums[:, routing.count : -2], sums[:, -2]
     total = choices.sum(1, keepdim=True)  # S k
-    weight = r.count * r.top_k * count[:, None] * choices / total.square()
-    local = _used(r, (weight * mass).sum(), squares.sum())
-    # Ranks along cp each report their part, ranks along tp the whole: of those only one is counted.
+    weight = routing.count * routing.top_k * count[:, None] * choices / total.square()
+    local = _used(routing, (weight * mass).sum(), squares.sum())
+
+    # The reported losses are summed over cp, but only one rank along tp counts. So each rank along cp reports its share
+    # of the total, and all ranks along tp report the same.
     parts = group.size // max(1, parallel.tp.size)
-    return _Reported.apply(local, _used(r, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
+    return _Reported.apply(local, _used(routing, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
 
 
-def _used(r: Routing, balance: Tensor, z: Tensor) -> Tensor:
-    """Returns those of the two losses that have a weight. (Indexing by a list would wait for the device.)"""
-    return torch.stack([loss for loss, weight in ((balance, r.aux_loss), (z, r.z_loss)) if weight])
+def _used(routing: Routing, balance: Tensor, z: Tensor) -> Tensor:
+    """Return the losses, of these two, that have a weight."""
+    # Stacking avoids indexing a tensor by a list, which would wait for the device.
+    return torch.stack([loss for loss, weight in ((balance, routing.aux_loss), (z, routing.z_loss)) if weight])

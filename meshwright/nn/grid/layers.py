@@ -1,4 +1,4 @@
-"""The layers of a GPT on a grid of tensor-parallel ranks. `spec/layout/grid.py` has the role of each axis."""
+"""The layers of a GPT on a grid of tensor-parallel ranks. `spec/layout/grid.py` defines the role of each axis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshwright.spec.model import grid as parts
 
 
 class _Projection(nn.Module):
-    """The projection to queries, keys and values."""
+    """The projection to queries, keys and values, with the interface of `QKV`."""
 
     def __init__(self, qkv: GridLinear) -> None:
         super().__init__()
@@ -42,10 +42,11 @@ class _Projection(nn.Module):
 
 
 class GridAttention(Attention):
-    """Self-attention of a rank's heads and sequences."""
+    """Self-attention of this rank's heads and sequences."""
 
     def __init__(self, parallel: Parallel, part: parts.GridAttentionPart, records: dict[str, ParamRecord]) -> None:
         self.grid = part.grid
+        # Heads are divided along one axis of the grid, which plays the part of tp in `Attention`.
         heads = replace(parallel, tp=group_of(parallel, part.grid.inner.features))
         super().__init__(heads, part.part, records)
 
@@ -57,7 +58,7 @@ class GridAttention(Attention):
 
 
 class GridMLP(MLP):
-    """The MLP of a rank's inner features and rows."""
+    """The MLP of this rank's inner features and rows."""
 
     def __init__(self, parallel: Parallel, part: parts.GridMLPPart, records: dict[str, ParamRecord]) -> None:
         self.grid = part.grid
@@ -70,8 +71,10 @@ class GridMLP(MLP):
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up rows of a cut table: the product of the output layer, turned round. A negative row is one of another
-    part of the vocabulary, and gives zeros."""
+    """Looks up rows of a sharded table, with the collectives of the output layer's product in reverse.
+
+    A negative row belongs to another part of the vocabulary, and gives zeros.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, sink: Tensor | None, sides: Sides) -> Tensor:
@@ -89,7 +92,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class GridTokens(nn.Module):
-    """Maps the ids of all tokens of a micro-batch to this rank's block of their activations."""
+    """The token embedding: maps the ids of all tokens of a micro-batch to this rank's block of their activations."""
 
     def __init__(self, parallel: Parallel, part: parts.GridTokensPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
@@ -108,7 +111,7 @@ class GridTokens(nn.Module):
 
 
 class GridPositions(nn.Module):
-    """A table of learned positions, of this rank's features, looked up for its rows."""
+    """Learned positions: this rank's features of the table, looked up for its rows."""
 
     def __init__(self, parallel: Parallel, part: parts.GridPositionsPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()

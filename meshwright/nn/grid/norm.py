@@ -1,4 +1,4 @@
-"""Norms of rows whose features are cut over the ranks of a group."""
+"""Norms of rows whose features are divided over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.spec.model import grid as parts
 
 
 class Features(NamedTuple):
-    """The features of a row: how many there are on all ranks of a group, and what is added to their variance."""
+    """The features of a row: their number on all ranks, the group of these ranks, and the variance's epsilon."""
 
     width: int
     side: Side
@@ -27,14 +27,18 @@ class Features(NamedTuple):
 
 
 def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns what each row is multiplied by and, for a layer norm, its mean. Of that the ranks' means and sums of
-    squared differences are combined, which is as exact as one pass over whole rows."""
+    """Return the factor that normalises each row and, for a layer norm (`centred`), each row's mean.
+
+    For a layer norm the ranks' means and sums of squared differences are combined. This is as accurate as computing
+    them over whole rows.
+    """
     values, own, mean = wide(x), x.shape[1], None
     if centred:
         mean = values.mean(1)
         squares = (values - mean[:, None]).square().sum(1)
         both = gather(torch.stack((mean, squares))[None], features.side)  # [ranks, 2, rows]
         means, mean = both[:, 0], both[:, 0].mean(0)
+        # Squared differences within the ranks, plus those between the ranks' means and the mean of the row.
         total = both[:, 1].sum(0) + own * (means - mean).square().sum(0)
     else:
         total = values.square().sum(1)
@@ -45,8 +49,11 @@ def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor
 
 @pure_operator("meshwright::in_backward")
 def in_backward(x: Tensor, grad: Tensor) -> Tensor:
-    """Returns x, once `grad` is there. A compiler that sees the same computation in forward and backward may keep its
-    result; what is computed from this x belongs to backward alone."""
+    """Return a copy of x that depends on `grad`, and so exists in backward only.
+
+    A compiler that sees the same computation in forward and backward may save its result instead of computing it again.
+    A computation from this copy differs from that of forward, so it stays in backward.
+    """
     return x.clone()
 
 
@@ -56,7 +63,7 @@ def _(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
-    """Returns the rows without their means and of size 1, in the precision of sums."""
+    """Return the rows minus their means, if given, and scaled by `scale` to unit variance, in float32 or wider."""
     values = wide(x)
     return (values if mean is None else values - mean[:, None]) * scale[:, None]
 
@@ -64,7 +71,7 @@ def normed(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
 def norm_grads(
     grad: Tensor, ones: Tensor, weight: Tensor, scale: Tensor, features: Features, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the input and of the weight, of a norm whose rows of size 1 are `ones`."""
+    """Return the gradients of a norm's input and weight. `ones` is the normalised rows, before the weight."""
     given = wide(grad)
     scaled = given * wide(weight)
     means = torch.stack([(scaled * ones).sum(1)] + ([scaled.sum(1)] if centred else []))
@@ -81,8 +88,8 @@ class _Norm(torch.autograd.Function):
         scale, mean = row_statistics(x, features, centred)
         ctx.save_for_backward(x, weight, scale, mean)
         ctx.features = features
-        found = normed(x, scale, mean) * wide(weight)
-        return (found if bias is None else found + wide(bias)).to(x.dtype)
+        y = normed(x, scale, mean) * wide(weight)
+        return (y if bias is None else y + wide(bias)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,7 +100,7 @@ class _Norm(torch.autograd.Function):
 
 
 class GridNorm(Norm):
-    """A layer norm or RMS norm of rows whose features are cut."""
+    """A layer norm or RMS norm of rows whose features are divided over ranks."""
 
     def __init__(self, parallel: Parallel, part: parts.GridNormPart, records: dict[str, ParamRecord]) -> None:
         super().__init__(parallel, part.part, records)

@@ -1,8 +1,9 @@
-"""Linear layers on a grid of tensor-parallel ranks. One product serves all kinds of grids, and those along one axis
-(`nn/linear.py`): gather what is needed of both factors, multiply, sum and scatter where the contraction is cut.
+"""Linear layers on a grid of tensor-parallel ranks.
 
-What was gathered is not kept but gathered again in backward, unless the config says otherwise, so that a rank keeps its
-own block of every activation and nothing more.
+The product of `nn/linear.py` serves all kinds of grids, and a single axis as well: it gathers the needed parts of both
+factors, multiplies, and sums and scatters the result if the contracted dimension is divided. Unless the config says
+otherwise, gathered tensors are not saved for backward but gathered again, so that a rank saves only its block of every
+activation.
 """
 
 from __future__ import annotations
@@ -23,36 +24,38 @@ from meshwright.spec.layout.params import ParamRecord
 
 
 class _NormProduct(torch.autograd.Function):
-    """y = rms_norm(x) W^T of rows whose features are cut. Of its input only x and each row's scale are kept."""
+    """y = rms_norm(x) W^T, for rows whose features are divided over ranks. Only x and each row's factor are saved."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scales: Tensor, features: Features, weight: Tensor, *settings: Any
     ) -> Tensor:  # fmt: skip
-        each, _ = row_statistics(x, features, centred=False)
-        value = (normed(x, each, None) * wide(scales)).to(x.dtype)
+        factors, _ = row_statistics(x, features, centred=False)
+        value = (normed(x, factors, None) * wide(scales)).to(x.dtype)
         y, full, weight = product_forward(ctx, value, weight, None, settings)
-        ctx.save_for_backward(x, each, scales, full, weight)
+        ctx.save_for_backward(x, factors, scales, full, weight)
         ctx.features = features
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, each, scales, full, weight = ctx.saved_tensors
-        each = in_backward(each, grad)
-        prepared, grad_weight = prepare_grad(ctx, grad, weight), None
+        x, factors, scales, full, weight = ctx.saved_tensors
+        factors = in_backward(factors, grad)
+        prepared = prepare_grad(ctx, grad, weight)
+        grad_weight = None
         if ctx.needs_input_grad[3]:
-            value = (normed(x, each, None) * wide(scales)).to(x.dtype)
+            value = (normed(x, factors, None) * wide(scales)).to(x.dtype)
             grad_weight = weight_grad(ctx, prepared, value, full)
+            # The normed rows are released before the input gradient is computed.
             del value
         back = input_grad(ctx, prepared, weight)
-        ones = normed(x, each, None)
-        grad_x, grad_scales = norm_grads(back, ones, scales, each, ctx.features, centred=False)
+        ones = normed(x, factors, None)
+        grad_x, grad_scales = norm_grads(back, ones, scales, factors, ctx.features, centred=False)
         return grad_x, grad_scales, None, grad_weight, None, None, None, None
 
 
 class GridLinear(Linear):
-    """A product and its bias on a grid. Every rank adds its block of the bias to its block of y, once."""
+    """A linear layer on a grid. Every rank adds its block of the bias to its block of y, after the sum."""
 
     def __init__(
         self, parallel: Parallel, weight: ParamRecord, bias: ParamRecord | None, roles: Roles, keeps: bool = False

@@ -1,5 +1,6 @@
-"""How the tensors of a product travel between tensor-parallel ranks: what is gathered before it and what is summed and
-scattered after it, along one axis or on a grid. `spec/layout/grid.py` says who plays which role on a grid."""
+"""The collectives of a product over tensor-parallel ranks, along one axis or on a grid: the factors that are gathered
+before it, and the result that is summed and scattered after it. `spec/layout/grid.py` defines the roles of a grid's
+axes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from meshwright.comm.ops import all_gather, all_reduce_, reduce_scatter
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.grid import Roles
 
-Side = tuple[str, int]  # the name and the size of a group
+# The name and the size of a group.
+Side = tuple[str, int]
 NOBODY: Side = ("", 1)
 
 
@@ -29,7 +31,7 @@ def group_of(parallel: Parallel, axis: str) -> Group:
 
 
 def own_rows(x: Tensor, parallel: Parallel, axes: tuple[str, ...]) -> Tensor:
-    """Returns the rows of x, which every tp rank holds whole, that these axes (the slowest first) leave to a rank."""
+    """Return this rank's rows of x, which every tp rank holds whole. `axes`, the slowest first, divide the rows."""
     for axis in axes:
         group = group_of(parallel, axis)
         if not group.alone:
@@ -38,15 +40,20 @@ def own_rows(x: Tensor, parallel: Parallel, axes: tuple[str, ...]) -> Tensor:
 
 
 class Sides(NamedTuple):
-    """The groups over which the tensors of one product y = x W^T travel. A layer that is cut over tp is a grid of one
-    axis, whose weight stays where it is."""
+    """The groups over which the tensors of one product y = x W^T travel. A layer that is sharded over tp is a grid with
+    one axis, whose weight is not gathered."""
 
-    x: Side = NOBODY  # gathers x, and scatters its gradient
-    summed: Side = NOBODY  # sums y and scatters its rows, and gathers its gradient
-    weight: Side | None = None  # gathers W, and scatters its gradient; None: it is no grid's
-    joins: bool = False  # x is gathered along its features, not its rows
-    keeps: bool = False  # gathered factors are kept for backward
-    # Every rank holds all rows of x and y. So x is not gathered, and sums are left whole instead of scattered.
+    # Gathers x, and scatters its gradient.
+    x: Side = NOBODY
+    # Sums y and scatters its rows, and gathers its gradient.
+    summed: Side = NOBODY
+    # Gathers W, and scatters its gradient. None: the product is not on a grid.
+    weight: Side | None = None
+    # True if x is gathered along its features, not its rows.
+    joins: bool = False
+    # True if gathered factors are saved for backward.
+    keeps: bool = False
+    # True if every rank holds all rows of x and y. Then x is not gathered, and sums are not scattered.
     all_rows: bool = False
 
     @staticmethod
@@ -56,29 +63,30 @@ class Sides(NamedTuple):
 
     @staticmethod
     def over_tp(parallel: Parallel, cut: str) -> Sides:
-        """Returns those of a layer that is cut over tp by its output features (`column`) or input features (`row`), or
-        that every rank holds whole (`whole`)."""
+        """Return the sides of a layer that is sharded over tp by its output features (`column`) or its input features
+        (`row`), or that every rank holds whole (`whole`)."""
         if parallel.tp.alone or cut == "whole":
             return PLAIN
         side, all_rows = (parallel.tp.name, parallel.tp.size), not parallel.splits_tokens
         return Sides(x=side, all_rows=all_rows) if cut == "column" else Sides(summed=side, all_rows=all_rows)
 
 
-PLAIN = Sides()  # of a product that communicates nothing
+# The sides of a product that does not communicate.
+PLAIN = Sides()
 
 
 def gather(x: Tensor, side: Side | None, again: bool = False) -> Tensor:
-    """Returns the rows of all ranks."""
+    """Return x with the rows of all ranks. Backward says `again` when it repeats a gather of forward."""
     return x if side is None or side[1] == 1 else all_gather(x, *side, again)
 
 
 def scatter(x: Tensor, side: Side | None) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' tensors."""
+    """Return this rank's rows of the sum of all ranks' tensors."""
     return x if side is None or side[1] == 1 else reduce_scatter(x, *side)
 
 
 def gather_input(x: Tensor, sides: Sides, again: bool = False) -> Tensor:
-    """Returns x as the product takes it: with the rows of all ranks, or with its features joined."""
+    """Return x as the product takes it: with the rows of all ranks, or with the features of all ranks (`joins`)."""
     group, size = sides.x
     if size == 1 or sides.all_rows:
         return x
@@ -87,7 +95,7 @@ def gather_input(x: Tensor, sides: Sides, again: bool = False) -> Tensor:
 
 
 def scatter_input_grad(grad: Tensor, sides: Sides) -> Tensor:
-    """Returns this rank's block of the sum of all ranks' gradients of x: the adjoint of `gather_input`."""
+    """Return this rank's block of the sum of all ranks' gradients of x: the adjoint of `gather_input`."""
     group, size = sides.x
     if size == 1:
         return grad
@@ -100,7 +108,7 @@ def scatter_input_grad(grad: Tensor, sides: Sides) -> Tensor:
 
 
 def sum_output(y: Tensor, sides: Sides) -> Tensor:
-    """Returns the rows of the sum of all ranks' y that this rank holds."""
+    """Return this rank's rows of the sum of all ranks' y."""
     group, size = sides.summed
     if size == 1:
         return y
@@ -111,6 +119,6 @@ def sum_output(y: Tensor, sides: Sides) -> Tensor:
 
 
 def gather_output_grad(grad: Tensor, sides: Sides) -> Tensor:
-    """Returns the gradient of all rows of y: the adjoint of `sum_output`."""
+    """Return the gradient of all rows of y: the adjoint of `sum_output`."""
     group, size = sides.summed
     return grad if size == 1 or sides.all_rows else all_gather(grad, group, size)
