@@ -67,15 +67,15 @@ class BlankStream:
 
         If the model has an embedding of second positions, `token_types` [seq] holds these.
         """
-        o, piece = self.options, self.source.sample(n)
+        options, piece = self.options, self.source.sample(n)
         assert isinstance(piece, Piece)
         # The order of the draws is part of the data format: changing it changes every sample.
-        random = keyed_uniform(3 + 3 * o.most_spans, *self.key, n)
-        mask, gmask, sop, eop, pad = o.specials
+        random = keyed_uniform(3 + 3 * options.most_spans, *self.key, n)
+        mask, gmask, sop, eop, pad = options.specials
         count = len(piece.tokens)
-        whole = random[0] >= o.short or count < 2 or piece.answer >= 0
-        last = (piece.answer, count) if piece.answer >= 0 else _end(count, o.least, random[1])
-        spans = [last] if whole else _short_spans(count, o, random[3:])
+        whole = random[0] >= options.short or count < 2 or piece.answer >= 0
+        last = (piece.answer, count) if piece.answer >= 0 else _end(count, options.least, random[1])
+        spans = [last] if whole else _short_spans(count, options, random[3:])
         ids: list[int] = []
         mask_positions: list[int] = []
         at = 0
@@ -88,7 +88,7 @@ class BlankStream:
         source = len(ids)
         positions, labels = list(range(source)), [pad] * source
         inner = [0] * source
-        order = np.argsort(random[3 + 2 * o.most_spans :][: len(spans)], kind="stable")
+        order = np.argsort(random[3 + 2 * options.most_spans :][: len(spans)], kind="stable")
         for number in order.tolist():
             tokens = piece.tokens[slice(*spans[number])].tolist()
             ids += [sop, *tokens]
@@ -121,25 +121,25 @@ def _end(count: int, least: float, random: float) -> tuple[int, int]:
     return count - length, count
 
 
-def _short_spans(count: int, o: BlankOptions, random: NDArray[np.float64]) -> list[tuple[int, int]]:
-    """Return random spans [begin, end) that together hold `o.share` of `count` tokens, ascending.
+def _short_spans(count: int, options: BlankOptions, random: NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Return random spans [begin, end) that together hold `options.share` of `count` tokens, ascending.
 
     Their lengths follow a Poisson distribution but are at least 1, and the last span gets the rest. Two spans are never
     adjacent if the text has room to separate them.
     """
-    wanted = max(1, round(o.share * count))
+    wanted = max(1, round(options.share * count))
     lengths: list[int] = []
-    for draw in random[: o.most_spans]:
+    for draw in random[: options.most_spans]:
         left = wanted - sum(lengths)
         if left <= 0:
             break
-        last = len(lengths) == o.most_spans - 1
-        lengths.append(left if last else min(left, max(1, _poisson(o.mean, draw))))
+        last = len(lengths) == options.most_spans - 1
+        lengths.append(left if last else min(left, max(1, _poisson(options.mean, draw))))
 
     # gaps[i] is the number of tokens outside all spans that precede span i. To keep spans apart, one token is reserved
     # between neighbours: the gaps are drawn without these tokens, which are then added back.
     free = count - wanted
-    cuts = np.sort(random[o.most_spans : o.most_spans + len(lengths)])
+    cuts = np.sort(random[options.most_spans : options.most_spans + len(lengths)])
     apart = free >= len(lengths)
     gaps = np.floor(cuts * (free - (len(lengths) - 1) + 1 if apart else free + 1)).astype(np.int64)
     gaps += np.arange(len(lengths)) if apart else 0

@@ -39,6 +39,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
         return [int(share * period) for share in shares]
     ideal = [share * MAX_PERIOD for share in shares]
     whole = [max(1, math.floor(count)) for count in ideal]
+    # Add or remove single units until the sum is right, each time at the weight with the largest rounding error.
     while (missing := MAX_PERIOD - sum(whole)) != 0:
         step = 1 if missing > 0 else -1
         owed = [(step * (count - given), given, d) for d, (count, given) in enumerate(zip(ideal, whole, strict=True))]
@@ -114,6 +115,7 @@ class Blend:
     def epoch_samples(self) -> int:
         """The number of samples before one of the datasets begins its second epoch."""
         begins = []
+        # A dataset's second epoch begins with its sample number `epoch_samples`. Find the slot of that sample.
         for d, weight in enumerate(self.weights):
             periods, rank = divmod(self.datasets[d].epoch_samples, weight)
             begins.append(periods * self.period + int(np.flatnonzero(self._dataset == d)[rank]))

@@ -65,6 +65,7 @@ def prepare_chat(
         if not lengths:
             raise UserError(f"{', '.join(inputs)}: no conversation is there to learn from")
         summary.conversations, summary.tokens, summary.longest = len(lengths), sum(lengths), max(lengths)
+        # The masks are finished first, so that a complete token file always has its masks.
         masks.finish()
         content = metadata(tokenizer, tokens, chat=summary.kind, learned=summary.learned, template=rendered.text)
         tokens.finish({".json": content})

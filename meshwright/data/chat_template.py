@@ -103,6 +103,7 @@ class ChatTemplate:
     def _answer(self, text: str) -> str:
         """Return an answer without the white space that the template puts after its end token."""
         short = text.rstrip()
+        # Templates end an answer with the end token or with another special token, such as <|im_end|> or <end_of_turn>.
         ends = short.endswith(self.special.get("eos_token") or "\0") or re.search(r"<[|/｜][^<>]*>$|<[a-z_]+>$", short)
         return short if ends else text
 
@@ -142,7 +143,8 @@ def load_template(folder: Path) -> ChatTemplate:
             text = settings.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"the chat template of {folder} can't be read ({error}): get it again") from None
-    if isinstance(text, list):  # several templates, each with a name
+    # A model may have several templates with names. The one for plain conversations is called "default".
+    if isinstance(text, list):
         named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
         text = named.get("default")
     if not isinstance(text, str) or not text:

@@ -116,6 +116,7 @@ class GPTDataset:
         """Return how many labels of sample n belong to its epoch; an epoch's last chunk reaches into the next epoch."""
         number, k = self._locate(n)
         begin = (self.first_sample(number) + k) * self.seq
+        # Minus one, because the label of an epoch's last token is the first token of the next epoch.
         return min(self.seq, (number + 1) * self.tokens_per_epoch - 1 - begin)
 
     def _locate(self, n: int) -> tuple[int, int]:
@@ -144,6 +145,7 @@ class GPTDataset:
         order = order if self._chosen is None else self._chosen[order]
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
         first, after = self.first_sample(number), self.first_sample(number + 1)
+        # Where each chunk begins, counted from the beginning of the epoch. side="right" skips empty documents.
         starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
         position = np.searchsorted(ends, starts, side="right")
         offset = starts - (ends[position] - self._lengths[order[position]])

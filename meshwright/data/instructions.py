@@ -34,6 +34,7 @@ class Instructions:
             # An answer is a run of learned tokens. Zeros at both ends give every run a begin and an end.
             learned = np.concatenate(([0], self.conversations.read(number, size)[1] > 0, [0]))
             edges = np.flatnonzero(np.diff(learned)).reshape(-1, 2)
+            # An answer at the very beginning has no source to be predicted from.
             answers += [(number, int(begin), int(end)) for begin, end in edges if begin]
         if not answers:
             raise TooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
@@ -55,6 +56,7 @@ class Instructions:
         epoch, at = divmod(n, self.epoch_samples)
         number, begin, end = self._answers[int(self._order(epoch)[at])].tolist()
         tokens = self.conversations.read(number, end)[0]
+        # At least one token of the source is kept, and as many before the answer as fit.
         answer = min(end - begin, self.seq - 1)
         low = max(0, begin + answer - self.seq)
         return Piece(tokens[low : begin + answer], np.zeros(0, np.int64), begin - low)

@@ -132,11 +132,11 @@ class MaskedStream:
         Those fields are places, labels and loss_mask [predictions]. If samples have two segments, `swapped` is 0 or 1.
         """
         piece: Piece = self.source.sample(n)
-        m, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
-        cls, sep, mask, pad = m.specials
+        masking, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
+        cls, sep, mask, pad = masking.specials
         tokens, swapped = piece.tokens, 0
         parts = [tokens]
-        if m.pairs:
+        if masking.pairs:
             swapped = int(random[0] < 0.5 and len(tokens) > 1)
             parts = np.split(tokens, [_pivot(piece, random[1])])[:: -1 if swapped else 1]
 
@@ -152,19 +152,19 @@ class MaskedStream:
             at = end + 1
 
         draws = random[2:].reshape(4, self.seq)
-        chosen = choose(ids, body, m, draws[0], draws[1])
+        chosen = choose(ids, body, masking, draws[0], draws[1])
         labels = ids[chosen]
-        other = (draws[2, : len(chosen)] * m.vocab).astype(np.int64)
+        other = (draws[2, : len(chosen)] * masking.vocab).astype(np.int64)
         action = draws[3, : len(chosen)]
         ids[chosen] = np.where(action < MASKED, mask, np.where(action < OTHER, other, labels))
 
-        counted = np.arange(m.predictions) < len(chosen)
+        counted = np.arange(masking.predictions) < len(chosen)
         sample = {"tokens": ids, "token_types": types, "segments": (np.arange(self.seq) >= at).astype(np.int64)}
         for name, values in (("places", chosen), ("labels", labels)):
-            sample[name] = np.zeros(m.predictions, np.int64)
+            sample[name] = np.zeros(masking.predictions, np.int64)
             sample[name][: len(chosen)] = values
         sample["loss_mask"] = counted.astype(np.int64)
-        return sample | ({"swapped": np.asarray(swapped, np.int64)} if m.pairs else {})
+        return sample | ({"swapped": np.asarray(swapped, np.int64)} if masking.pairs else {})
 
 
 def _pivot(piece: Piece, random: float) -> int:
@@ -178,7 +178,7 @@ def _pivot(piece: Piece, random: float) -> int:
 def choose(
     ids: NDArray[np.int64],
     body: NDArray[np.bool_],
-    m: Masking,
+    masking: Masking,
     order: NDArray[np.float64],
     lengths: NDArray[np.float64],
 ) -> NDArray[np.int64]:
@@ -191,24 +191,24 @@ def choose(
     """
     text_positions = np.flatnonzero(body)
     text_tokens = len(text_positions)
-    left = min(m.predictions, text_tokens, max(1, round(m.share * (text_tokens + m.added))))
+    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added))))
     if not left:
         return text_positions[:0]
 
     begins = np.ones(text_tokens, bool)
-    if m.words is not None:
-        same_word = m.words.joined(ids[text_positions[:-1]], ids[text_positions[1:]])
+    if masking.words is not None:
+        same_word = masking.words.joined(ids[text_positions[:-1]], ids[text_positions[1:]])
         # Positions that are not neighbours have a special token between them, which ends a word.
         begins[1:] = (np.diff(text_positions) > 1) | ~same_word
     starts = np.append(np.flatnonzero(begins), text_tokens)
     words = len(starts) - 1
     ranked = np.argsort(order[:words], kind="stable")
     # Without n-grams and with one token per word, the loop below would choose the first tokens of the order.
-    if words == text_tokens and m.ngrams == 1:
+    if words == text_tokens and masking.ngrams == 1:
         return np.sort(text_positions[ranked[:left]])
 
     # An n-gram of n words has probability proportional to 1 / n.
-    odds = np.cumsum(1.0 / np.arange(1, m.ngrams + 1))
+    odds = np.cumsum(1.0 / np.arange(1, masking.ngrams + 1))
     grams = np.searchsorted(odds / odds[-1], lengths[:words], side="right") + 1
     taken = np.zeros(text_tokens, bool)
     for word in ranked.tolist():

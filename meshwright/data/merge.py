@@ -109,6 +109,7 @@ def _copied(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
     ends = pointers // size + lengths
     begin = at = 0
     while begin < file.document_count:
+        # At least one document, even if it is larger than COPIED_BYTES.
         end = max(begin + 1, int(np.searchsorted(ends, at + COPIED_BYTES // size, side="right")))
         until = int(ends[end - 1])
         bounds = file.document_indices[begin : end + 1]

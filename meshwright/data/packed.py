@@ -87,7 +87,7 @@ class Conversations:
         document = int(self.numbers[number])
         size = min(int(self.file.sizes[document]), most)
         first = int(self.file.pointers[document]) // self.file.dtype.itemsize
-        at = int(self.masks.pointers[document])
+        at = int(self.masks.pointers[document])  # masks take one byte per token, so bytes are positions
         return self.file.tokens[first : first + size].astype(np.int64), self.masks.tokens[at : at + size]
 
 
@@ -103,6 +103,7 @@ class PackedStream:
         lengths = np.concatenate([part.sizes() for part in parts]) if parts else np.zeros(0, np.int64)
         # A pair has to fit one sample, and each of its conversations gets half of it.
         most = seq // unit
+        # A conversation of L tokens has L - 1 inputs, so one token more than there are positions is used.
         self._taken = np.minimum(lengths, most + 1)
         groups = (self._taken - 1).reshape(-1, unit).sum(1)
         self._where = [(part, n) for part in parts for n in range(len(part))]

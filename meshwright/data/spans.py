@@ -64,16 +64,18 @@ class SpanStream:
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
         """Return tokens [seq], and decoder_tokens, labels and loss_mask [decoder_seq]."""
-        o, text = self.options, self.texts.sample(n)[: self.options.tokens]
-        taken = noise_mask(len(text), o.share, o.mean, keyed_uniform(2 * len(text), *self.key, n))
-        inputs = with_sentinels(text, taken, o.sentinel, o.eod)
-        target = with_sentinels(text, ~taken, o.sentinel, o.eod)
-        assert len(inputs) == o.seq and (len(inputs), len(target)) == span_lengths(len(text), o.share, o.mean)
-        labels = np.full(o.decoder_seq, o.eod, np.int64)
+        options = self.options
+        text = self.texts.sample(n)[: options.tokens]
+        taken = noise_mask(len(text), options.share, options.mean, keyed_uniform(2 * len(text), *self.key, n))
+        inputs = with_sentinels(text, taken, options.sentinel, options.eod)
+        target = with_sentinels(text, ~taken, options.sentinel, options.eod)
+        lengths = span_lengths(len(text), options.share, options.mean)
+        assert len(inputs) == options.seq and (len(inputs), len(target)) == lengths
+        labels = np.full(options.decoder_seq, options.eod, np.int64)
         labels[: len(target)] = target
-        counted = np.arange(o.decoder_seq) < len(target)
+        counted = np.arange(options.decoder_seq) < len(target)
         return {
-            "tokens": inputs, "decoder_tokens": np.append(o.start, labels[:-1]), "labels": labels,
+            "tokens": inputs, "decoder_tokens": np.append(options.start, labels[:-1]), "labels": labels,
             "loss_mask": counted.astype(np.int64),
         }  # fmt: skip
 

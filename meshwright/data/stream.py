@@ -107,6 +107,7 @@ def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]
         high = low
         if share > 0:
             left -= 1
+            # At least `least` documents for this part, and for each part after it. The last part gets the rest.
             high = min(max(round(total * count), low + least), count - least * left) if left else count
         ranges.append((low, high))
         low = high

@@ -92,6 +92,7 @@ class TokenFileWriter:
             complete[0] += self._open
         self._open = complete.pop() if last_open else 0
         self._counts.extend([1] * len(complete) if counts is None else counts)
+        # The array holds 32-bit integers, as the index does.
         try:
             self._sizes.extend(complete)
         except OverflowError:

@@ -194,6 +194,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ([begin] if begin >= 0 else []) + self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        # One thread, because the worker processes already use all cores.
         lists = self._library.encode(list(texts), out_type=int, num_threads=1)
         return [np.array(ids, dtype=self.dtype) for ids in lists]
 

@@ -143,6 +143,7 @@ def _check_column(path: str, schema: Any, field: str) -> None:
     if at < 0:
         raise UserError(f"{path} has no column '{field}' ({', '.join(schema.names)}): name another with --field")
     kind = schema.field(at).type
+    # A dictionary-encoded column of texts is read like a plain one.
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise UserError(f"{path}: column '{field}' is {kind}, not text: name another with --field")

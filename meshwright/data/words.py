@@ -87,6 +87,7 @@ class WordCache(dict[str, bytes]):
         super().__init__()
         self._tokenizer, self._model, self._dtype = tokenizer, tokenizer.model, dtype
         self._words = re.compile(pattern).findall
+        # The vocabulary spells each byte as one printable character. For ASCII, a table is enough to translate them.
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._alphabet = {i: level.pre_tokenize_str(chr(i))[0][0] for i in range(128)}
         added = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values())

@@ -51,6 +51,7 @@ def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], co
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
             process.start()
+            # While this process holds the worker's end, a dead worker would not show as the end of the pipe.
             theirs.close()
             workers.append(Worker(process, ours))
         yield from _results(workers, tasks)
@@ -119,7 +120,7 @@ def _serve(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ..
 
     def exit_with_parent() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # an exception would only end this thread
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
     function = None
@@ -129,6 +130,7 @@ def _serve(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ..
         except EOFError:
             return
         try:
+            # Made at the first task, so that its errors are reported like those of tasks.
             function = function or make(*args)
             answer = ("result", function(task))
         except UserError as error:

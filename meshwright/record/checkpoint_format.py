@@ -233,6 +233,7 @@ def read_index(folder: Path) -> Index:
     version = value.pop("version", None)
     if version != FORMAT_VERSION:
         raise DamagedCheckpoint(f"{path} has format version {version}, and this program reads version {FORMAT_VERSION}")
+    # The checksum is of the bytes as they were written, since JSON may be written in several ways.
     head, _, _ = data.rpartition(SEAL)
     if value.pop("crc32", None) != zlib.crc32(head):
         raise DamagedCheckpoint(f"{path} is damaged (wrong checksum): use another checkpoint")

@@ -176,6 +176,7 @@ class Csv:
         self.files = {name: _CsvFile(start.folder / f"{name}.csv", start.step) for name in ("metrics", "validation")}
 
     def log(self, values: Values, step: int) -> None:
+        # Steps and validations have separate files, as a validation has the number of a step.
         name = "validation" if any(key.startswith("validation/") for key in values) else "metrics"
         self.files[name].add({"step": step, **values})
 

@@ -115,8 +115,10 @@ def what_is_lost(config: Config) -> str:
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
-    lost = lost if done > saved else "no finished step is lost"
+    if done <= saved:
+        lost = "no finished step is lost"
+    else:
+        lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
     return f"stopped at once at step {done} of {config.train.steps}: {folder}: {where}, {lost}"
 
 
@@ -133,6 +135,7 @@ class RunFolder:
         once. `source` names the origin of a new run's weights; `notes` are additional facts for run.json.
         """
         self.path = Path(config.run.dir)
+        # The old config and run.json are read here, before they are overwritten.
         source = _read_note(self.path, "from") if step and source is None else source
         changed = changed_keys(self.path / "config.yaml", config) if step else []
         with self._written():
@@ -387,6 +390,7 @@ def last_step(run_dir: Path) -> tuple[int, float]:
             last_lines = file.read().splitlines(keepends=True)
     except OSError:
         return 0, 0.0
+    # The last line may be incomplete, and the first one may have been cut by the seek.
     for line in reversed(last_lines):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             value = parse_json(line)

@@ -140,6 +140,7 @@ class Ownership:
 def owning(*folders: Path) -> Iterator[None]:
     """Own all of these folders in the body. If one can't be owned, none is."""
     with contextlib.ExitStack() as held:
+        # Two names of one folder count once: this process could not own it a second time.
         for folder in {path.resolve(): path for path in folders}.values():
             held.enter_context(Ownership(folder))
         yield

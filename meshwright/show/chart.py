@@ -81,6 +81,7 @@ def svg(chart: Chart) -> str:
     x0, _, y0, y1 = chart.box
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     xs = sorted({x for line in chart.lines.values() for x, _ in line})
+    # At most eight vertical lines, so that their labels don't overlap.
     for x in xs[:: max(1, -(-len(xs) // 8))]:
         px, _ = chart.at(x, y0)
         label = escape(_short(chart.label(x)))

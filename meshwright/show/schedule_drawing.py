@@ -82,6 +82,7 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
     if per_block:
         scale = per_block / unit
         return scale, [(0, round(simulation.makespan * scale))]
+    # A typical block has room for its micro-batch's number and one fill character.
     scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
     columns, half = round(simulation.makespan * scale), (room - len(SEAM)) // 2
     return scale, [(0, half), (columns - half, columns)]

@@ -21,7 +21,7 @@ STYLES = {
     "data": "color(246)", "forward": "color(75)", "backward": "color(214)", "reduce": "color(141)",
     "optimizer": "color(114)",
 }  # fmt: skip
-UNLIMITED = 100_000
+UNLIMITED = 100_000  # columns of a table that is not shown on a terminal, so that it is never wrapped
 
 # ASCII replacements for streams that can't encode these characters; a braille cell with any dot becomes a star.
 ASCII: dict[int, int] = {0x2800: ord(" ")} | {0x2800 + dots: ord("*") for dots in range(1, 256)}
@@ -95,6 +95,7 @@ def show(console: Console, *parts: RenderableType) -> None:
     with contextlib.nullcontext() if console.is_terminal else console.capture() as captured:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, Text))
+    # `rich` pads lines with spaces, which are removed from plain text.
     if captured is not None:
         console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
         console.file.flush()

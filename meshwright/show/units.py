@@ -66,6 +66,7 @@ def ticks(low: float, high: float, most: float) -> list[float]:
     """Return round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
     if low == high:
         return [low]
+    # The tolerance of 1e-9 keeps rounding errors from dropping the first or the last tick.
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
