@@ -81,7 +81,7 @@ def ascii_words(tokenizer: Tokenizer) -> str | None:
 
 
 class WordCache(dict[str, bytes]):
-    """Encodes text to the bytes of a token file. As a dictionary, it maps a word or chunk to the bytes of its ids."""
+    """An encoder from text to the bytes of a token file. As a dictionary, it maps words and chunks to those bytes."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, dtype: np.dtype[Any]) -> None:
         super().__init__()
