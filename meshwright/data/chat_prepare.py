@@ -1,5 +1,8 @@
-"""`meshwright data chat`: conversations become PREFIX.bin/.idx, one a document, and PREFIX.mask.bin/.idx, which says
-for every token whether it is learned. No torch."""
+"""Write conversations to token files, for `meshwright data chat`.
+
+PREFIX.bin/.idx holds one conversation per document, and PREFIX.mask.bin/.idx a mask that shows which of its tokens are
+learned. No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
-SHOWN = 5  # and of pairs an even number
+SHOWN = 5  # samples in the summary; one more for pairs, which need an even number
 
 
 @dataclass
 class ChatSummary:
-    """What was written, and what a run at this sequence length would see of it."""
+    """A summary of the written conversations. Of `tokens`, `learned` have a loss; the longest has `longest` tokens."""
 
     prefix: str
     kind: str
@@ -42,7 +45,7 @@ def prepare_chat(
     inputs: Sequence[str], out: str, model: str, template: str = "", force: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[ChatSummary, Tokenizer, list[int]]:  # fmt: skip
-    """Writes the conversations of some files, and returns a summary, the tokenizer and each conversation's length."""
+    """Write the conversations of some files, and return a summary, the tokenizer and each conversation's length."""
     for prefix in (out, out + MASK):
         check_out(prefix, force)
     folder = Path(model)
@@ -55,21 +58,23 @@ def prepare_chat(
             tokens.add_documents(ids.tobytes(), [len(ids)])
             masks.add_documents(bytes(masked.mask), [len(ids)])
             lengths.append(len(ids))
-            summary.learned += sum(1 for each in masked.mask if each)
+            summary.learned += sum(1 for value in masked.mask if value)
             if len(summary.samples) < SHOWN + (summary.kind == "pairs"):
                 summary.samples.append(masked)
             advance(1)
         if not lengths:
             raise UserError(f"{', '.join(inputs)}: no conversation is there to learn from")
         summary.conversations, summary.tokens, summary.longest = len(lengths), sum(lengths), max(lengths)
+        # The masks are finished first, so that a complete token file always has its masks.
         masks.finish()
-        about = metadata(tokenizer, tokens, chat=summary.kind, learned=summary.learned, template=rendered.text)
-        tokens.finish({".json": about})
+        content = metadata(tokenizer, tokens, chat=summary.kind, learned=summary.learned, template=rendered.text)
+        tokens.finish({".json": content})
     summary.files = [out + suffix for suffix in (".bin", ".idx", ".json", f"{MASK}.bin", f"{MASK}.idx")]
     return summary, tokenizer, lengths
 
 
 def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:
+    """Return the tokenizer of a model's folder, with the template's end token if its vocabulary has that token."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             try:
@@ -82,15 +87,16 @@ def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:
 def _encoded(
     inputs: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, summary: ChatSummary
 ) -> Iterator[Masked]:
+    """Yield the tokens and mask of every conversation. All must be of one kind, which is noted in the summary."""
     for path in inputs:
         for where, record in read_records(Path(path)):
             kind = _kind(record)
             if summary.kind not in ("", kind):
                 raise UserError(f"{where} is of another kind than the records before it: keep kinds in files apart")
             summary.kind = kind
-            each = [record.chosen, record.rejected] if isinstance(record, Pair) else [record]
+            conversations = [record.chosen, record.rejected] if isinstance(record, Pair) else [record]
             try:
-                yield from (_judged(one, template.encode(one, tokenizer)) for one in each)
+                yield from (_judged(one, template.encode(one, tokenizer)) for one in conversations)
             except Broken as error:
                 raise UserError(f"{where}: {error}") from None
 
@@ -102,12 +108,15 @@ def _kind(record: Record) -> str:
 
 
 def _judged(conversation: Conversation, masked: Masked) -> Masked:
-    """Marks the tokens of an answer that was judged bad with a 2."""
-    return masked._replace(mask=[2 * each for each in masked.mask]) if conversation.good is False else masked
+    """Return the tokens with a mask of 2 instead of 1 if the answer was judged bad."""
+    return masked._replace(mask=[2 * value for value in masked.mask]) if conversation.good is False else masked
 
 
 def packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
-    """Returns the samples of `seq` tokens that conversations fill, how many are cut, and the share without padding."""
+    """Return how many samples of `seq` tokens the conversations fill, how many are cut, and the share without padding.
+
+    `unit` conversations (2 for pairs) share one sample.
+    """
     most = seq // unit
     taken = [min(length, most + 1) - 1 for length in lengths]
     groups = [max(1, sum(taken[n : n + unit])) for n in range(0, len(taken), unit)]

@@ -1,9 +1,9 @@
-"""Chat templates: what turns messages into the text that a model was trained on, and which of its tokens are learned.
+"""Chat templates render messages as the text that a model was trained on, and show which of its tokens are learned.
 
-A template is a Jinja program that comes with a model, so it runs in Jinja's sandbox. Most don't mark what the assistant
-says. So a conversation is rendered turn by turn: what an answer adds to everything before it, with the words that begin
-an answer, is what is learned. That holds only where the earlier text stays as it is when turns are added; a template
-that changes it is refused. No torch.
+A template is a Jinja program that comes with a model, so it runs in Jinja's sandbox. Most templates don't mark the
+assistant's text. A conversation is therefore rendered turn by turn: the learned text is the text that an answer adds
+to everything before it, which includes the generation prompt. This is right only if adding a turn leaves the earlier
+text unchanged; a template that changes it is refused. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from meshwright.disk import hub_hint
 from meshwright.errors import UserError, shortened
 from meshwright.outside import read_json
 
-# Marks of answers, which some templates have: rendering turn by turn needs none.
+# Some templates mark answers with statements that plain Jinja does not know. Turn-by-turn rendering does not need the
+# marks, so they are replaced by statements without effect.
 MARKS = (
     (r"{%(-?)\s*generation\s*(-?)%}", r"{%\1 if true \2%}"),
     (r"{%(-?)\s*endgeneration\s*(-?)%}", r"{%\1 endif \2%}"),
@@ -31,11 +32,11 @@ MARKS = (
 
 
 class Broken(UserError):
-    """Raised for a template that can't tell what is learned, or a conversation that it can't render."""
+    """An error for a template that does not show which text is learned, or for a conversation that it can't render."""
 
 
 class Masked(NamedTuple):
-    """The tokens of a conversation, and which of them are learned (1) or not (0)."""
+    """The tokens of a conversation, and a mask: 1 for tokens that are learned, 0 for others."""
 
     tokens: list[int]
     mask: list[int]
@@ -43,7 +44,7 @@ class Masked(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's text, and the texts of special tokens that it may use: bos_token, eos_token, ..."""
+    """A template's text, and the texts of special tokens that it may refer to: bos_token, eos_token, ..."""
 
     text: str
     special: dict[str, str] = field(default_factory=dict)
@@ -68,18 +69,18 @@ class ChatTemplate:
             raise Broken(f"the chat template can't be read ({shortened(str(error), 200)}): correct it") from None
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, begins: bool = False) -> str:
-        """Returns the text of messages; `begins`: with the words that begin an answer."""
+        """Return the text of messages. With `begins`, it ends with the generation prompt, which begins an answer."""
         try:
             given = {"messages": list(messages), "tools": tools, "add_generation_prompt": begins}
             return str(self._program.render(**self.special, **given))
         except UserError:
             raise
         except Exception as error:  # a template may fail in any way
-            said = shortened(str(error) or type(error).__name__, 200)
-            raise Broken(f"the chat template can't render these messages ({said})") from None
+            reason = shortened(str(error) or type(error).__name__, 200)
+            raise Broken(f"the chat template can't render these messages ({reason})") from None
 
     def spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a conversation's text, and the begin and end of each answer in it that is learned."""
+        """Return a conversation's text, and the spans [begin, end) of the answers in it that are learned."""
         messages, tools = conversation.messages, conversation.tools
         whole = self.render(messages, tools)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -87,6 +88,7 @@ class ChatTemplate:
             raise Broken("no message of the assistant is there to learn from")
         found: list[tuple[int, int]] = []
         for number in answers[-1:] if conversation.only_last else answers:
+            # No generation prompt precedes a message of the assistant that directly follows another one.
             after_answer = number and messages[number - 1]["role"] == "assistant"
             before = self.render(messages[:number], tools, begins=not after_answer) if number else ""
             until = whole if number == len(messages) - 1 else self.render(messages[: number + 1], tools)
@@ -99,13 +101,14 @@ class ChatTemplate:
         return whole, found
 
     def _answer(self, text: str) -> str:
-        """Returns an answer without the blanks that the template puts after its end token."""
+        """Return an answer without the white space that the template puts after its end token."""
         short = text.rstrip()
+        # Templates end an answer with the end token or with another special token, such as <|im_end|> or <end_of_turn>.
         ends = short.endswith(self.special.get("eos_token") or "\0") or re.search(r"<[|/｜][^<>]*>$|<[a-z_]+>$", short)
         return short if ends else text
 
     def encode(self, conversation: Conversation, tokenizer: Tokenizer) -> Masked:
-        """Returns a conversation's tokens and which of them are learned."""
+        """Return a conversation's tokens, and which of them are learned."""
         text, spans = self.spans(conversation)
         tokens = tokenizer.encode(text)
         mask = [0] * len(tokens)
@@ -118,18 +121,18 @@ class ChatTemplate:
 
 
 def _prefix(tokens: list[int], tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the tokens of the beginning of a text, which must be the text's first tokens."""
-    found = tokenizer.encode(text)
-    if found != tokens[: len(found)]:
+    """Return the tokens of `text`, the beginning of a longer text. They must be the first ones of its `tokens`."""
+    prefix = tokenizer.encode(text)
+    if prefix != tokens[: len(prefix)]:
         raise Broken(
             "a token reaches from before an answer into it, so what is learned can't be told: let the template end "
             "what comes before an answer with a special token or a line break"
         )
-    return found
+    return prefix
 
 
 def load_template(folder: Path) -> ChatTemplate:
-    """Reads the chat template of a model's folder, and its special tokens."""
+    """Read the chat template of a model's folder, and its special tokens."""
     settings = _settings(folder)
     try:
         if (folder / "chat_template.jinja").is_file():
@@ -140,8 +143,9 @@ def load_template(folder: Path) -> ChatTemplate:
             text = settings.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"the chat template of {folder} can't be read ({error}): get it again") from None
-    if isinstance(text, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+    # A model may have several templates with names. The one for plain conversations is called "default".
+    if isinstance(text, list):
+        named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
         text = named.get("default")
     if not isinstance(text, str) or not text:
         raise UserError(f"{folder} has no chat template{hub_hint(folder)}: name one with --template FILE.jinja")
@@ -149,7 +153,7 @@ def load_template(folder: Path) -> ChatTemplate:
 
 
 def named_template(template: str, folder: Path) -> ChatTemplate:
-    """Reads a template of one's own, with the special tokens of a model's folder."""
+    """Read a template from a file that the user names, with the special tokens of a model's folder."""
     try:
         text = Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,27 +162,28 @@ def named_template(template: str, folder: Path) -> ChatTemplate:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns what a folder's tokenizer_config.json holds; nothing where there is none."""
+    """Return the content of a folder's tokenizer_config.json, or an empty dictionary if there is none."""
     if not (folder / "tokenizer_config.json").is_file():
         return {}
     try:
-        found = read_json(folder / "tokenizer_config.json")
+        settings = read_json(folder / "tokenizer_config.json")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}/tokenizer_config.json can't be read ({error}): get it again") from None
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the texts of the special tokens that a folder's tokenizer_config.json names."""
-    found = {}
+    """Return the texts of the special tokens that a folder's tokenizer_config.json names, by key (`eos_token`)."""
+    texts = {}
     for key, value in _settings(folder).items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
-            found[key] = text
-    return found
+            texts[key] = text
+    return texts
 
 
 def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
+    """Replace Jinja's `tojson`, which escapes characters for HTML. Models are trained on unescaped JSON."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

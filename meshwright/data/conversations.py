@@ -1,5 +1,7 @@
-"""Conversations from the formats that people have them in: messages, prompt and completion, alpaca, sharegpt,
-preference pairs and judged answers, each as a list of messages with roles. No torch."""
+"""Read conversations from the common formats, as lists of messages with roles.
+
+The formats are messages, prompt and completion, alpaca, sharegpt, preference pairs and judged answers. No torch.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools that they may call, and how the last answer was judged: None where it was not."""
+    """A list of messages, with the tools that the assistant may call."""
 
     messages: list[Message]
     tools: list[Any] | None = None
-    good: bool | None = None
-    only_last: bool = False  # whether the last answer alone is learned
+    good: bool | None = None  # how the last answer was judged; None if it was not
+    only_last: bool = False  # only the last answer is learned
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ Record = Conversation | Pair
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yields the records of a .jsonl file, or of a .json file that holds a list, each with the words that name it."""
+    """Yield the records of a .jsonl file, or of a .json file that holds a list.
+
+    Each comes with its position for error messages ("FILE, line 3").
+    """
     try:
         named = list(_named_values(path))
     except UnicodeDecodeError:
@@ -61,8 +66,10 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _named_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file, each with the words that name it. Lines are limited but those of a .json file, which
-    is often a list on one line."""
+    """Yield the values of a file, each with its position for error messages.
+
+    The length of lines is limited, except in a .json file, which is often a list on one line.
+    """
     limit = -1 if path.suffix == ".json" else LARGEST_LINE + 1
     with path.open("rb") as file:
         number, is_first = 0, True
@@ -89,7 +96,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def record_of(value: dict[str, Any]) -> Record:
-    """Returns the record that an object of one of the known formats stands for. Raises ValueError for any other."""
+    """Return the record that an object of one of the known formats represents. Raise ValueError for any other."""
     tools = _tools(value.get("tools"))
     if "chosen" in value and "rejected" in value:
         return _pair(value, tools)
@@ -112,7 +119,8 @@ def record_of(value: dict[str, Any]) -> Record:
 def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
     chosen, rejected = (_turn(value[key], "assistant") for key in ("chosen", "rejected"))
     asked = _system(value) + (_turn(value["prompt"], "user") if "prompt" in value else [])
-    if not asked:  # whole conversations: what they share is the prompt
+    # Without a prompt, both are whole conversations, and the messages that they share at the beginning are the prompt.
+    if not asked:
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
             shared += 1
@@ -124,7 +132,7 @@ def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
 
 
 def _turn(value: Any, role: str) -> list[Message]:
-    """Returns a text as one message of a role, or a list of messages as it is."""
+    """Return a text as one message with this role, or a list of messages as it is."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, dict):
@@ -133,20 +141,21 @@ def _turn(value: Any, role: str) -> list[Message]:
 
 
 def _messages(value: Any) -> list[Message]:
+    """Check a list of messages, and return them with the keys and roles of the messages format."""
     if not isinstance(value, list) or not value:
         raise ValueError("a conversation must be a list of messages")
-    found = []
-    for each in value:
-        if not isinstance(each, dict):
+    messages = []
+    for message in value:
+        if not isinstance(message, dict):
             raise ValueError("a message must be an object with a role and a content")
-        role, content = each.get("role", each.get("from")), each.get("content", each.get("value"))
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"the role {role!r} is not one of {', '.join(ROLES)}")
         if not isinstance(content, (str, list, type(None))):
             raise ValueError(f"the content of a message is a {type(content).__name__}, not a text")
-        rest = {key: item for key, item in each.items() if key not in ("role", "from", "content", "value")}
-        found.append({"role": ROLES[role], "content": "" if content is None else content, **rest})
-    return found
+        rest = {key: item for key, item in message.items() if key not in ("role", "from", "content", "value")}
+        messages.append({"role": ROLES[role], "content": "" if content is None else content, **rest})
+    return messages
 
 
 def _system(value: dict[str, Any]) -> list[Message]:
@@ -154,7 +163,7 @@ def _system(value: dict[str, Any]) -> list[Message]:
 
 
 def _alpaca(value: dict[str, Any]) -> list[Message]:
-    found, history = [], value.get("history") or []
+    messages, history = [], value.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError("history must be a list of pairs: what was asked, and the answer")
     texts = [value["instruction"], value.get("input") or "", value["output"]]
@@ -162,9 +171,9 @@ def _alpaca(value: dict[str, Any]) -> list[Message]:
     if not all(isinstance(each, str) for each in texts):
         raise ValueError("instruction, input, output and history must be texts")
     for asked, answer in history:
-        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     asked = "\n".join(text for text in texts[:2] if text)
-    return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+    return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -172,7 +181,7 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ValueError("tools is a text that is no JSON") from None
+            raise ValueError("tools is a text that is not JSON") from None
     if value and not isinstance(value, list):
         raise ValueError("tools must be a list")
     return value or None

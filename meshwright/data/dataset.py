@@ -1,10 +1,10 @@
-"""Documents packed into samples of seq + 1 tokens, in an order that depends on the seed alone.
+"""Documents packed into samples of seq + 1 tokens, in an order that depends only on the seed.
 
-An epoch is every document once, in an order drawn from (seed, epoch). Epochs laid end to end make one endless stream
-of tokens; piece g of it is the tokens [g * seq, g * seq + seq], so neighbours share one token, which is the last label
-of one and the first input of the next, and every token of an epoch is an input exactly once. The pieces that begin
-within an epoch are the samples of that epoch, taken in an order drawn from (seed, epoch) too. Sample n is thus a pure
-function of (seed, n): nothing depends on how many samples a run will ask for.
+An epoch contains every document once, shuffled by (seed, epoch). All epochs concatenated make one endless stream of
+tokens. Chunk g of that stream is the tokens [g * seq, g * seq + seq], both ends included. Neighbouring chunks therefore
+share one token: it is the last label of one and the first input of the next. Every token of an epoch is an input
+exactly once. The chunks that begin within an epoch are the samples of that epoch, in an order that is also shuffled by
+(seed, epoch). Sample n is thus a pure function of (seed, n): nothing depends on how many samples a run will use.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from numpy.typing import NDArray
 from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
-EPOCHS_KEPT = 3  # a batch may straddle two epochs, and the later one may need the beginning of the next
-CHECKED_AT_ONCE = 1 << 20  # documents of an index that are checked at once
-MANY_DOCUMENTS = 24  # documents per sample from which on one gather beats a copy per document
+# Epoch orders in the cache: a batch may straddle two epochs, and the second may need the beginning of the third.
+EPOCHS_KEPT = 3
+# Documents of the index that are checked per vectorised pass, which limits the memory for temporary arrays.
+CHECKED_AT_ONCE = 1 << 20
+# With this many documents in a sample, one gather is faster than a copy per document.
+MANY_DOCUMENTS = 24
 
 
 def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[Any]]:
-    """Draws a permutation of range(size) from `key` alone, on any machine, with any version of numpy: [size] uint32, or
-    uint64 from 2**32 on. Each index gets random high bits from Philox (a counter-based generator whose raw output is
-    fixed by its definition) above its own low bits, and these are sorted: all values differ, so every sorting algorithm
-    gives the same result, and sorting plain integers is several times faster than shuffling."""
+    """Return the permutation of range(size) that `key` determines: [size] uint32, or uint64 from 2**32 on.
+
+    The result is the same on any machine and with any version of numpy. Each index is placed in the low bits of a
+    random number from Philox, a counter-based generator whose raw output is fixed by its definition, and these numbers
+    are sorted. All of them differ, so every sorting algorithm gives the same result. Sorting plain integers is several
+    times faster than shuffling.
+    """
     dtype = np.dtype(np.uint32 if size < 1 << 32 else np.uint64)
     if size < 2:
         return np.zeros(size, dtype)
@@ -44,25 +50,31 @@ def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[
 
 
 class TooSmall(UserError):
-    """Raised when the documents of a split hold less than one sample."""
+    """An error for a split whose documents do not fill one sample."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The order of one epoch: piece k begins `offset[k]` tokens into document `order[position[k]]`."""
+    """The order of one epoch. Chunk k begins `offset[k]` tokens into document `order[position[k]]`.
+
+    The i-th sample of the epoch is chunk `shuffle[i]`.
+    """
 
     order: NDArray[np.unsignedinteger[Any]]  # [documents]
-    position: NDArray[np.unsignedinteger[Any]]  # [pieces]
-    offset: NDArray[np.int64]  # [pieces]
-    shuffle: NDArray[np.unsignedinteger[Any]]  # [pieces]
+    position: NDArray[np.unsignedinteger[Any]]  # [chunks]
+    offset: NDArray[np.int64]  # [chunks]
+    shuffle: NDArray[np.unsignedinteger[Any]]  # [chunks]
 
 
 class GPTDataset:
-    """Packs documents [documents[0], documents[1]) of a token file into samples; by default all documents. `stream`
-    keeps datasets with the same seed apart. An epoch in use holds 4 bytes per document and 16 per sample.
+    """A dataset that packs documents [documents[0], documents[1]) of a token file, by default all, into samples.
 
-    With `drawn`, the numbers of `documents` are places in one order of the file's documents that depends on nothing but
-    their count: parts of a split then hold documents from all over the file."""
+    `stream` is a name that gives datasets with the same seed different orders. Each epoch in the cache takes 4 bytes
+    per document and 16 per sample.
+
+    With `drawn`, `documents` are positions in a fixed shuffle of the file's documents, which depends only on their
+    number. Each part of a split then holds documents from all over the file.
+    """
 
     def __init__(
         self,
@@ -88,10 +100,11 @@ class GPTDataset:
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
-        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)  # an epoch's order is drawn when first needed
+        # An epoch's order is computed when it is first needed. The cache belongs to this object, not to the class.
+        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)
 
     def first_sample(self, epoch: int) -> int:
-        """Returns the number of the first sample that begins in an epoch."""
+        """Return the number of the first sample that begins in an epoch."""
         return -(-epoch * self.tokens_per_epoch // self.seq)
 
     @property
@@ -100,35 +113,39 @@ class GPTDataset:
         return self.first_sample(1)
 
     def own_labels(self, n: int) -> int:
-        """Returns how many labels of sample n belong to its epoch: an epoch's last sample goes on into the next one."""
+        """Return how many labels of sample n belong to its epoch; an epoch's last chunk reaches into the next epoch."""
         number, k = self._locate(n)
         begin = (self.first_sample(number) + k) * self.seq
+        # Minus one, because the label of an epoch's last token is the first token of the next epoch.
         return min(self.seq, (number + 1) * self.tokens_per_epoch - 1 - begin)
 
     def _locate(self, n: int) -> tuple[int, int]:
-        """Returns the epoch in which sample n begins, and its place there before the samples were shuffled."""
+        """Return the epoch in which sample n begins, and the number of its chunk within that epoch."""
         number = n * self.seq // self.tokens_per_epoch
         return number, int(self.epoch(number).shuffle[n - self.first_sample(number)])
 
     def sample(self, n: int) -> NDArray[np.int64]:
-        """Returns the tokens of sample n: [seq + 1]."""
+        """Return the tokens of sample n: [seq + 1]."""
         number, k = self._locate(n)
         epoch = self.epoch(number)
         low, skip = int(epoch.position[k]), int(epoch.offset[k])
         if k + 1 < len(epoch.position):
             documents = epoch.order[low : int(epoch.position[k + 1]) + 1]
             return self._read(documents, skip, int(epoch.offset[k + 1]) + 1)
+        # The epoch's last chunk ends one token into the first chunk of the next epoch.
         following = self.epoch(number + 1)
-        begun = following.order[: int(following.position[0]) + 1]
-        documents = np.concatenate([epoch.order[low:], begun])
+        next_documents = following.order[: int(following.position[0]) + 1]
+        documents = np.concatenate([epoch.order[low:], next_documents])
         return self._read(documents, skip, int(following.offset[0]) + 1)
 
     def _draw(self, number: int) -> Epoch:
+        """Compute the order of an epoch."""
         count = len(self._lengths) if self._chosen is None else len(self._chosen)
         order = keyed_permutation(count, self.seed, self.stream, "documents", number)
         order = order if self._chosen is None else self._chosen[order]
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
         first, after = self.first_sample(number), self.first_sample(number + 1)
+        # Where each chunk begins, counted from the beginning of the epoch. side="right" skips empty documents.
         starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
         position = np.searchsorted(ends, starts, side="right")
         offset = starts - (ends[position] - self._lengths[order[position]])
@@ -136,7 +153,7 @@ class GPTDataset:
         return Epoch(order, position.astype(order.dtype), offset, shuffle)
 
     def _read(self, documents: NDArray[np.unsignedinteger[Any]], skip: int, last: int) -> NDArray[np.int64]:
-        """Joins documents, without the first `skip` tokens of the first and with only `last` tokens of the last."""
+        """Join documents, without the first `skip` tokens of the first one and up to token `last` of the last one."""
         tokens = self.file.tokens
         starts = self._pointers[documents] // tokens.itemsize
         lengths = self._lengths[documents].astype(np.int64)
@@ -147,6 +164,7 @@ class GPTDataset:
             parts = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
             sample = np.concatenate(parts, dtype=np.int64)
         else:
+            # The position in the file of every token of the sample, for a single gather.
             begin = np.cumsum(lengths) - lengths
             at = np.repeat(starts - begin, lengths) + np.arange(self.seq + 1)
             sample = tokens[at].astype(np.int64)
@@ -156,17 +174,22 @@ class GPTDataset:
 
 
 def drawn_documents(file: TokenFile, low: int, high: int) -> NDArray[np.unsignedinteger[Any]] | None:
-    """Returns the numbers of as many documents drawn from all over a file, ascending, and other ones for other ranges;
-    None where that is all of them."""
+    """Return high - low document numbers from all over a file, ascending, or None if the range covers the file.
+
+    Disjoint ranges give disjoint documents.
+    """
     if high - low == file.document_count:
         return None
     return np.sort(keyed_permutation(file.document_count, "split")[low:high])
 
 
 def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Returns the byte at which each document begins and its number of tokens: views of the index, where every document
-    is one sequence. It checks that documents follow one another in the file: a page of the index that a copy lost would
-    otherwise give one document's tokens to another."""
+    """Return the byte at which each document begins and its number of tokens.
+
+    The arrays are views of the index if every document is one sequence. The documents must follow one another in the
+    file without gaps. This is checked, because a page of the index that was lost in copying would otherwise silently
+    assign one document's tokens to another.
+    """
     size, bounds = file.dtype.itemsize, file.document_indices[low : high + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):

@@ -1,8 +1,10 @@
-"""Where documents come from: text files, .jsonl and parquet files, folders of them, and Python's own standard library.
-Inputs become byte ranges of single files, and byte ranges become tasks of about a megabyte, so that the planning
-process reads next to nothing and workers read, decode and parse for themselves; only of files that can't be read from
-the middle (`unpack.py`) the tasks carry the content. A text file is one document; a long one is cut into several byte
-ranges where its tokenizer allows, the last of which ends the document."""
+"""Find and read documents: text, .jsonl and parquet files, folders of them, and Python's own standard library.
+
+Inputs become byte ranges of single files, and byte ranges become tasks of about a megabyte. The planning process reads
+almost nothing: workers read, decode and parse their byte ranges. Files that can't be read from the middle (`unpack.py`)
+are the exception: their tasks carry the content. A text file is one document. A long one is cut into several byte
+ranges where its tokenizer allows it, and the last range ends the document.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
 TASK_BYTES = 1 << 20
-WINDOW_BYTES = 1 << 16
+WINDOW_BYTES = 1 << 16  # read at a time in the search for a place to cut
 STDLIB = "stdlib"
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
-PLAIN = {".txt": False, ".jsonl": True}  # whether every line is a document
+PLAIN = {".txt": False, ".jsonl": True}  # suffix -> whether every line is a document
 SUFFIXES = PLAIN | {plain + packed: PLAIN[plain] for plain in PLAIN for packed in PACKED} | {PARQUET: True}
-PACKED_SHARE = 0.25  # of a text's size that it takes in a packed file, about
-LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # halves of pairs, which JSON can name and UTF-8 can't hold
+PACKED_SHARE = 0.25  # compressed size of a typical text, as a share of its size
+# Halves of surrogate pairs. JSON can escape them on their own, but UTF-8 can't encode them.
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The bytes [start, end) of a file. With `lines`, every line is a JSON document (or a row one, in parquet);
-    otherwise the whole file is one document. With `last`, a document ends where the range does. What was read of a file
-    that is unpacked is in `content`, and start and end count what it unpacks to."""
+    """The bytes [start, end) of a file.
+
+    With `lines`, every line (in parquet, every row) is a document; otherwise the whole file is one document. With
+    `last`, a document ends where the range ends. For a file that must be unpacked, `content` holds the unpacked data,
+    and `start` and `end` are positions in the unpacked data.
+    """
 
     path: str
     lines: bool
@@ -48,17 +54,17 @@ class ByteRange:
 
     @property
     def stored(self) -> int:
-        """The bytes that it takes in its file."""
+        """The number of bytes that the range takes in its file, as stored."""
         return self.size if self.content is None else self.content.stored
 
     @property
     def likely_text(self) -> int:
-        """The bytes of text that a whole file holds, about."""
+        """An estimate of the bytes of text in a whole file."""
         return int(self.size / PACKED_SHARE) if is_read_once(self.path) else self.size
 
     @property
     def goes_on(self) -> bool:
-        """Whether it continues a document."""
+        """True if the range continues a document that began in an earlier one."""
         return bool(self.start) and not self.lines
 
 
@@ -67,7 +73,7 @@ Task = tuple[ByteRange, ...]
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A document, or without `last` a part of one. `replaced` says whether it held bytes that are not UTF-8."""
+    """A document, or part of one: only the final part has `last`. With `replaced`, it held bytes that are not UTF-8."""
 
     text: str
     last: bool
@@ -75,13 +81,13 @@ class DocumentPart:
 
 
 def find_files(inputs: Iterable[str]) -> list[ByteRange]:
-    """Returns every file that the inputs name, whole, in the order given and sorted within a folder."""
+    """Return every file that the inputs name as one range, in the order given and sorted within a folder."""
     files: list[ByteRange] = []
     for name in inputs:
-        found = list(_files_of(name))
-        if not found:
+        named_files = list(_files_of(name))
+        if not named_files:
             raise UserError(f"no .txt or .jsonl files in {name} (nor packed ones, nor parquet): check the folder")
-        files.extend(found)
+        files.extend(named_files)
     if not files:
         raise UserError("no input: name .txt or .jsonl files, folders of them, or the word stdlib")
     return files
@@ -108,7 +114,7 @@ def _files_of(name: str) -> Iterator[ByteRange]:
 
 
 def _suffix(path: str) -> str:
-    """Returns the known suffix that a name ends with, or an empty string."""
+    """Return the known suffix that a name ends with, or an empty string."""
     return next((suffix for suffix in SUFFIXES if path.endswith(suffix)), "")
 
 
@@ -116,7 +122,7 @@ def _walk(root: str, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iter
     def fail(error: OSError) -> None:
         raise _unreadable(error.filename, error) from None
 
-    seen: set[str] = set()  # a symlink may lead back up
+    seen: set[str] = set()  # real paths, because a symlink may lead back up
     for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
         here = os.path.realpath(folder)
         if here in seen:
@@ -137,13 +143,16 @@ def _whole_file(path: str, lines: bool) -> ByteRange:
 
 
 def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None, field: str = "text") -> Iterator[Task]:
-    """Yields tasks of about TASK_BYTES, in order. `cut` matches where the tokenizer lets a document be split; `field`
-    is the column of parquet files."""
+    """Yield tasks of about TASK_BYTES, in order.
+
+    `cut` matches where the tokenizer lets a document be split; None means nowhere. `field` is the text column of
+    parquet files.
+    """
     task: list[ByteRange] = []
     size = 0
     for whole in files:
-        pieces = _read_pieces if is_read_once(whole.path) else _pieces
-        for span in pieces(whole, LINE_END if whole.lines else cut, field):
+        split = _read_ranges if is_read_once(whole.path) else _split_ranges
+        for span in split(whole, LINE_END if whole.lines else cut, field):
             task.append(span)
             size += span.size
             if size >= TASK_BYTES:
@@ -153,7 +162,8 @@ def plan_tasks(files: Iterable[ByteRange], cut: re.Pattern[bytes] | None, field:
         yield tuple(task)
 
 
-def _read_pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
+def _read_ranges(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
+    """Read a file that has to be unpacked, and yield it as ranges that carry their content."""
     start = 0
     try:
         for content in contents(whole.path, cut, field, TASK_BYTES):
@@ -164,7 +174,8 @@ def _read_pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) ->
         raise _unreadable(whole.path, error) from None
 
 
-def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
+def _split_ranges(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iterator[ByteRange]:
+    """Yield the ranges that a file is split into, reading only near the cuts. `field` is not used."""
     if cut is None or whole.size <= 2 * TASK_BYTES:
         yield whole
         return
@@ -185,26 +196,30 @@ def _pieces(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -> Iter
 
 
 def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
-    """Returns the first place at or after `position` where the file may be cut, or its end, also where the line that
-    goes on there is too long."""
+    """Return the first position at or after `position` where the file may be cut, or its end if there is none.
+
+    The search also stops, and returns the end, after a line that is longer than LARGEST_LINE; the caller reports it.
+    """
     begin = position
     while position < size:
         window = os.pread(handle, WINDOW_BYTES, position)
-        found = cut.search(window)
-        if found:
-            return position + found.end()
+        match = cut.search(window)
+        if match:
+            return position + match.end()
         if len(window) < 2 or (cut is LINE_END and position - begin > LARGEST_LINE + TASK_BYTES):
             break
-        position += len(window) - 1  # a match may lie across two windows
+        # Windows overlap by one byte: a pattern matches one byte and may look at the next.
+        position += len(window) - 1
     return size
 
 
 def read_documents(span: ByteRange, field: str) -> Iterator[DocumentPart]:
-    """Yields the documents of a byte range, or its part of one; empty lines of a .jsonl file are skipped."""
+    """Yield the documents of a byte range, or its part of one. Empty lines of a .jsonl file are skipped."""
     data = _read(span) if span.content is None else span.content.data
     if isinstance(data, tuple):
         yield from (DocumentPart(text, True, False) for text in data)
         return
+    # Some programs begin a file with a byte order mark, which is not part of the text.
     if not span.start:
         data = data.removeprefix(codecs.BOM_UTF8)
     if span.lines:
@@ -229,21 +244,22 @@ def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
             continue
         text, replaced = _decode(line)
         try:
-            found = parse_json(text)[field]
+            value = parse_json(text)[field]
         except ValueError as error:
-            what = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise UserError(f"{_place(span, number)} is not JSON ({what}): correct or remove the line") from None
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"{_place(span, number)} is not JSON ({reason}): correct or remove the line") from None
         except (KeyError, IndexError, TypeError):
             raise UserError(
                 f"{_place(span, number)} has no field '{field}': correct the line, or name another with --field"
             ) from None
-        if not isinstance(found, str):
+        if not isinstance(value, str):
             raise UserError(f"{_place(span, number)}: field '{field}' is not text: name another with --field")
-        clean = found if found.isascii() else LONE_SURROGATES.sub("\ufffd", found)
-        yield DocumentPart(clean, True, replaced or clean != found)
+        clean = value if value.isascii() else LONE_SURROGATES.sub("\ufffd", value)
+        yield DocumentPart(clean, True, replaced or clean != value)
 
 
 def _decode(data: bytes) -> tuple[str, bool]:
+    """Return the text of some bytes, and whether some were not UTF-8 and had to be replaced."""
     try:
         return data.decode("utf-8"), False
     except UnicodeDecodeError:
@@ -251,7 +267,7 @@ def _decode(data: bytes) -> tuple[str, bool]:
 
 
 def _place(span: ByteRange, line: int) -> str:
-    """Returns "FILE line N", counted from the beginning of the file."""
+    """Return "FILE line N", where N is counted from the beginning of the file."""
     if span.content is not None:
         return f"{span.path} line {span.content.before + line + 1}"
     with open(span.path, "rb") as file:

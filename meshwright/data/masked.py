@@ -1,9 +1,9 @@
-"""Samples with masked tokens, for encoders: [CLS] A [SEP] B [SEP] from one piece of a document, padded to the sequence.
+"""Masked-token samples for encoders: [CLS] A [SEP] B [SEP] from one chunk of a document, padded to the sequence length.
 
-A document is cut into pieces of about equal length that fit a sample (its last token, which ends it, is left out). A
-piece is cut once more into A and B, between two sentences where the token file knows them, and with even odds the two
-are swapped: whether they were is what a pooled encoder learns. Everything is a pure function of the seed and the
-sample's number, and drawn from Philox, whose raw output is fixed by its definition.
+A document is cut into chunks of about equal length that fit a sample; its last token, which ends it, is left out. A
+chunk is cut once more into A and B, between two sentences if the token file records sentences. With probability 1/2
+the two are swapped, and a pooled encoder learns to predict whether they were. Everything is a pure function of the seed
+and the sample's number: it comes from Philox, whose raw output is fixed by its definition.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, drawn
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
 
-MASKED, OTHER = 0.8, 0.9  # below the first a chosen token is masked, below the second it becomes another one
+# As in BERT: of the chosen tokens 80 % become [MASK], 10 % become a random token, and 10 % stay as they are.
+MASKED, OTHER = 0.8, 0.9
 
 
 def keyed_uniform(count: int, *key: int | str) -> NDArray[np.float64]:
-    """Draws `count` numbers in [0, 1) from `key` alone, the same on any machine."""
+    """Return `count` random numbers in [0, 1) that `key` determines, the same on any machine."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     raw: NDArray[np.uint64] = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    # A float64 has 53 significant bits, so the low 11 of 64 are dropped.
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class Piece(NamedTuple):
-    """Tokens of one document, and where sentences begin among them, if that is known; of an instruction, where its
-    answer begins."""
+    """A chunk of one document's tokens."""
 
     tokens: NDArray[np.int64]
-    sentences: NDArray[np.int64]
-    answer: int = -1
+    sentences: NDArray[np.int64]  # where sentences after the first begin; empty if that is not known
+    answer: int = -1  # where the answer to an instruction begins; -1 in plain text
 
 
 class DocumentPieces:
-    """Cuts documents [documents[0], documents[1]) of a token file into pieces of at most `most` tokens; an epoch is
-    every piece once, in an order drawn from (seed, epoch). `stream` keeps datasets with the same seed apart; `drawn`
-    takes as many documents from all over the file."""
+    """A dataset that cuts documents [documents[0], documents[1]) of a token file into chunks of at most `most` tokens.
+
+    An epoch contains every chunk once, shuffled by (seed, epoch). `stream` is a name that gives datasets with the same
+    seed different orders. `drawn` takes the same number of documents from all over the file instead.
+    """
 
     def __init__(
         self, file: TokenFile, most: int, seed: int, documents: tuple[int, int], stream: str = "", drawn: bool = False
@@ -65,8 +68,10 @@ class DocumentPieces:
         return keyed_permutation(self.epoch_samples, self.seed, self.stream, "pieces", epoch)
 
     def own_labels(self, n: int) -> int:
-        """Returns how many labels of sample n belong to its epoch: all of them, and samples may have more than a piece
-        has tokens."""
+        """Return the number of labels of sample n that belong to its epoch.
+
+        All of them do. The number is an upper bound, since a sample may have more labels than its chunk has tokens.
+        """
         return 2 * self.seq
 
     def sample(self, n: int) -> Piece:
@@ -82,28 +87,29 @@ class DocumentPieces:
         return Piece(tokens, sentences[(sentences > low) & (sentences < high)] - low)
 
     def _sentences(self, document: int) -> NDArray[np.int64]:
-        """Returns where the second and later sequences of a document begin: files that keep sentences hold each as a
-        sequence."""
+        """Return where the second and later sequences of a document begin.
+
+        A file that was prepared with sentences stores each of them as a sequence.
+        """
         first, end = (int(x) for x in self.file.document_indices[document : document + 2])
         return np.cumsum(self.file.sizes[first : end - 1], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How samples are made. `specials` are the ids of [CLS], [SEP], [MASK] and [PAD]; `vocab` ids may stand in for a
-    token; `words` says which tokens are parts of one word, None: each is one of its own."""
+    """The settings of masked-token samples. `specials` are the ids of [CLS], [SEP], [MASK] and [PAD]."""
 
-    predictions: int
-    share: float
-    ngrams: int
+    predictions: int  # most tokens to predict in a sample
+    share: float  # of a sample's tokens to predict
+    ngrams: int  # most words that are masked together
     specials: tuple[int, ...]
-    vocab: int
-    words: WordParts | None = None
-    pairs: bool = True
+    vocab: int  # a replacement for a token is one of the ids below this
+    words: WordParts | None = None  # which tokens form one word; None: every token is a word
+    pairs: bool = True  # samples have two segments, A and B
 
     @property
     def added(self) -> int:
-        """The special tokens of a sample."""
+        """The number of special tokens in a sample."""
         return 3 if self.pairs else 2
 
 
@@ -117,47 +123,52 @@ class MaskedStream:
         self.key = (seed, name, "masked")
 
     def source_of(self, n: int) -> str:
-        """Returns which of several token files sample n comes from; an empty word if there is one."""
+        """Return the token file that sample n comes from, or an empty string if there is only one file."""
         return self.source.source_of(n) if isinstance(self.source, Blend) else ""
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        """Returns tokens, token_types and segments (1: padding) [seq]; places, labels and loss_mask [predictions] of
-        the masked tokens; and swapped, 0 or 1."""
+        """Return tokens, token_types and segments (1: padding) [seq], and the fields of the tokens to predict.
+
+        Those fields are places, labels and loss_mask [predictions]. If samples have two segments, `swapped` is 0 or 1.
+        """
         piece: Piece = self.source.sample(n)
-        m, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
-        cls, sep, mask, pad = m.specials
+        masking, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
+        cls, sep, mask, pad = masking.specials
         tokens, swapped = piece.tokens, 0
         parts = [tokens]
-        if m.pairs:
+        if masking.pairs:
             swapped = int(random[0] < 0.5 and len(tokens) > 1)
             parts = np.split(tokens, [_pivot(piece, random[1])])[:: -1 if swapped else 1]
+
         ids = np.full(self.seq, pad, np.int64)
         types = np.zeros(self.seq, np.int64)
         at = 1
         ids[0] = cls
-        body = np.zeros(self.seq, bool)
+        body = np.zeros(self.seq, bool)  # True where tokens of the text are
         for number, part in enumerate(parts):
             end = at + len(part)
             ids[at:end], ids[end], body[at:end] = part, sep, True
             types[at : end + 1] = number
             at = end + 1
+
         draws = random[2:].reshape(4, self.seq)
-        chosen = choose(ids, body, m, draws[0], draws[1])
+        chosen = choose(ids, body, masking, draws[0], draws[1])
         labels = ids[chosen]
-        other = (draws[2, : len(chosen)] * m.vocab).astype(np.int64)
-        how = draws[3, : len(chosen)]
-        ids[chosen] = np.where(how < MASKED, mask, np.where(how < OTHER, other, labels))
-        counted = np.arange(m.predictions) < len(chosen)
-        found = {"tokens": ids, "token_types": types, "segments": (np.arange(self.seq) >= at).astype(np.int64)}
+        other = (draws[2, : len(chosen)] * masking.vocab).astype(np.int64)
+        action = draws[3, : len(chosen)]
+        ids[chosen] = np.where(action < MASKED, mask, np.where(action < OTHER, other, labels))
+
+        counted = np.arange(masking.predictions) < len(chosen)
+        sample = {"tokens": ids, "token_types": types, "segments": (np.arange(self.seq) >= at).astype(np.int64)}
         for name, values in (("places", chosen), ("labels", labels)):
-            found[name] = np.zeros(m.predictions, np.int64)
-            found[name][: len(chosen)] = values
-        found["loss_mask"] = counted.astype(np.int64)
-        return found | ({"swapped": np.asarray(swapped, np.int64)} if m.pairs else {})
+            sample[name] = np.zeros(masking.predictions, np.int64)
+            sample[name][: len(chosen)] = values
+        sample["loss_mask"] = counted.astype(np.int64)
+        return sample | ({"swapped": np.asarray(swapped, np.int64)} if masking.pairs else {})
 
 
 def _pivot(piece: Piece, random: float) -> int:
-    """Returns where the second segment begins: at a sentence where those are known, else in the middle half."""
+    """Return where the second segment begins: at a sentence if sentences are known, else in the middle half."""
     count = len(piece.tokens)
     if len(piece.sentences):
         return int(piece.sentences[int(random * len(piece.sentences))])
@@ -167,29 +178,39 @@ def _pivot(piece: Piece, random: float) -> int:
 def choose(
     ids: NDArray[np.int64],
     body: NDArray[np.bool_],
-    m: Masking,
+    masking: Masking,
     order: NDArray[np.float64],
     lengths: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Returns the places that are masked, ascending: words in the order of the random numbers `order`, each with some
-    that follow it if there are n-grams, until the share is reached. What would go beyond it is made shorter, and what
-    meets a masked word is left out. As in BERT's and Megatron's code, the share is of all of a sample's tokens, special
-    ones included."""
-    here = np.flatnonzero(body)
-    left = min(m.predictions, len(here), max(1, round(m.share * (len(here) + m.added))))
+    """Return the positions of the tokens to predict, ascending.
+
+    Whole words are chosen in the order of the random numbers `order`, until the share of tokens is reached. With
+    n-grams, each word is chosen together with the words after it, in a number drawn from `lengths`. An n-gram that
+    would exceed the share is made shorter, and one that overlaps a chosen word is skipped. As in BERT's and Megatron's
+    code, the share is of all tokens of a sample, special ones included.
+    """
+    text_positions = np.flatnonzero(body)
+    text_tokens = len(text_positions)
+    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added))))
     if not left:
-        return here[:0]
-    begins = np.ones(len(here), bool)
-    if m.words is not None:
-        begins[1:] = (np.diff(here) > 1) | ~m.words.joined(ids[here[:-1]], ids[here[1:]])
-    starts = np.append(np.flatnonzero(begins), len(here))
+        return text_positions[:0]
+
+    begins = np.ones(text_tokens, bool)
+    if masking.words is not None:
+        same_word = masking.words.joined(ids[text_positions[:-1]], ids[text_positions[1:]])
+        # Positions that are not neighbours have a special token between them, which ends a word.
+        begins[1:] = (np.diff(text_positions) > 1) | ~same_word
+    starts = np.append(np.flatnonzero(begins), text_tokens)
     words = len(starts) - 1
     ranked = np.argsort(order[:words], kind="stable")
-    if words == len(here) and m.ngrams == 1:
-        return np.sort(here[ranked[:left]])
-    odds = np.cumsum(1.0 / np.arange(1, m.ngrams + 1))
+    # Without n-grams and with one token per word, the loop below would choose the first tokens of the order.
+    if words == text_tokens and masking.ngrams == 1:
+        return np.sort(text_positions[ranked[:left]])
+
+    # An n-gram of n words has probability proportional to 1 / n.
+    odds = np.cumsum(1.0 / np.arange(1, masking.ngrams + 1))
     grams = np.searchsorted(odds / odds[-1], lengths[:words], side="right") + 1
-    taken = np.zeros(len(here), bool)
+    taken = np.zeros(text_tokens, bool)
     for word in ranked.tolist():
         for count in range(min(int(grams[word]), words - word), 0, -1):
             low, high = int(starts[word]), int(starts[word + count])
@@ -200,7 +221,8 @@ def choose(
                 break
         if not left:
             break
-    if not taken.any():  # every word is longer than all that may be masked
+    # If every word is longer than the number of tokens to predict, the beginning of one is chosen.
+    if not taken.any():
         low = int(starts[ranked[0]])
         taken[low : low + left] = True
-    return here[taken]
+    return text_positions[taken]

@@ -1,4 +1,4 @@
-"""Joining token files: the documents of each, in order, as one file. What they were made with must be the same."""
+"""Merge token files: write the documents of all of them, in order, to one file. Their tokenizers must be the same."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from meshwright.data.token_writer import TokenFileWriter
 from meshwright.disk import refused
 from meshwright.errors import UserError
 
-COPIED_BYTES = 16 << 20  # at once
+COPIED_BYTES = 16 << 20  # per copy
+# The metadata that must be equal, and words that say how a file differs.
 SAME = {"tokenizer_digest": "another tokenizer", "vocab_size": "another vocabulary", "eod": "another end token"}
 
 
 @dataclass(frozen=True)
 class Merged:
+    """A summary of a merge."""
+
     prefix: str
     files: list[str]
     inputs: int
@@ -32,26 +35,26 @@ class Merged:
     sequences: int
     tokens: int
     dtype: str
-    checked: bool  # whether the files said which tokenizer made them
+    checked: bool  # the files have metadata, so their tokenizers could be compared
 
 
 def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: Progress = no_progress) -> Merged:
-    """Writes OUT.bin and OUT.idx with the documents of the files, and beside them what lies beside the first."""
+    """Write OUT.bin and OUT.idx with the documents of the files, and the side files of the first one."""
     _check_names(out, prefixes)
     check_out(out, force, "OUT")
     files = [TokenFile(prefix) for prefix in prefixes]
-    told = _check_same(files)
+    metadata = _check_same(files)
     total = sum(file.token_count * file.dtype.itemsize for file in files)
     with TokenFileWriter(out, files[0].dtype) as writer, progress("joining", total) as advance:
         for file in files:
             for tokens, lengths, counts in _copied(file):
                 writer.add_documents(tokens, lengths, counts=counts)
                 advance(len(tokens))
-        side_files = _side_files(out, files[0], told, writer) if told else {}
+        side_files = _side_files(out, files[0], metadata, writer) if metadata else {}
         writer.finish(side_files)
     return Merged(
         out, [out + suffix for suffix in (".bin", ".idx", *side_files)], len(files), writer.document_count,
-        writer.sequence_count, writer.token_count, files[0].dtype.name, bool(told),
+        writer.sequence_count, writer.token_count, files[0].dtype.name, bool(metadata),
     )  # fmt: skip
 
 
@@ -69,8 +72,8 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _check_same(files: Sequence[TokenFile]) -> Metadata | None:
-    """Returns what the files say about their tokens; None where none of them says anything."""
-    first, told = files[0], files[0].metadata()
+    """Return the metadata of the first file, or None if no file has any. Raise a UserError if files don't match."""
+    first, metadata = files[0], files[0].metadata()
     for file in files:
         if is_chat(file.prefix):
             raise UserError(
@@ -83,28 +86,30 @@ def _check_same(files: Sequence[TokenFile]) -> Metadata | None:
                 "prepare them with the same tokenizer"
             )
         theirs = file.metadata()
-        if (told is None) != (theirs is None):
-            silent = file.prefix if theirs is None else first.prefix
+        if (metadata is None) != (theirs is None):
+            unlabelled = file.prefix if theirs is None else first.prefix
             raise UserError(
-                f"{silent}.json is missing, so nobody knows which tokenizer made {silent}: "
+                f"{unlabelled}.json is missing, so nobody knows which tokenizer made {unlabelled}: "
                 "bring it there, or prepare the data again"
             )
-        for key, what in SAME.items():
-            if told is not None and theirs is not None and told.get(key) != theirs.get(key):
+        for key, difference in SAME.items():
+            if metadata is not None and theirs is not None and metadata.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{file.prefix} was made with {what} than {first.prefix}: prepare one of them again with the "
+                    f"{file.prefix} was made with {difference} than {first.prefix}: prepare one of them again with the "
                     "other's --tokenizer"
                 )
-    return told
+    return metadata
 
 
 def _copied(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
-    """Yields the tokens, the sequences' lengths and the documents' numbers of sequences, some documents at a time."""
+    """Yield the tokens, the sequences' lengths and the documents' numbers of sequences, some documents at a time."""
     size = file.dtype.itemsize
-    pointers, lengths = document_table(file, 0, file.document_count)  # which also says that nothing is amiss
+    # This also checks that the documents follow one another without gaps, which the copy below relies on.
+    pointers, lengths = document_table(file, 0, file.document_count)
     ends = pointers // size + lengths
     begin = at = 0
     while begin < file.document_count:
+        # At least one document, even if it is larger than COPIED_BYTES.
         end = max(begin + 1, int(np.searchsorted(ends, at + COPIED_BYTES // size, side="right")))
         until = int(ends[end - 1])
         bounds = file.document_indices[begin : end + 1]
@@ -115,15 +120,15 @@ def _copied(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
         begin, at = end, until
 
 
-def _side_files(out: str, first: TokenFile, told: Metadata, writer: TokenFileWriter) -> dict[str, bytes]:
-    """Returns the first file's metadata with the counts of all, and the tokenizer if one was trained for it."""
-    found: dict[str, Any] = dict(told) | {"documents": writer.document_count, "tokens": writer.token_count}
+def _side_files(out: str, first: TokenFile, metadata: Metadata, writer: TokenFileWriter) -> dict[str, bytes]:
+    """Return the first file's metadata with the counts of all files, and its tokenizer if one was trained for it."""
+    content: dict[str, Any] = dict(metadata) | {"documents": writer.document_count, "tokens": writer.token_count}
     files = {}
-    if own := told.get("tokenizer_file"):
-        path = Path(first.prefix).parent / own
+    if tokenizer_file := metadata.get("tokenizer_file"):
+        path = Path(first.prefix).parent / tokenizer_file
         try:
             files[".tokenizer.json"] = path.read_bytes()
         except OSError as error:
             raise refused(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
-        found["tokenizer"] = found["tokenizer_file"] = f"{os.path.basename(out)}.tokenizer.json"
-    return files | {".json": json.dumps(found, indent=1).encode() + b"\n"}
+        content["tokenizer"] = content["tokenizer_file"] = f"{os.path.basename(out)}.tokenizer.json"
+    return files | {".json": json.dumps(content, indent=1).encode() + b"\n"}

@@ -1,7 +1,7 @@
-"""Turning text into a token file, on several processes, in the order of the input.
+"""Turn text into a token file with several processes, in the order of the input.
 
-The main process plans tasks of about a megabyte and writes what comes back; workers read, parse and encode. Results
-are taken in the order of the tasks, so the file does not depend on the number of workers.
+The main process plans tasks of about a megabyte and writes their results. Workers read, parse and encode. Results are
+written in the order of the tasks, so the file does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_
 from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError
 
-QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20  # input per process: less is not worth another process
-TRAINING_BYTES = 512 << 20
+# The least input per process that is worth its start, for a tokenizer that encodes fast and for a slow one.
+QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20
+TRAINING_BYTES = 512 << 20  # text that a new tokenizer is trained on, at most
 
-# progress(label, total) is a context that yields the function to call with each further number of bytes done.
+# progress(label, total) is a context manager. It yields a function to call with the number of bytes newly done.
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
 
 
@@ -38,8 +39,11 @@ def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written. `replaced` counts documents with bytes that are not UTF-8; `empty`, `filtered` (by length) and
-    `duplicates` those that were left out. `sequences` are the documents, or their sentences."""
+    """A summary of a prepared token file.
+
+    `empty`, `filtered` (by length) and `duplicates` count the documents that were left out, and `replaced` those with
+    bytes that are not UTF-8. A sequence is a document, or a sentence if sentences are stored.
+    """
 
     prefix: str
     files: list[str]
@@ -62,39 +66,43 @@ class Summary:
 
 
 def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encoded:
-    """Reads and encodes a task. A document without text is left out; an empty end of a long document is not."""
-    pieces, replaced, empty, filtered = [], 0, 0, 0
+    """Read and encode a task. A document without text is left out, but not the empty last part of a long document."""
+    documents = []  # whole ones, and parts of long ones
+    replaced = empty = filtered = 0
     for span in task:
-        for piece in read_documents(span, selection.field):
-            replaced += piece.replaced
-            if not piece.text and not span.goes_on:
+        for document in read_documents(span, selection.field):
+            replaced += document.replaced
+            if not document.text and not span.goes_on:
                 empty += 1
-            elif not selection.fits(piece.text):
+            elif not selection.fits(document.text):
                 filtered += 1
             else:
-                pieces.append(piece)
+                documents.append(document)
+
     end = np.array([tokenizer.eod], dtype=tokenizer.dtype).tobytes()
-    parts, lengths, counts = [], [], []
-    split = [split_sentences(piece.text) if selection.sentences else [piece.text] for piece in pieces]
+    token_bytes, lengths, counts = [], [], []
+    split = [split_sentences(document.text) if selection.sentences else [document.text] for document in documents]
     encoded = iter(tokenizer.encode_batch([text for texts in split for text in texts]))
-    for piece, texts in zip(pieces, split, strict=True):
+    for document, texts in zip(documents, split, strict=True):
         sequences = list(islice(encoded, len(texts)))
-        if selection.sentences:  # what has no tokens (blanks, to some tokenizers) is no sentence
+        if selection.sentences:
+            # Some tokenizers give no tokens for white space, which is then no sentence.
             sequences = [ids for ids in sequences if len(ids)] or sequences[:1]
-        parts += [ids.tobytes() for ids in sequences]
+        token_bytes += [ids.tobytes() for ids in sequences]
         lengths += [len(ids) for ids in sequences]
         counts.append(len(sequences))
-        if piece.last:
-            parts.append(end)
+        if document.last:
+            token_bytes.append(end)
             lengths[-1] += 1
-    last_open = bool(pieces) and not pieces[-1].last
-    digests = [digest_of(piece.text) for piece in pieces] if selection.dedup else []
+
+    last_open = bool(documents) and not documents[-1].last
+    digests = [digest_of(document.text) for document in documents] if selection.dedup else []
     size = sum(span.stored for span in task)
-    return Encoded(b"".join(parts), lengths, counts, digests, last_open, size, empty, filtered, replaced)
+    return Encoded(b"".join(token_bytes), lengths, counts, digests, last_open, size, empty, filtered, replaced)
 
 
 def make_encoder(recipe: Recipe, selection: Selection) -> Callable[[Task], Encoded]:
-    """Makes, in a worker process, the function that its tasks go through."""
+    """Return the function that encodes tasks. It is called in each worker process."""
     return partial(encode_task, recipe.make(), selection)
 
 
@@ -109,8 +117,11 @@ def prepare(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
-    """Writes OUT.bin, OUT.idx and OUT.json (and OUT.tokenizer.json with `train:SIZE`) from the inputs. With more than
-    one worker a script must guard its entry with `if __name__ == "__main__"`, as any that starts processes."""
+    """Write OUT.bin, OUT.idx and OUT.json (with `train:SIZE` also OUT.tokenizer.json) from the inputs.
+
+    With more than one worker, a script that calls this must guard its entry with `if __name__ == "__main__"`, like any
+    script that starts processes.
+    """
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} does not work: give 1 or more")
     check_out(out, force)
@@ -144,8 +155,10 @@ def _encode(
     writer: TokenFileWriter, files: list[ByteRange], tokenizer: Tokenizer, selection: Selection, workers: int,
     progress: Progress,
 ) -> tuple[dict[str, int], int]:  # fmt: skip
-    """Encodes everything into the writer; returns the numbers of documents that were left out, and of those with bad
-    bytes."""
+    """Encode all files into the writer.
+
+    Return how many documents were left out, by reason, and how many held bytes that are not UTF-8.
+    """
     tasks = plan_tasks(files, None if selection.whole else tokenizer.cut, selection.field)
     if workers > 1:
         results = map_in_order(make_encoder, (tokenizer.recipe, selection), tasks, workers)
@@ -159,8 +172,8 @@ def _encode(
                 tokens, lengths, counts = seen.without(result, writer.dtype.itemsize)
                 writer.add_documents(tokens, lengths, counts=counts)
             else:
-                several = result.counts if selection.sentences else None
-                writer.add_documents(result.tokens, result.lengths, result.last_open, several)
+                sentence_counts = result.counts if selection.sentences else None
+                writer.add_documents(result.tokens, result.lengths, result.last_open, sentence_counts)
             empty += result.empty
             filtered += result.filtered
             replaced += result.replaced
@@ -177,7 +190,7 @@ def _encode(
 def _train(
     files: list[ByteRange], size: int, selection: Selection, spec: str, eod: str | None, progress: Progress
 ) -> Tokenizer:
-    """Trains a tokenizer on the input; of more than TRAINING_BYTES it reads tasks that are spread evenly over it."""
+    """Train a tokenizer on the input. If that has more than TRAINING_BYTES, use tasks spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
     step = -(-sum(file.likely_text for file in files) // TRAINING_BYTES) or 1
@@ -186,9 +199,9 @@ def _train(
         for number, task in enumerate(plan_tasks(files, None if selection.whole else CUT_BYTES, selection.field)):
             if number % step == 0:
                 for span in task:
-                    for piece in read_documents(span, selection.field):
-                        if selection.fits(piece.text):
-                            yield piece.text
+                    for document in read_documents(span, selection.field):
+                        if selection.fits(document.text):
+                            yield document.text
             advance(sum(span.stored for span in task))
 
     with progress("training the tokenizer", sum(file.size for file in files)) as advance:
@@ -196,7 +209,7 @@ def _train(
 
 
 def check_out(out: str, force: bool, option: str = "--out") -> None:
-    """Refuses to overwrite anything unless asked to, and names that can't be meant."""
+    """Raise a UserError if `out` is not a usable prefix or, without `force`, if its files exist."""
     if not os.path.basename(out):
         raise UserError(f"{option} '{out}' is a folder: give a prefix in it, for example {os.path.join(out, 'train')}")
     bare, suffix = os.path.splitext(out)
@@ -215,7 +228,8 @@ def check_out(out: str, force: bool, option: str = "--out") -> None:
 
 
 def _default_workers(total: int, tokenizer: Tokenizer) -> int:
-    """Returns one process per core, but no more than have enough to do (a tokenizer that can cut text is quick)."""
+    """Return one process per core, but no more than have enough input to be worth their start."""
+    # A tokenizer that can cut text is fast: it works on bytes or through the word cache.
     enough = SLOW_BYTES if tokenizer.cut is None else QUICK_BYTES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, total // enough))
@@ -223,7 +237,7 @@ def _default_workers(total: int, tokenizer: Tokenizer) -> int:
 
 @contextlib.contextmanager
 def _sequential_library() -> Iterator[None]:
-    """Keeps the tokenizers library from starting threads of its own: the workers are the parallelism."""
+    """Keep the tokenizers library from starting its own threads, since the workers already use all cores."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

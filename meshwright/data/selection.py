@@ -1,4 +1,4 @@
-"""What is taken of the input, and how: the field with the text, limits of length, duplicates, sentences."""
+"""Select the documents of the input: the field with the text, limits of length, duplicates and sentences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class Selection:
-    """`max_chars` 0: no limit. With `dedup` the first of several equal documents is kept; with `sentences` each
-    sentence is a sequence of its document."""
+    """The documents to take from the input, and the form in which they are stored."""
 
-    field: str = "text"
+    field: str = "text"  # of a JSON object, or the column of a parquet file
     min_chars: int = 0
-    max_chars: int = 0
-    dedup: bool = False
-    sentences: bool = False
+    max_chars: int = 0  # 0: no limit
+    dedup: bool = False  # keep only the first of several equal documents
+    sentences: bool = False  # store each sentence as a sequence of its document
 
     def __post_init__(self) -> None:
         for name, value in (("--min-chars", self.min_chars), ("--max-chars", self.max_chars)):
@@ -34,7 +33,7 @@ class Selection:
 
     @property
     def whole(self) -> bool:
-        """Whether a document must be read as a whole; otherwise a long one may be cut and encoded in parts."""
+        """True if a document must be read as a whole. Otherwise a long one may be cut and encoded in parts."""
         return bool(self.min_chars or self.max_chars or self.dedup or self.sentences)
 
     def fits(self, text: str) -> bool:
@@ -50,30 +49,28 @@ def digest_of(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of a task: the ids of its documents back to back, as the token file stores them, the lengths of the
-    sequences and how many of those each document has. `digests` of the documents are there where duplicates are
-    looked for. `size` is what the task took of its files."""
+    """The result of a task."""
 
-    tokens: bytes
-    lengths: list[int]
-    counts: list[int]
-    digests: list[bytes]
-    last_open: bool
-    size: int
-    empty: int = 0
-    filtered: int = 0
-    replaced: int = 0
+    tokens: bytes  # the ids of its documents back to back, as the token file stores them
+    lengths: list[int]  # tokens of each sequence
+    counts: list[int]  # sequences of each document
+    digests: list[bytes]  # a digest of each document's text; empty unless duplicates are removed
+    last_open: bool  # the last document continues in the next task
+    size: int  # bytes that the task took in its files
+    empty: int = 0  # documents that were left out because they have no text
+    filtered: int = 0  # documents that were left out because of their length
+    replaced: int = 0  # documents with bytes that are not UTF-8
 
 
 @dataclass
 class Duplicates:
-    """Drops documents that have been seen. It holds a digest of every one, about 100 bytes of memory each."""
+    """A filter that drops documents seen before. It keeps a digest of each one, about 100 bytes of memory."""
 
     count: int = 0
     _seen: set[bytes] = field(default_factory=set)
 
     def without(self, found: Encoded, itemsize: int) -> tuple[bytes, list[int], list[int]]:
-        """Returns the tokens, lengths and counts of the documents of a task that are new."""
+        """Return the tokens, lengths and counts of a task's documents that have not been seen before."""
         parts: list[bytes] = []
         lengths: list[int] = []
         counts: list[int] = []

@@ -1,9 +1,9 @@
-"""Where sentences end, by a simple rule for languages that are written with . ! ? or their full-width forms.
+"""Split text into sentences, by a simple rule for languages that use . ! ? or their full-width forms.
 
-A sentence ends after . ! ? or … (with quotes and brackets that close behind it) where white space follows, and after it
-no small letter; after 。！？ in any case; and before an empty line. A full stop behind a single letter (J. Smith, e.g.)
-or a common abbreviation (Dr. Smith) ends none. What a sentence begins with is the white space before it, so that all of
-them together are the text.
+A sentence ends after . ! ? or … (and closing quotes and brackets), if white space and then no lower-case letter
+follows. It always ends after 。！？ and before an empty line. A full stop after a single letter (J. Smith, e.g.) or a
+common abbreviation (Dr. Smith) ends no sentence. White space between two sentences belongs to the second, so that all
+sentences joined are the text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ ABBREVIATIONS = frozenset(
 FULL_WIDTH = frozenset("。！？")
 STOPS = ".!?…。！？"
 CLOSING = "\"'”’»)\\]」』）"
-# It begins with a set of characters, which is found fast, and takes every run as a whole: a page of dots takes no
-# longer than one of letters.
+# The pattern begins with a set of characters, which `re` finds fast. The possessive quantifiers take every run as a
+# whole, so that a page of dots takes no longer than one of letters.
 STOP_AND_GAP = re.compile(rf"[{STOPS}\n](?:(?<=\n)|[{STOPS}]*+[{CLOSING}]*+)(?P<gap>\s*+)")
 LAST_WORD = re.compile(r"[^\W\d_]+\Z")
 LONGEST_ABBREVIATION = max(map(len, ABBREVIATIONS))
 
 
 def split_sentences(text: str) -> list[str]:
-    """Returns the sentences of a text, one at least; joined they are the text."""
-    found = (_end(text, match) for match in STOP_AND_GAP.finditer(text) if match.end() < len(text))
-    edges = [0, *(at for at in found if at), len(text)]
+    """Return the sentences of a text, at least one. Joined, they are the text."""
+    ends = (_end(text, match) for match in STOP_AND_GAP.finditer(text) if match.end() < len(text))
+    edges = [0, *(end for end in ends if end), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-def _end(text: str, found: re.Match[str]) -> int:
-    """Returns where a sentence ends at a stop or a new line, and 0 if none does."""
-    begin, gap, end = found.start(), found.start("gap"), found.end()
+def _end(text: str, match: re.Match[str]) -> int:
+    """Return where a sentence ends at a stop or a new line, or 0 if none does."""
+    begin, gap, end = match.start(), match.start("gap"), match.end()
     if text[begin] == "\n":
         if text.find("\n", gap, end) < 0:
             return 0

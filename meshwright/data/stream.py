@@ -1,4 +1,4 @@
-"""What a run trains on: numbered samples with labels and masks, from token files, weights and a split."""
+"""Build the streams of numbered samples, with labels and masks, that a run trains and validates on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What the end-of-document token does. Where `eod` is None, the token files' metadata name it.
+    """The effects of the end-of-document token. If `eod` is None, the token files' metadata name it.
 
-    mask_eod          no loss where the input is the end token: what follows is another document (as Megatron does)
-    reset_positions   positions begin again at 0 after each end token
-    reset_attention   segments number the documents of a sample, for attention that does not look across them
+    mask_eod          no loss where the input is the end token, since another document follows it (as in Megatron)
+    reset_positions   positions restart at 0 after each end token
+    reset_attention   segments number the documents of a sample, so that attention stays within a document
     """
 
     eod: int | None = None
@@ -49,27 +49,27 @@ class SampleStream:
         self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        """Returns tokens, shifted labels, loss_mask (0 or 1) and, by option, positions and segments: [seq] each."""
+        """Return tokens, shifted labels, loss_mask (0 or 1) and, by option, positions and segments: [seq] each."""
         text = self.source.sample(n)
         tokens, labels = text[:-1].copy(), text[1:].copy()
-        found = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(self.seq, np.int64)}
         options = self.options
         if not options.need_eod:
-            return found
+            return sample
         ends = tokens == options.eod
         if options.mask_eod:
-            found["loss_mask"][ends] = 0
+            sample["loss_mask"][ends] = 0
         begins = np.zeros(self.seq, bool)  # where a document begins, except the first of the sample
         begins[1:] = ends[:-1]
         if options.reset_positions:
             index = np.arange(self.seq, dtype=np.int64)
-            found["positions"] = index - np.maximum.accumulate(np.where(begins, index, 0))
+            sample["positions"] = index - np.maximum.accumulate(np.where(begins, index, 0))
         if options.reset_attention:
-            found["segments"] = np.cumsum(begins, dtype=np.int64)
-        return found
+            sample["segments"] = np.cumsum(begins, dtype=np.int64)
+        return sample
 
     def source_of(self, n: int) -> str:
-        """Returns which of several token files sample n comes from; an empty word if there is one."""
+        """Return the token file that sample n comes from, or an empty string if there is only one file."""
         return self.source.source_of(n) if isinstance(self.source, Blend) else ""
 
 
@@ -77,8 +77,10 @@ Stream = SampleStream | MaskedStream | SpanStream | BlankStream
 
 
 class OneEpoch:
-    """At most `limit` samples of a stream, all from its first epoch. Each token is a label once: where a sample goes on
-    into the second epoch it has no loss, and a sample that lies wholly beyond it is left out."""
+    """The first epoch of a stream, up to `limit` samples, in which each token is a label at most once.
+
+    Labels that belong to the second epoch have no loss, and a sample without labels of the first epoch is left out.
+    """
 
     def __init__(self, stream: Stream, limit: int) -> None:
         self.stream, source = stream, stream.source
@@ -86,14 +88,16 @@ class OneEpoch:
         self.samples = len(self._numbers)
 
     def sample(self, n: int) -> dict[str, NDArray[np.int64]]:
-        found = self.stream.sample(self._numbers[n])
-        found["loss_mask"][self.stream.source.own_labels(self._numbers[n]) :] = 0
-        return found
+        sample = self.stream.sample(self._numbers[n])
+        sample["loss_mask"][self.stream.source.own_labels(self._numbers[n]) :] = 0
+        return sample
 
 
 def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]:
-    """Returns the documents [low, high) of each part, in order; `split` are shares of the number of documents. While
-    there are enough documents, a part with a share above 0 gets at least one."""
+    """Return the documents [low, high) of each part, in order. `split` are shares of the number of documents.
+
+    If there are enough documents, each part with a share above 0 gets at least one.
+    """
     shares = [share / sum(split) for share in split]
     left = sum(share > 0 for share in shares)  # parts that still need documents
     least = int(count >= left)
@@ -103,6 +107,7 @@ def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]
         high = low
         if share > 0:
             left -= 1
+            # At least `least` documents for this part, and for each part after it. The last part gets the rest.
             high = min(max(round(total * count), low + least), count - least * left) if left else count
         ranges.append((low, high))
         low = high
@@ -121,20 +126,21 @@ def build_datasets(
     spans: SpanOptions | None = None,
     blanks: BlankOptions | None = None,
 ) -> list[Stream | None]:
-    """Returns the train, valid and test streams of token files, blended by `weights` (None: by their tokens). Each file
-    is split by documents, in their order or `drawn` from all over it; a part whose share is 0 is None. With `masking`,
-    samples have masked tokens; with `spans`, spans of them are taken out, and with
-    `blanks` blanks are filled in."""
+    """Return the train, valid and test streams of token files, blended by `weights` (None: by their tokens).
+
+    Each file is split by documents, in their order or, with `drawn`, taken from all over it. A part whose share is 0 is
+    None. `masking`, `spans` or `blanks` selects masked tokens, span corruption or blank filling instead of plain text.
+    """
     files = [TokenFile(prefix) for prefix in prefixes]
-    found = [file.metadata() for file in files]
-    asked = [TokenFile(prefix) for prefix in blanks.instructions] if blanks else []
-    check_tokenizers([*files, *asked], [*found, *(file.metadata() for file in asked)])
-    options = _with_eod(options or SampleOptions(), files, found)
-    vocab = max((int(entry["vocab_size"]) for entry in found if entry), default=None)
+    metadata = [file.metadata() for file in files]
+    instructions = [TokenFile(prefix) for prefix in blanks.instructions] if blanks else []
+    check_tokenizers([*files, *instructions], [*metadata, *(file.metadata() for file in instructions)])
+    options = _with_eod(options or SampleOptions(), files, metadata)
+    vocab = max((int(entry["vocab_size"]) for entry in metadata if entry), default=None)
     if weights is None:
         weights = [file.token_count for file in files]
     streams: list[Stream | None] = []
-    cut = masking or blanks  # samples are made of pieces of documents
+    cut = masking or blanks  # samples are made of chunks of single documents
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:
             streams.append(None)
@@ -152,9 +158,9 @@ def build_datasets(
                 raise UserError(f"the {name} part is too small: {error}") from None
         shares = list(weights)
         if blanks is not None and blanks.instructions:
-            more = _instructions(blanks, split, part, seed, drawn)
-            datasets += more
-            shares = with_instructions(shares, [each.epoch_samples for each in more], blanks.instruction_share)
+            answers = _instructions(blanks, split, part, seed, drawn)
+            datasets += answers
+            shares = with_instructions(shares, [each.epoch_samples for each in answers], blanks.instruction_share)
         source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, shares, seed)
         if spans is not None:
             streams.append(SpanStream(source, spans, seed, name, vocab))
@@ -173,8 +179,8 @@ def build_datasets(
 def _instructions(
     blanks: BlankOptions, split: Sequence[float], part: int, seed: int, drawn: bool
 ) -> list[Instructions]:
-    """Returns the answers of files of conversations that belong to one part of the data."""
-    found: list[Instructions] = []
+    """Return a dataset of answers for each file of instructions, limited to one part of the data."""
+    datasets: list[Instructions] = []
     for number, prefix in enumerate(blanks.instructions):
         if is_chat(prefix) != "chat":
             raise UserError(
@@ -184,20 +190,22 @@ def _instructions(
         documents = split_documents(TokenFile(prefix).document_count, split)[part]
         key = f"{SPLIT_NAMES[part]}/instructions/{number}"
         try:
-            found.append(Instructions(prefix, blanks.seq - blanks.added, seed, documents, key, drawn))
+            datasets.append(Instructions(prefix, blanks.seq - blanks.added, seed, documents, key, drawn))
         except TooSmall as error:
             raise UserError(f"the {SPLIT_NAMES[part]} part of the instructions is too small: {error}") from None
-    return found
+    return datasets
 
 
 def with_instructions(weights: Sequence[float], answers: Sequence[int], share: float) -> list[float]:
-    """Returns the weights of text files and files of answers, which together get a share of the samples: each file of
-    answers as many as it holds."""
+    """Return the weights of the text files, followed by those of the files of answers.
+
+    Together the files of answers get `share` of the samples, divided among them by their number of answers.
+    """
     return [(1 - share) * w / sum(weights) for w in weights] + [share * count / sum(answers) for count in answers]
 
 
 def check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> None:
-    """Refuses files that were made with different tokenizers: nothing would show that their ids are mixed."""
+    """Raise a UserError if files were made with different tokenizers, because mixed ids would go unnoticed."""
     known = [(file.prefix, entry["tokenizer_digest"]) for file, entry in zip(files, found, strict=True)
              if entry and entry.get("tokenizer_digest")]  # fmt: skip
     for prefix, digest in known[1:]:
@@ -209,7 +217,7 @@ def check_tokenizers(files: Sequence[TokenFile], found: Sequence[Metadata | None
 
 
 def _with_eod(options: SampleOptions, files: Sequence[TokenFile], found: Sequence[Metadata | None]) -> SampleOptions:
-    """Returns the options with the end token from the metadata, where they need one and do not name it."""
+    """Return the options, with the end token from the metadata if they need one and do not name it."""
     if options.eod is not None or not options.need_eod:
         return options
     known = {int(entry["eod"]) for entry in found if entry}

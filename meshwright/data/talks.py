@@ -1,5 +1,7 @@
-"""Conversations made of Python's own standard library, for twins of recipes: the name of a function is asked for, and
-the first line of its documentation is the answer. No torch."""
+"""Make conversations from Python's standard library, as data for small twins of recipes.
+
+The question is the name of a function or class, and the answer is the first line of its docstring. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from meshwright.data.packed import MASK
 from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import load_tokenizer
 
-MOST, LONGEST = 2000, 60  # conversations, and characters of each half
+MOST, LONGEST = 2000, 60  # number of conversations, and characters of a question or an answer
 
 
 def write_talks(prefix: str) -> None:
-    """Write the conversations, and which of their tokens are learned, as `data chat` does."""
+    """Write the conversations and their masks, in the same files as `data chat`."""
     tokenizer, learned = load_tokenizer("bytes"), 0
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with TokenFileWriter(prefix, tokenizer.dtype) as tokens, TokenFileWriter(prefix + MASK, np.uint8) as masks:
         for question, answer in islice(_talks(), MOST):
-            asked, said = (tokenizer.encode(text) for text in (f"{question}\n", answer))
-            ids = np.asarray([*asked, *said, tokenizer.eod], tokens.dtype)
-            mask = bytes([0] * len(asked) + [1] * (len(said) + 1))
+            question_ids, answer_ids = (tokenizer.encode(text) for text in (f"{question}\n", answer))
+            ids = np.asarray([*question_ids, *answer_ids, tokenizer.eod], tokens.dtype)
+            mask = bytes([0] * len(question_ids) + [1] * (len(answer_ids) + 1))
             tokens.add_documents(ids.tobytes(), [len(ids)])
             masks.add_documents(mask, [len(ids)])
             learned += sum(mask)
@@ -35,11 +37,12 @@ def write_talks(prefix: str) -> None:
 
 
 def _talks() -> Iterator[tuple[str, str]]:
+    """Yield pairs of a question and its answer."""
     for part in (part for file in find_files([STDLIB]) for part in read_documents(file, "text")):
         try:
             tree = ast.parse(part.text)
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (said := ast.get_docstring(node)):
-                yield f"{node.name}?"[:LONGEST], said.splitlines()[0][:LONGEST]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (docstring := ast.get_docstring(node)):
+                yield f"{node.name}?"[:LONGEST], docstring.splitlines()[0][:LONGEST]

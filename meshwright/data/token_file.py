@@ -1,7 +1,7 @@
 """Token files: Megatron's .bin/.idx pair, read through a memory map.
 
-PREFIX.bin holds token ids back to back; PREFIX.idx says where each sequence begins and which sequences make a
-document. The index, little-endian throughout:
+PREFIX.bin holds token ids back to back. PREFIX.idx says where each sequence begins and which sequences form a document.
+The index is little-endian throughout:
 
     9 bytes   "MMIDIDX\\0\\0"
     uint64    version, 1
@@ -11,7 +11,7 @@ document. The index, little-endian throughout:
     int32[S]  tokens of each sequence
     int64[S]  byte in PREFIX.bin where each sequence begins
     int64[D+1] first sequence of each document, closed by S
-    int8[S]   mode of each sequence (optional; nothing here reads it)
+    int8[S]   mode of each sequence (optional and ignored)
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ METADATA_FORMAT = "meshwright tokens"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Returns the dtype that Megatron would choose for a vocabulary: uint16 below 65,500 entries, else int32."""
+    """Return the dtype that Megatron would choose for a vocabulary: uint16 below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class Metadata(TypedDict, total=False):
-    """What a model and a sampler need to know about the tokens."""
+    """The content of PREFIX.json: facts about the tokens that models and samplers need."""
 
     tokenizer: str
     tokenizer_file: str | None
@@ -54,24 +54,26 @@ class Metadata(TypedDict, total=False):
 
 
 def read_metadata(prefix: str) -> Metadata | None:
-    """Returns what `data prepare` wrote beside a token file, or None where it wrote nothing (a file of Megatron's)."""
+    """Return the metadata that `data prepare` wrote beside a token file, or None if Megatron wrote the file."""
     path = f"{prefix}.json"
     try:
-        found = read_json(Path(path))
-        if not isinstance(found, dict) or found.get("format") != METADATA_FORMAT:
+        content = read_json(Path(path))
+        if not isinstance(content, dict) or content.get("format") != METADATA_FORMAT:
             return None
-        of_kind(found, Metadata, "it")
+        of_kind(content, Metadata, "it")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}): prepare the data again, or remove that file") from None
-    return cast(Metadata, found)
+    return cast(Metadata, content)
 
 
 class TokenFile:
-    """A token file, opened read-only and memory-mapped. Opening it touches only the header and the last entries.
-    `tokens` is the whole of PREFIX.bin as one flat array; `sizes` int32[S], `pointers` int64[S] (bytes) and
-    `document_indices` int64[D+1] are views of PREFIX.idx."""
+    """A token file, opened read-only and memory-mapped. Opening it reads only the header and the last entries.
+
+    `tokens` is all of PREFIX.bin as one flat array. `sizes` int32[S], `pointers` int64[S] (bytes) and
+    `document_indices` int64[D+1] are views of PREFIX.idx.
+    """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -102,14 +104,14 @@ class TokenFile:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
     def metadata(self) -> Metadata | None:
-        """Returns the metadata beside the file if `data prepare` wrote them, with at least `vocab_size` and `eod`."""
-        found = read_metadata(self.prefix)
+        """Return the metadata if `data prepare` wrote them, with at least `vocab_size` and `eod`; otherwise None."""
+        metadata = read_metadata(self.prefix)
         for key in ("vocab_size", "eod"):
-            if found is not None and key not in found:
+            if metadata is not None and key not in metadata:
                 raise UserError(
                     f"{self.prefix}.json is damaged (it has no number {key}): prepare the data again, or remove it"
                 )
-        return found
+        return metadata
 
     def _check_present(self) -> None:
         has_idx, has_bin = os.path.isfile(self.idx_path), os.path.isfile(self.bin_path)
@@ -130,7 +132,7 @@ class TokenFile:
         )
 
     def _read_header(self, index: NDArray[np.uint8]) -> tuple[int, int]:
-        """Sets `dtype` and returns the numbers of sequences and of document boundaries, for which the file has room."""
+        """Check the header and the file's size, set `dtype`, and return the numbers of sequences and of boundaries."""
         path, head = self.idx_path, index[: HEADER.size].tobytes()
         if not head.startswith(MAGIC):
             raise UserError(
@@ -157,7 +159,7 @@ class TokenFile:
         return sequences, boundaries
 
     def _check_index(self) -> None:
-        """Checks, as far as that is cheap, that the three arrays agree with one another and with the .bin file."""
+        """Check that the three arrays agree with one another and with the .bin file, as far as that is cheap."""
         documents = self.document_indices
         consistent = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
         if len(self):
@@ -176,9 +178,9 @@ class TokenFile:
 
     @staticmethod
     def _map(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Returns the file as a plain array over a read-only map (an empty file can't be mapped)."""
+        """Return the file as an array over a read-only memory map."""
         count = os.path.getsize(path) // dtype.itemsize
-        if not count:
+        if not count:  # an empty file can't be mapped
             return np.empty(0, dtype)
         try:
             return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

@@ -1,8 +1,8 @@
-"""Writing token files so that a killed run never leaves one that opens.
+"""Write token files so that a killed run never leaves an incomplete one that can be opened.
 
-Everything is written under PREFIX.*.partial and synced; then an old index is removed, PREFIX.bin and the files
-beside it take their names, and PREFIX.idx takes its own last. No index, no token file. A lock on the partial .bin
-keeps a second writer away; it ends with the process, however that ends.
+Everything is written under PREFIX.*.partial and synced. Then an old index is removed, PREFIX.bin and its side files are
+renamed to their final names, and PREFIX.idx is renamed last. Without an index there is no token file. A lock on the
+partial .bin keeps a second writer away; the operating system releases it when the process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from meshwright.disk import refused
 from meshwright.errors import UserError
 
 PARTIAL = ".partial"
-SIDE_FILES = (".json", ".tokenizer.json")  # a pair's metadata, and the tokenizer that was trained for it
+SIDE_FILES = (".json", ".tokenizer.json")  # the metadata, and the tokenizer if it was trained on the input
 
 
 class TokenFileWriter:
-    """Writes PREFIX.bin and PREFIX.idx; use as a context manager, and call `finish` when every document is in. Leaving
-    without `finish` removes what was written. The writer holds 4 bytes per sequence and 4 per document in memory."""
+    """A writer of PREFIX.bin and PREFIX.idx. Use it as a context manager, and call `finish` after the last document.
+
+    Leaving the context without `finish` removes the partial files. The writer holds 4 bytes per sequence and 4 per
+    document in memory.
+    """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
@@ -38,7 +41,7 @@ class TokenFileWriter:
         assert self.dtype in CODES, f"a token file cannot hold {self.dtype.name}"
         self._sizes = array("i")  # tokens of each sequence
         self._counts = array("i")  # sequences of each document
-        self._open = 0  # tokens of a document that is still growing
+        self._open = 0  # tokens so far of the document that the next call continues
         self.token_count = 0
         try:
             os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
@@ -51,7 +54,7 @@ class TokenFileWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Unless `finish` has closed it, removes the partial files; nothing that has its final name is touched."""
+        """Remove the partial files unless `finish` was called. Files with their final names are never touched."""
         if not self._bin.closed:
             self._remove_partials((".bin", ".idx", *SIDE_FILES))
             with contextlib.suppress(OSError):  # on a full disk flushing the last buffer fails too
@@ -68,9 +71,12 @@ class TokenFileWriter:
     def add_documents(
         self, tokens: bytes, lengths: Sequence[int], last_open: bool = False, counts: Sequence[int] | None = None
     ) -> None:
-        """Appends documents whose `tokens`, in the file's dtype, lie back to back, with one length each; with `counts`,
-        so many of the lengths, one of each sequence, belong to each document. With `last_open` the last one goes on in
-        the next call, whose first length is then added to it: this is how a document larger than memory is written."""
+        """Append documents whose `tokens`, in the file's dtype, are back to back.
+
+        `lengths` has one entry per document. With `counts` it has one entry per sequence, and counts[i] of them belong
+        to document i. With `last_open` the last document continues in the next call, whose first length is added to it.
+        A document larger than memory is written in this way.
+        """
         assert counts is None or (sum(counts) == len(lengths) and not last_open and not self._open), "whole documents"
         count = sum(lengths)
         assert len(tokens) == count * self.dtype.itemsize, f"{len(tokens)} bytes, lengths say {count} tokens"
@@ -81,21 +87,22 @@ class TokenFileWriter:
         except OSError as error:
             raise self._failed(error) from None
         self.token_count += count
-        closed = list(lengths)
+        complete = list(lengths)
         if self._open:
-            closed[0] += self._open
-        self._open = closed.pop() if last_open else 0
-        self._counts.extend([1] * len(closed) if counts is None else counts)
+            complete[0] += self._open
+        self._open = complete.pop() if last_open else 0
+        self._counts.extend([1] * len(complete) if counts is None else counts)
+        # The array holds 32-bit integers, as the index does.
         try:
-            self._sizes.extend(closed)
+            self._sizes.extend(complete)
         except OverflowError:
             raise UserError(
-                f"a document of {max(closed):,} tokens does not fit a token file (at most 2,147,483,647): "
+                f"a document of {max(complete):,} tokens does not fit a token file (at most 2,147,483,647): "
                 "split it into several documents"
             ) from None
 
     def finish(self, side_files: Mapping[str, bytes] | None = None) -> None:
-        """Gives the files their names, the index last; `side_files` maps a suffix (".json") to a file's content."""
+        """Rename the files to their final names, the index last. `side_files` maps a suffix (".json") to content."""
         assert not self._open, "the last document is still open"
         extra = dict(side_files or {})
         assert set(extra) <= set(SIDE_FILES), f"only {SIDE_FILES} lie beside a token file"
@@ -104,6 +111,8 @@ class TokenFileWriter:
             for suffix, content in extra.items():
                 self._write_partial(suffix, [content])
             self._write_partial(".idx", self._index())
+
+            # The folder is synced between the steps, so that after a crash no old index is beside a new .bin.
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             self._remove_stale(extra)
             self._sync_folder()
@@ -117,7 +126,7 @@ class TokenFileWriter:
             raise self._failed(error) from None
 
     def _open_locked(self, path: str) -> BinaryIO:
-        """Opens the partial .bin empty and locked: what a killed run left there is overwritten, a live one's is not."""
+        """Open the partial .bin, locked and emptied. It overwrites the file of a killed run, but not of a live one."""
         while True:
             file = open(path, "ab", buffering=1 << 20)  # noqa: SIM115
             try:
@@ -132,15 +141,16 @@ class TokenFileWriter:
             if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 file.truncate(0)
                 return file
-            file.close()  # its writer finished between our opening and locking it
+            # The path names another file now: its writer finished between our opening and locking it. Try again.
+            file.close()
 
     def _remove_partials(self, suffixes: Sequence[str]) -> None:
-        """Removes what this run, or an earlier one that was killed, has left under temporary names."""
+        """Remove the temporary files of this run, or of an earlier one that was killed."""
         for suffix in suffixes:
             Path(self.prefix + suffix + PARTIAL).unlink(missing_ok=True)
 
     def _remove_stale(self, kept: Mapping[str, bytes]) -> None:
-        """Removes the files that describe an older pair of this name; files of other programs stay."""
+        """Remove the side files of an older token file with this name. Files of other programs stay."""
         try:
             ours = read_metadata(self.prefix) is not None
         except UserError:
@@ -150,7 +160,7 @@ class TokenFileWriter:
                 Path(self.prefix + suffix).unlink(missing_ok=True)
 
     def _index(self) -> list[Any]:
-        """Returns the index in parts, in the order in which they are written."""
+        """Return the index in parts, in the order in which they are written."""
         sizes = np.frombuffer(self._sizes, dtype=np.intc).astype("<i4") if self._sizes else np.empty(0, "<i4")
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
@@ -168,7 +178,7 @@ class TokenFileWriter:
             _sync(file)
 
     def _sync_folder(self) -> None:
-        """Makes the renames so far durable. Some file systems can't sync a folder: the order is then theirs."""
+        """Make the renames so far durable. On file systems that can't sync a folder, nothing guarantees their order."""
         with contextlib.suppress(OSError):
             handle = os.open(os.path.dirname(self.prefix) or ".", os.O_RDONLY)
             try:
@@ -186,12 +196,12 @@ def _sync(file: BinaryIO) -> None:
 
 
 def metadata(tokenizer: Tokenizer, writer: TokenFileWriter, trained: bool = False, **more: Any) -> bytes:
-    """Return the content of PREFIX.json: what a model and a sampler need to know about the tokens."""
+    """Return the content of PREFIX.json: facts about the tokens that models and samplers need."""
     spec = tokenizer.recipe.spec
-    found = {
+    content = {
         "format": METADATA_FORMAT, "version": 1,
         "tokenizer": spec, "tokenizer_file": spec if trained else None, "tokenizer_digest": tokenizer.recipe.digest,
         "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod, "dtype": tokenizer.dtype.name,
         "documents": writer.document_count, "tokens": writer.token_count, **more,
     }  # fmt: skip
-    return json.dumps(found, indent=1).encode() + b"\n"
+    return json.dumps(content, indent=1).encode() + b"\n"

@@ -1,7 +1,7 @@
 """Tokenizers by name: bytes, a Hugging Face tokenizer.json, a SentencePiece .model, or one trained on the input.
 
-None of them adds tokens at the beginning of a text; `prepare` ends every document with `eod`. A recipe is the
-plain data a worker process needs to make the same tokenizer again.
+`encode` never adds tokens at the beginning of a text, and `prepare` ends every document with `eod`. A recipe is the
+plain data from which a worker process makes the same tokenizer again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What it takes to make a tokenizer: `kind` is bytes, json or model, and `content` what is in its file."""
+    """The data from which a tokenizer is made: its `kind` (bytes, json or model) and the `content` of its file."""
 
     kind: str
     content: bytes
@@ -41,13 +41,16 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """A hash of what turns text into ids: files with the same digest have the same ids for the same text. It leaves
-        out what writing or loading a tokenizer.json changes: blanks, the order of keys, and padding."""
+        """A hash of the tokenizer: files with the same digest have the same ids for the same text.
+
+        Differences that writing or loading a tokenizer.json causes don't count: white space, the order of keys,
+        truncation and padding.
+        """
         content = self.content
         if self.kind == "json":
-            found = of_kind(parse_json(content.decode("utf-8", "replace")), dict[str, Any], "it")
-            kept = {key: value for key, value in found.items() if key not in ("truncation", "padding")}
-            content = json.dumps(kept, sort_keys=True).encode()
+            settings = of_kind(parse_json(content.decode("utf-8", "replace")), dict[str, Any], "it")
+            relevant = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
+            content = json.dumps(relevant, sort_keys=True).encode()
         return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"
 
     def make(self) -> Tokenizer:
@@ -57,8 +60,11 @@ class Recipe:
 
 
 class Tokenizer(Protocol):
-    """What `prepare` and `generate` need of a tokenizer. A document's bytes may be split where a match of `cut` ends
-    without changing its ids; with None they may not be split."""
+    """The interface of a tokenizer that `prepare` and `generate` use.
+
+    A document's bytes may be split where a match of `cut` ends, without changing its ids. If `cut` is None, a document
+    must not be split.
+    """
 
     recipe: Recipe
     vocab_size: int
@@ -73,20 +79,20 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
-        """Encodes with the special tokens that the tokenizer's own files put around a text, as its models expect."""
+        """Encode a text with the special tokens that the tokenizer puts around it, as its models expect."""
         return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text, in the token file's dtype."""
+        """Return the ids of each text, in the token file's dtype."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def pieces(self) -> list[str]:
-        """Returns how the vocabulary spells each id; empty for ids that it leaves out."""
+        """Return the vocabulary's spelling of each id, or an empty string for ids that it leaves out."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Its ids are the 256 byte values of UTF-8 text, and 256 ends a document."""
+    """A tokenizer whose ids are the 256 byte values of UTF-8 text, and 256 for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -104,16 +110,19 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text; ends of documents, and ids that only a padded vocabulary has, are left out."""
+        """Return the text. The end token, and ids that exist only in a padded vocabulary, are left out."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def pieces(self) -> list[str]:
-        """Returns bytes as characters; those of text that is not ASCII as the letters that Latin-1 has from there."""
+        """Return ASCII bytes as characters, all others as a letter, and an empty string for the end token.
+
+        `word_parts` looks at the first and last character: with a letter, the bytes of other scripts form words.
+        """
         return [chr(i) if i < 128 else "\u00ff" for i in range(256)] + [""]
 
 
 class JsonTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json. It encodes through the word cache where that is exact."""
+    """A Hugging Face tokenizer.json. It encodes through the word cache if that is exact."""
 
     def __init__(self, recipe: Recipe) -> None:
         from tokenizers import Tokenizer as Library
@@ -124,6 +133,7 @@ class JsonTokenizer(Tokenizer):
             self._library: Any = Library.from_str(recipe.content.decode("utf-8", "replace"))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{recipe.spec} is not a readable tokenizer.json ({error}): check the file") from None
+        # A tokenizer.json may store settings for truncation and padding, which would change documents.
         self._library.no_truncation()
         self._library.no_padding()
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -163,17 +173,18 @@ class SentencePieceTokenizer(Tokenizer):
             import sentencepiece
         except ImportError:
             raise UserError(f"{recipe.spec} needs SentencePiece: pip install meshwright[sentencepiece]") from None
-        if not recipe.content:  # the library takes no bytes for no model, and logs its errors later
+        # The library takes empty bytes to mean that no model is given, and reports errors only later.
+        if not recipe.content:
             raise UserError(f"{recipe.spec} is not a SentencePiece model (it is empty): check the file")
         try:
             self._library: Any = sentencepiece.SentencePieceProcessor(model_proto=recipe.content)
-        except Exception as error:  # RuntimeError or ValueError, by version
+        except Exception as error:  # RuntimeError or ValueError, depending on the library's version
             raise UserError(f"{recipe.spec} is not a SentencePiece model ({error}): check the file") from None
         self.recipe = recipe
         self.vocab_size = int(self._library.get_piece_size())
         pieces = {self._library.id_to_piece(i): i for i in range(self.vocab_size)}
-        own = int(self._library.eos_id())
-        self.eod = own if recipe.eod is None and own >= 0 else _end_token(pieces, recipe)
+        eos = int(self._library.eos_id())  # -1 if the model has none
+        self.eod = eos if recipe.eod is None and eos >= 0 else _end_token(pieces, recipe)
 
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text, out_type=int))
@@ -183,6 +194,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ([begin] if begin >= 0 else []) + self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        # One thread, because the worker processes already use all cores.
         lists = self._library.encode(list(texts), out_type=int, num_threads=1)
         return [np.array(ids, dtype=self.dtype) for ids in lists]
 
@@ -194,7 +206,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
-    """Returns the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
+    """Return the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
     if spec == "bytes":
         return Recipe("bytes", b"", eod, spec).make()
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
@@ -212,7 +224,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 
 
 def trained_size(spec: str) -> int | None:
-    """Returns SIZE of `train:SIZE`, and None for any other spec."""
+    """Return SIZE of `train:SIZE`, or None for any other spec."""
     if not spec.startswith("train:"):
         return None
     try:
@@ -227,7 +239,10 @@ def trained_size(spec: str) -> int | None:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None = None) -> Tokenizer:
-    """Trains a byte-level BPE of at most `size` entries, the end token included; the same texts give the same one."""
+    """Train a byte-level BPE of at most `size` entries, including the end token.
+
+    The same texts always give the same tokenizer.
+    """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -245,7 +260,7 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
 
 
 def _end_token(vocabulary: dict[str, int], recipe: Recipe) -> int:
-    """The id of the token that ends a document; a number is an id, never a text of digits."""
+    """Return the id of the token that ends a document. If the recipe names it by digits, they are an id, not a text."""
     if recipe.eod is not None and recipe.eod.isdecimal():
         if int(recipe.eod) in vocabulary.values():
             return int(recipe.eod)

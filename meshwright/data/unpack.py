@@ -1,5 +1,7 @@
-"""Inputs that can't be read from the middle: .gz and .zst files, and parquet. The planning process reads them, a task's
-worth at a time, and the tasks carry what it read."""
+"""Read inputs that can't be read from the middle: .gz and .zst files, and parquet.
+
+The planning process reads them, one task's worth at a time, and the tasks carry the content.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,22 @@ from typing import Any, NamedTuple
 from meshwright.errors import UserError
 
 LINE_END = re.compile(rb"\n")
-LARGEST_LINE = 1 << 28  # bytes of a .jsonl line, which is parsed whole
+LARGEST_LINE = 1 << 28  # bytes of a .jsonl line; a line is parsed as a whole, in memory
 READ_BYTES = 1 << 15
-ROWS = 256  # of a parquet file at a time
+ROWS = 256  # rows per parquet read
 PACKED = (".gz", ".zst")
 PARQUET = ".parquet"
-LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` needs; the library's own limit is 128 MiB
+# Files written with `zstd --long=31` need this much; the library's default limit is 128 MiB.
+LARGEST_WINDOW = 1 << 31
 
 
 class Content(NamedTuple):
-    """What was read of a file: bytes, or the texts of rows. `before` counts the lines or rows before it, `stored` the
-    bytes that it took in the file; `last` says that the file ends with it."""
+    """A part of a file, unpacked."""
 
-    data: bytes | tuple[str, ...]
-    before: int
-    stored: int
-    last: bool
+    data: bytes | tuple[str, ...]  # bytes, or the texts of parquet rows
+    before: int  # lines or rows that precede it in the file
+    stored: int  # bytes that it takes in the file, as stored
+    last: bool  # the file ends with it
 
     @property
     def size(self) -> int:
@@ -40,28 +42,31 @@ def too_long(where: str) -> UserError:
 
 
 def is_read_once(path: str) -> bool:
+    """Return True if a file can only be read from its beginning."""
     return path.endswith((*PACKED, PARQUET))
 
 
 def contents(path: str, cut: re.Pattern[bytes] | None, field: str, size: int) -> Iterator[Content]:
-    """Yields a file in parts of about `size` bytes, which end where `cut` lets them."""
+    """Yield a file in parts of about `size` bytes, which end at a match of `cut` (None: one part)."""
     return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked(path, cut, size)
 
 
 def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
-    buffer, searched, before, stored = bytearray(), size, 0, 0
+    buffer = bytearray()
+    searched = size  # no cut is looked for before this position of the buffer
+    before, stored = 0, 0
     for data, read in _streamed(path):
         buffer += data
         stored += read
         while cut is not None and len(buffer) > 2 * size:
-            found = cut.search(buffer, searched)
-            if found is None:
+            match = cut.search(buffer, searched)
+            if match is None:
                 if cut is LINE_END and len(buffer) > LARGEST_LINE + size:
                     raise too_long(f"{path} line {before + buffer.count(10, 0, searched) + 1}")
-                searched = len(buffer) - 1  # a match may lie across two reads
+                searched = len(buffer) - 1  # a match may extend into the next read
                 break
-            part, searched = bytes(buffer[: found.end()]), size
-            del buffer[: found.end()]
+            part, searched = bytes(buffer[: match.end()]), size
+            del buffer[: match.end()]
             yield Content(part, before, stored, last=False)
             before += part.count(b"\n")
             stored = 0
@@ -69,13 +74,16 @@ def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[C
 
 
 def _streamed(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yields what a packed file holds with the bytes that this took. Files may be joined from several."""
+    """Yield the content of a compressed file, each time with the number of stored bytes that it took.
+
+    The file may be several compressed files joined together.
+    """
     make, failures = _gz() if path.endswith(".gz") else _zst(path)
     unpack, begun = make(), False
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
             read = len(data)
-            # After the end of a file there may be another one, or zeros that fill a tape's block.
+            # After the end of a compressed file there may be another one, or zeros that fill a block of a tape.
             while data := data if begun else data.lstrip(b"\0"):
                 try:
                     out = unpack.decompress(data)
@@ -103,7 +111,7 @@ def _zst(path: str) -> tuple[Callable[[], Any], type[Exception]]:
 
 
 def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
-    """Yields the texts of one column; a row without a text counts as an empty one."""
+    """Yield the texts of one column. A row without a text counts as empty."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -135,6 +143,7 @@ def _check_column(path: str, schema: Any, field: str) -> None:
     if at < 0:
         raise UserError(f"{path} has no column '{field}' ({', '.join(schema.names)}): name another with --field")
     kind = schema.field(at).type
+    # A dictionary-encoded column of texts is read like a plain one.
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise UserError(f"{path}: column '{field}' is {kind}, not text: name another with --field")

@@ -1,4 +1,4 @@
-"""What a vocabulary shows of words: which tokens go on with the word of the token before them, and special tokens."""
+"""Read from a vocabulary which tokens continue the word of the token before them, and the ids of special tokens."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPECIAL_NAMES = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "<pad>"))
-BLANKS = "Ġ▁ĊĉčĀ"  # how byte-level tokenizers and SentencePiece write blanks, which begin a word
+# Byte-level tokenizers and SentencePiece write white space, which begins a word, as these characters.
+BLANKS = "Ġ▁ĊĉčĀ"
 
 
 @dataclass(frozen=True)
 class WordParts:
-    """Two tokens in a row belong to one word if the first leaves it `open` and the second `goes_on`; both [vocab]."""
+    """Masks that show which tokens form one word.
 
-    goes_on: NDArray[np.bool_]
-    open: NDArray[np.bool_]
+    Two neighbouring tokens belong to one word if `open` is True for the first and `goes_on` for the second.
+    """
+
+    goes_on: NDArray[np.bool_]  # [vocab], the token continues a word
+    open: NDArray[np.bool_]  # [vocab], a word may continue after the token
 
     def joined(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return a mask of the pairs of neighbouring tokens (before, after) that belong to one word."""
         last = len(self.open) - 1
-        found: NDArray[Any] = self.open[np.minimum(before, last)] & self.goes_on[np.minimum(after, last)]
-        return found
+        # Ids beyond the vocabulary are treated like its last one.
+        same_word: NDArray[Any] = self.open[np.minimum(before, last)] & self.goes_on[np.minimum(after, last)]
+        return same_word
 
 
 def word_parts(pieces: Sequence[str]) -> WordParts:
-    """Reads a vocabulary's spellings. WordPiece marks tokens that go on with ##; of others, a token goes on if it
-    begins with a letter or a digit after one that ends with one."""
+    """Derive the word masks from the spellings of a vocabulary.
+
+    WordPiece marks tokens that continue a word with ##. In other vocabularies, a token that begins with a letter or
+    digit continues the word of a token that ends with one.
+    """
     if any(piece.startswith("##") for piece in pieces):
         goes_on = [len(piece) > 2 and piece.startswith("##") for piece in pieces]
         return WordParts(np.array(goes_on), np.ones(len(pieces), bool))
@@ -40,9 +49,9 @@ def word_parts(pieces: Sequence[str]) -> WordParts:
 
 
 def special_ids(pieces: Sequence[str]) -> tuple[int, ...]:
-    """Returns the ids of [CLS], [SEP], [MASK] and [PAD], or nothing if one is missing."""
-    where = {piece: number for number, piece in enumerate(pieces)}
+    """Return the ids of [CLS], [SEP], [MASK] and [PAD], or an empty tuple if one is missing."""
+    ids = {piece: number for number, piece in enumerate(pieces)}
     for names in SPECIAL_NAMES:
-        if all(name in where for name in names):
-            return tuple(where[name] for name in names)
+        if all(name in ids for name in names):
+            return tuple(ids[name] for name in names)
     return ()

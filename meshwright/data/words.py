@@ -1,14 +1,14 @@
-"""Encoding with a byte-level tokenizer through a cache of words.
+"""Encode text with a byte-level tokenizer through a cache of words.
 
-A byte-level tokenizer first cuts text into words with a regular expression, then merges bytes within each word:
-a word's ids depend on the word alone. On ASCII text Python's `re` finds the same words as the library's engine, and
-most words have been seen before, so a dictionary from a word to its ids (already as the bytes of the token file)
-does the rest. The library is asked for every new word, and for all text that is not ASCII, so the ids are the
-library's own; text that this can't do exactly is left to the library.
+A byte-level tokenizer first cuts text into words with a regular expression, then merges bytes within each word, so a
+word's ids depend on the word alone. On ASCII text Python's `re` finds the same words as the tokenizers library, and
+most words have been seen before. A dictionary maps each word to its ids, already as the bytes of the token file. The
+library encodes every new word and all text that is not ASCII, so the ids are always the library's. Text for which the
+cache would not be exact is left to the library as a whole.
 
-It is here for its speed. On a machine with two cores one process of `data prepare` encodes 8.5 to 10.6 MB/s of Python
-source and 5.5 MB/s of prose through the cache, where the library's own `encode_batch_fast` does 1.7 to 2.5 and 2.8; two
-processes do 10.3 and 4.2 MB/s of 8 MB of source, start included.
+The cache exists for speed. On a machine with two cores one process of `data prepare` encodes 8.5 to 10.6 MB/s of Python
+source and 5.5 MB/s of prose through the cache, while the library's `encode_batch_fast` reaches 1.7 to 2.5 and 2.8 MB/s.
+Two processes reach 10.3 (cache) and 4.2 MB/s (library) on 8 MB of source, including their start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
-# The words of ASCII text, for the patterns of GPT-2 (written into ByteLevel), Llama 3 and Qwen 2. Letters come
-# first: apart from the apostrophes, no two alternatives before the white space can match at the same place.
+# The words of ASCII text, for the patterns of GPT-2 (built into ByteLevel), Llama 3 and Qwen 2. Letters, the most
+# common case, come first. The order is free, since apart from the apostrophes no two alternatives before the white
+# space can match at the same place.
 SPACE = r"\t\n\x0b\x0c\r "
 TAIL = rf"[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+"
 GPT2_WORDS = rf" ?[A-Za-z]+|'(?:[sdmt]|ll|ve|re)| ?[^{SPACE}A-Za-z0-9]+| ?[0-9]+|{TAIL}"
@@ -40,23 +41,26 @@ SPLITS = {
     LLAMA3_SOURCE.replace("{1,3}", ""): LLAMA3_WORDS.replace("{1,3}", ""),
 }
 
-# No word of these patterns reaches over a visible character followed by a space, nor looks past it: text may be
-# cut there, and the parts encoded apart.
+# No word of these patterns extends, or looks ahead, across the boundary between a visible character and a space. Text
+# may be cut there and its parts encoded separately.
 CUT = re.compile(r"(?<=[!-~])(?= )")
 CUT_BYTES = re.compile(rb"[!-~](?= )")
 
 MAX_WORDS = 300_000
-MAX_CACHED = 64  # characters; longer words are rarely seen twice
-MAX_EXTRA_BYTES = 0.1  # of UTF-8 per character, for text that counts as ASCII with exceptions
+MAX_CACHED = 64  # characters of a cached word; longer ones are rarely seen twice
+# UTF-8 bytes beyond one per character, for text that is treated as ASCII with a few exceptions.
+MAX_EXTRA_BYTES = 0.1
 
 
 def ascii_words(tokenizer: Tokenizer) -> str | None:
-    """Returns the pattern of a tokenizer's words in ASCII text, or None where the cache would not be exact."""
+    """Return the pattern of a tokenizer's words in ASCII text, or None if the cache would not be exact."""
     config = json.loads(tokenizer.to_str())
+    # NFC leaves ASCII text as it is; other normalisers may change it.
     if config.get("normalizer") not in (None, {"type": "NFC"}):
         return None
     if config.get("truncation") or config.get("padding") or config["model"].get("dropout"):
         return None
+    # An added token that takes adjacent white space, or contains a space, could reach across a cut.
     for token in config.get("added_tokens", []):
         if token["lstrip"] or token["rstrip"] or " " in token["content"]:
             return None
@@ -77,12 +81,13 @@ def ascii_words(tokenizer: Tokenizer) -> str | None:
 
 
 class WordCache(dict[str, bytes]):
-    """Encodes text to the bytes of a token file; as a dictionary it maps a word or chunk to its ids' bytes."""
+    """An encoder from text to the bytes of a token file. As a dictionary, it maps words and chunks to those bytes."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, dtype: np.dtype[Any]) -> None:
         super().__init__()
         self._tokenizer, self._model, self._dtype = tokenizer, tokenizer.model, dtype
         self._words = re.compile(pattern).findall
+        # The vocabulary spells each byte as one printable character. For ASCII, a table is enough to translate them.
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._alphabet = {i: level.pre_tokenize_str(chr(i))[0][0] for i in range(128)}
         added = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values())
@@ -99,7 +104,8 @@ class WordCache(dict[str, bytes]):
         return ids
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Returns the library's ids of a text, without special tokens: [tokens] of the cache's dtype."""
+        """Return the library's ids of a text, without special tokens: [tokens] of the cache's dtype."""
+        # A full cache is emptied, so that no word needs bookkeeping of its use.
         if len(self) > MAX_WORDS:
             self.clear()
         if self._added is not None and self._added.search(text):
@@ -116,7 +122,7 @@ class WordCache(dict[str, bytes]):
         return b"".join(map(self.__getitem__, self._words(text)))
 
     def _mixed(self, text: str) -> bytes:
-        """Encodes ASCII text that has other words in it; those go to the library one by one."""
+        """Encode ASCII text with a few other words, which the library encodes one by one."""
         parts: list[bytes] = []
         for plain, chunks in groupby(CUT.split(text), str.isascii):
             if plain:

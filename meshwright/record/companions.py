@@ -1,8 +1,8 @@
-"""What travels with a model's weights: its tokenizer, chat template and generation settings, and the config.json of the
-folder that it was imported from. No torch.
+"""Companion files that travel with a model's weights: tokenizer, chat template, generation settings and config.json.
 
-A run collects these files when it begins, from the checkpoint that gave it its weights or from its data, and every one
-of its checkpoints holds a copy, as an imported checkpoint does: so text goes in and out wherever the weights are.
+The config.json is that of the folder that the model was imported from. A run collects these files when it begins, from
+the checkpoint that provided its weights or from its data. Each of its checkpoints holds a copy, as an imported
+checkpoint does, so that any checkpoint can read and write text. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
 
 FOLDER = "companions"  # in a run's folder
-NOTE = "companions.json"  # which tokenizer that is, and where the weights came from
+NOTE = "companions.json"  # names the tokenizer and the source of the weights
 ORIGIN = "hf_origin.json"  # config.json of an imported model, and how its folder stored the tensors
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 EXTRA_FILES = (
@@ -31,11 +31,11 @@ EXTRA_FILES = (
 
 
 def copy_files(source: Path, to: Path, names: Sequence[str] = EXTRA_FILES) -> list[str]:
-    """Copies those of the files that are there, and returns their names."""
-    found = [name for name in names if (source / name).is_file()]
-    for name in found:
+    """Copy those of the named files that exist, and return their names."""
+    present = [name for name in names if (source / name).is_file()]
+    for name in present:
         shutil.copyfile(source / name, to / name)
-    return found
+    return present
 
 
 def copy_all(source: Path, to: Path) -> None:
@@ -43,11 +43,11 @@ def copy_all(source: Path, to: Path) -> None:
 
 
 class Note(TypedDict, total=False):
-    """Which tokenizer a model has: its file or kind, its digest and end token; and where the weights came from."""
+    """A note of a model's tokenizer. The file also says where the weights came from."""
 
-    tokenizer: str | None
+    tokenizer: str | None  # its file, or "bytes"
     digest: str | None
-    eod: int | None
+    eod: int | None  # id of its end token
 
 
 def read_note(folder: Path) -> dict[str, Any]:
@@ -58,23 +58,23 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def _of_data(prefixes: Sequence[str]) -> tuple[Path, Metadata] | None:
-    """The prefix and the metadata of the first of a run's token files that has metadata."""
+    """Return the prefix and the metadata of the first token file that has metadata, or None if none has."""
     for prefix in prefixes:
-        found = read_metadata(prefix)
-        if found:
-            return Path(prefix), found
+        metadata = read_metadata(prefix)
+        if metadata:
+            return Path(prefix), metadata
     return None
 
 
 def _file_of(prefix: Path, metadata: Metadata) -> Path | None:
-    """The tokenizer's file, if it still exists: one that was trained lies beside the tokens."""
-    words = [metadata.get("tokenizer_file"), metadata.get("tokenizer")]
-    places = [place for word in words if word for place in (prefix.parent / word, Path(word))]
-    return next((place for place in places if place.is_file()), None)
+    """Return the tokenizer's file if it still exists. That of a trained tokenizer is in the folder of the tokens."""
+    names = [metadata.get("tokenizer_file"), metadata.get("tokenizer")]
+    candidates = [path for name in names if name for path in (prefix.parent / name, Path(name))]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
-    """Copies the tokenizer of a run's data, if its file still exists, and returns the names of the copies."""
+    """Copy the tokenizer of a run's data, if its file still exists, and return the names of the copies."""
     found = _of_data(prefixes)
     file = _file_of(*found) if found else None
     if found is None or file is None:
@@ -87,27 +87,32 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
 
     try:
         end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
-    except Exception as error:  # the library raises nothing narrower
-        said = shortened(str(error), 200)
-        raise UserError(f"{file}, the tokenizer of the data, can't be read ({said}): replace it") from None
+    except Exception as error:  # the library raises plain Exception
+        reason = shortened(str(error), 200)
+        raise UserError(f"{file}, the tokenizer of the data, can't be read ({reason}): replace it") from None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
     return ["tokenizer.json", "tokenizer_config.json"]
 
 
 def collect(data: DataConfig, source: Path | None, to: Path, began_from: str | None, base: str = "") -> None:
-    """Gathers what travels with a run's model in `to`: from the folder that its weights come from, or from its data.
-    What a run has gathered before stays, unless its data are now of another tokenizer. `base` is the digest of the
-    weights that adapters belong to."""
+    """Collect the companion files of a run's model in `to`, from the folder of its weights or from its data.
+
+    Files that the run collected before stay, unless its data now have another tokenizer. `began_from` names the source
+    of the run's weights. `base` is the digest of the weights that adapters belong to.
+    """
     found = _of_data(data.prefixes)
     digest = found[1].get("tokenizer_digest") if found else None
     fits = digest is None or digest in (known_digests(to) or {digest})
     if to.is_dir() and fits:
         return
+
     note: dict[str, Any] = {"tokenizer": None, "digest": digest, "eod": None}
     note["from"] = read_note(to).get("from", began_from)
     note |= {"base": base} if base else {}
     source = to if source is None and to.is_dir() else source
+
+    # The new files are collected in another folder, which replaces `to` when it is complete.
     aside = to.with_name(f".new-{to.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -120,29 +125,33 @@ def collect(data: DataConfig, source: Path | None, to: Path, began_from: str | N
             note |= {key: value for key, value in read_note(source).items() if key in ("tokenizer", "eod", "digest")}
     if found and not any((aside / name).is_file() for name in TOKENIZERS):
         copied = copy_tokenizer(data.prefixes, aside)
-        word = found[1].get("tokenizer")
-        note |= {"tokenizer": copied[0] if copied else word if word == "bytes" else None, "eod": found[1].get("eod")}
+        # Without a copy of its file, only the tokenizer "bytes" can be loaded later.
+        kind = "bytes" if found[1].get("tokenizer") == "bytes" else None
+        note |= {"tokenizer": copied[0] if copied else kind, "eod": found[1].get("eod")}
     fmt.write_json(aside / NOTE, note)
     shutil.rmtree(to, ignore_errors=True)
     aside.rename(to)
 
 
 def known_digests(folder: Path) -> set[str]:
-    """Of the tokenizers beside a model, which may be one in two forms; none where no tokenizer is known."""
-    told = read_note(folder).get("digest")
-    found = {str(told)} if told else set()
+    """Return the digests of the tokenizer in a model's folder, which may have one in each of two forms.
+
+    The set is empty if no tokenizer is known.
+    """
+    noted = read_note(folder).get("digest")
+    digests = {str(noted)} if noted else set()
     for name in TOKENIZERS:
-        if not told and (folder / name).is_file():
+        if not noted and (folder / name).is_file():
             content, kind = (folder / name).read_bytes(), name.rpartition(".")[2]
             try:
-                found.add(Recipe(kind, content, None, name).digest)
+                digests.add(Recipe(kind, content, None, name).digest)
             except ValueError:
-                continue  # a damaged file says nothing; whoever needs it will tell
-    return found
+                continue  # a damaged file is reported by the code that loads the tokenizer
+    return digests
 
 
 def check_tokenizer(folder: Path, data: DataConfig) -> None:
-    """Refuses data that were made with another tokenizer than the model's: its ids mean other texts."""
+    """Raise a UserError if data were made with another tokenizer than the model's, since their ids mean other texts."""
     theirs = known_digests(folder)
     for prefix in data.prefixes if theirs and not data.any_tokenizer else ():
         digest = (read_metadata(prefix) or Metadata()).get("tokenizer_digest")
@@ -156,11 +165,13 @@ def check_tokenizer(folder: Path, data: DataConfig) -> None:
 
 
 def check_named(tokenizer: Tokenizer, folder: Path, data: DataConfig, vocab: int) -> None:
-    """Refuses a tokenizer that was named to write text with and is not the model's; where the model's is not known,
-    one with more tokens than the model has."""
+    """Raise a UserError if the tokenizer named with --tokenizer is not the model's.
+
+    If the model's tokenizer is not known, raise if the named one has more tokens than the model.
+    """
     found = _of_data(data.prefixes)
-    told = found[1].get("tokenizer_digest") if found else None
-    theirs = known_digests(folder) or ({told} if told else set())
+    data_digest = found[1].get("tokenizer_digest") if found else None
+    theirs = known_digests(folder) or ({data_digest} if data_digest else set())
     named = f"--tokenizer {tokenizer.recipe.spec}"
     if theirs and not data.any_tokenizer and tokenizer.recipe.digest not in theirs:
         raise UserError(
@@ -174,7 +185,7 @@ def check_named(tokenizer: Tokenizer, folder: Path, data: DataConfig, vocab: int
 
 
 def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
-    """The tokenizer beside a checkpoint, or else that of its run's data; None if neither is known."""
+    """Return the tokenizer in a checkpoint's folder, or else that of its run's data; None if neither is known."""
     note = read_note(folder)
     end = None if note.get("eod") is None else str(note["eod"])
     for name in TOKENIZERS:
@@ -186,7 +197,7 @@ def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
 
 
 def tokenizer_of_data(prefixes: Sequence[str]) -> Tokenizer | None:
-    """The tokenizer that token files were made with; None if they don't say, or its file is gone."""
+    """Return the tokenizer that token files were made with; None if it is not noted or its file no longer exists."""
     found = _of_data(prefixes)
     if found is None:
         return None
@@ -197,8 +208,9 @@ def tokenizer_of_data(prefixes: Sequence[str]) -> Tokenizer | None:
 
 
 def end_token(folder: Path, prefixes: Sequence[str]) -> int | None:
-    """The id that ends a text, as the data have it."""
+    """Return the id of the end token, from the folder's note or else from the metadata of the data."""
     found = _of_data(prefixes)
-    told = read_note(folder).get("eod")
-    told = found[1].get("eod") if told is None and found else told
-    return told
+    token: int | None = read_note(folder).get("eod")
+    if token is None and found:
+        token = found[1].get("eod")
+    return token

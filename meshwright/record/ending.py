@@ -6,7 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-LAUNCHER_SEES_S = 2.0  # a rank that lost its peers waits so long before it ends: the launcher sees first who was lost
+# A rank that lost its peers waits this long before it ends, so that the launcher first sees which rank was lost.
+LAUNCHER_SEES_S = 2.0
 
 Report = Callable[[str], None]
 
@@ -24,13 +25,14 @@ def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
 
 
 def act_before_end() -> None:
-    """Calls the acts of `before_sudden_end`."""
+    """Call the functions that `before_sudden_end` registered."""
     for act in list(_last_acts):
-        with contextlib.suppress(Exception):  # nothing may keep a rank from its end
+        with contextlib.suppress(Exception):  # no failure here may keep the process from ending
             act()
 
 
-_reports: list[Report] = []  # at most one: how the launcher that started this process hears of a loss
+# At most one function, which reports a loss to the launcher that started this process.
+_reports: list[Report] = []
 
 
 def report_losses_by(report: Report) -> None:
@@ -39,7 +41,7 @@ def report_losses_by(report: Report) -> None:
 
 
 def report_loss(text: str, speaks: bool) -> None:
-    """Tells the launcher of a loss. Without one that listens, the rank that `speaks` for all writes it to stderr."""
+    """Report a loss to the launcher. If no launcher listens, the one rank with `speaks` writes it to stderr."""
     if _reports:
         with contextlib.suppress(OSError):
             _reports[0](text)

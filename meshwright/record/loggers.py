@@ -1,8 +1,9 @@
-"""Where a run's numbers go besides its own folder: TensorBoard, Weights & Biases, MLflow, trackio, CSV files.
+"""Send a run's numbers to TensorBoard, Weights & Biases, MLflow, trackio or CSV files, in addition to its folder.
 
-A logger is an object with `log(values, step)` and `close()`, made by a function of a `Start`; LOGGERS names those that
-`run.loggers` may name. All of them work in one thread of their own, so that no step waits for one of them; one that
-fails is reported once and left out, and the run goes on. No torch."""
+A logger is an object with `log(values, step)` and `close()`, made from a `Start`. LOGGERS has all loggers that
+`run.loggers` may name. All of them work in one separate thread, so that no step waits for them. A logger that fails is
+reported once and dropped, and the run continues. No torch.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +25,22 @@ from typing import Any, Protocol, TextIO
 
 from meshwright.errors import UserError, one_line
 
-CLOSING_S = 60.0  # how long a run that is done waits for its loggers
+CLOSING_S = 60.0  # longest wait for the loggers at the end of a run
 PROJECT = "meshwright"
 
 Values = Mapping[str, float]
 
 
 class Logger(Protocol):
+    """The interface of a logger."""
+
     def log(self, values: Values, step: int) -> None: ...
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a logger is told at first. `step` is the one that the run goes on from, 0 for a new one."""
+    """The facts that a logger is made from. `step` is the one that the run resumes from, 0 for a new run."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -49,14 +52,17 @@ class Start:
 
     @property
     def id(self) -> str:
-        """The same for every process of one run, so that a resumed run goes on where it was."""
+        """An identifier that is the same in every process of a run, so that a resumed run continues its old record."""
         return hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
 
 
 class TensorBoard:
+    """A logger that writes TensorBoard events to the run's folder."""
+
     def __init__(self, start: Start) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # Steps after the one that the run resumes from are trained again, and TensorBoard drops their old events.
         self.writer: Any = SummaryWriter(str(start.folder / "tensorboard"), purge_step=start.step + 1)
 
     def log(self, values: Values, step: int) -> None:
@@ -68,7 +74,11 @@ class TensorBoard:
 
 
 class WandB:
-    """Without a key and without WANDB_MODE the run is written offline, for `wandb sync`: nobody is asked anything."""
+    """A logger for Weights & Biases.
+
+    Without an API key and without WANDB_MODE, the run is written offline, for `wandb sync`. This avoids the library's
+    question for a key.
+    """
 
     def __init__(self, start: Start) -> None:
         import wandb
@@ -78,8 +88,9 @@ class WandB:
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=start.name, dir=str(start.folder), mode=mode,
             id=start.id, resume="allow", config=dict(start.config), settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
+        # W&B's built-in step can only grow, so it can't be used for steps that are trained again after a resume.
         self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")  # its own steps can't be logged again after a resume
+        self.run.define_metric("*", step_metric="step")
 
     def log(self, values: Values, step: int) -> None:
         self.run.log({"step": step, **values})
@@ -98,7 +109,7 @@ def _has_key() -> bool:
 
 
 class MLflow:
-    """In a database in the run's folder, unless MLFLOW_TRACKING_URI names another place."""
+    """A logger for MLflow, with a database in the run's folder unless MLFLOW_TRACKING_URI names another place."""
 
     def __init__(self, start: Start) -> None:
         from mlflow.entities import Metric, Param, RunTag
@@ -114,12 +125,13 @@ class MLflow:
         self.run = (found[0] if found else self.client.create_run(experiment, run_name=start.name)).info.run_id
         if not found:
             params = [Param(key, str(value)[:500]) for key, value in flat(start.config).items()]
-            for at in range(0, len(params), 100):  # as many as one request may hold
+            for at in range(0, len(params), 100):  # MLflow's limit per request
                 self.client.log_batch(self.run, params=params[at : at + 100])
             self.client.log_batch(self.run, tags=[RunTag("run", start.id)])
 
     def log(self, values: Values, step: int) -> None:
         now = int(1000 * time.time())
+        # Not every version of MLflow accepts colons in names.
         usable = {name.replace(":", "-"): value for name, value in values.items()}
         self.client.log_batch(self.run, [self.metric(name, value, now, step) for name, value in usable.items()])
 
@@ -128,7 +140,7 @@ class MLflow:
 
 
 class Trackio:
-    """In the run's folder, unless TRACKIO_DIR names another place; `trackio show` draws it."""
+    """A logger for trackio, in the run's folder unless TRACKIO_DIR names another place. `trackio show` displays it."""
 
     def __init__(self, start: Start) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(start.folder.resolve() / "trackio"))
@@ -148,20 +160,23 @@ class Trackio:
 
 
 def _silence(package: str) -> None:
-    """Takes `print` from a package that has no option for it: stdout is the run's own, and may be a JSON document."""
+    """Disable `print` in a package that has no option for it, since the run's stdout may be a JSON document."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == package:
             vars(module)["print"] = lambda *words, **options: None
 
 
 class Csv:
-    """metrics.csv and validation.csv: one line per step, one column per value. A value that appears later gets a column
-    then, and a resumed run takes out what it trains again."""
+    """A logger that writes metrics.csv and validation.csv: one line per step, one column per value.
+
+    A value that appears later gets a column then. A resumed run removes the lines of steps that it trains again.
+    """
 
     def __init__(self, start: Start) -> None:
         self.files = {name: _CsvFile(start.folder / f"{name}.csv", start.step) for name in ("metrics", "validation")}
 
     def log(self, values: Values, step: int) -> None:
+        # Steps and validations have separate files, as a validation has the number of a step.
         name = "validation" if any(key.startswith("validation/") for key in values) else "metrics"
         self.files[name].add({"step": step, **values})
 
@@ -171,6 +186,8 @@ class Csv:
 
 
 class _CsvFile:
+    """One CSV file. Its columns may grow while it is written."""
+
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.names = path, ["step"]
         self.file: TextIO | None = None
@@ -191,7 +208,7 @@ class _CsvFile:
         self.file.flush()  # type: ignore[union-attr]
 
     def _begin(self, new: Sequence[str]) -> None:
-        """Writes the file anew with all columns."""
+        """Rewrite the file with the columns so far and the `new` ones."""
         if self.file is not None:
             self.file.close()
             with self.path.open(newline="", encoding="utf-8") as file:
@@ -208,7 +225,7 @@ class _CsvFile:
             self.file.close()
 
 
-# By name: how it is made, and the package that it needs.
+# For each name, the function that makes the logger, and the package that it needs.
 LOGGERS: dict[str, tuple[Callable[[Start], Logger], str]] = {
     "tensorboard": (TensorBoard, "tensorboard"),
     "wandb": (WandB, "wandb"),
@@ -219,18 +236,18 @@ LOGGERS: dict[str, tuple[Callable[[Start], Logger], str]] = {
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """`{"train": {"steps": 3}}` as `{"train.steps": 3}`."""
-    found: dict[str, Any] = {}
+    """Flatten nested mappings: `{"train": {"steps": 3}}` becomes `{"train.steps": 3}`."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{key}.")
+            values |= flat(value, f"{before}{key}.")
         else:
-            found[f"{before}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
-    return found
+            values[f"{before}{key}"] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return values
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises if a package that a logger needs is not there."""
+    """Raise a UserError if a package that a logger needs is not installed."""
     for name in names:
         package = LOGGERS[name][1]
         if importlib.util.find_spec(package) is None:
@@ -238,7 +255,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """Several loggers in a thread."""
+    """The loggers of a run, which work in one background thread."""
 
     def __init__(self, names: Sequence[str], start: Start) -> None:
         self._waiting: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
@@ -253,7 +270,7 @@ class Loggers:
             self._waiting.put(({name: value for name, value in values.items() if math.isfinite(value)}, step))
 
     def close(self, patience: float = CLOSING_S) -> None:
-        """Waits until all is logged, for at most `patience` seconds. A second call only waits."""
+        """Wait until everything is logged, for at most `patience` seconds. A second call only waits."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(patience)
@@ -261,27 +278,28 @@ class Loggers:
                 _warn(f"the loggers have not taken everything within {patience:.0f} s: their last steps may be missing")
 
     def _work(self, names: Sequence[str], start: Start) -> None:
+        """Make the loggers, pass them all values until `close`, and close them. Runs in the thread."""
         open_: dict[str, Logger] = {}
         for name in names:
-            with self._kept(name, open_):
+            with self._dropping_failed(name, open_):
                 open_[name] = LOGGERS[name][0](start)
-        while (found := self._waiting.get()) is not None:
+        while (entry := self._waiting.get()) is not None:
             for name, logger in list(open_.items()):
-                with self._kept(name, open_):
-                    logger.log(*found)
+                with self._dropping_failed(name, open_):
+                    logger.log(*entry)
         for name, logger in list(open_.items()):
-            with self._kept(name, open_):
+            with self._dropping_failed(name, open_):
                 logger.close()
 
     @contextlib.contextmanager
-    def _kept(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
-        """A logger that fails is left out from then on."""
+    def _dropping_failed(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
+        """Drop a logger that fails in the body, with a warning."""
         try:
             yield
-        except Exception as error:  # whatever another program raises, training does not end by it
+        except Exception as error:  # no error of another program may end the training
             open_.pop(name, None)
             why = one_line(f"{type(error).__name__}: {error}")
-            _warn(f"the logger {name} failed ({why}): the run goes on without it")
+            _warn(f"the logger {name} failed ({why}): the run continues without it")
 
 
 def _warn(text: str) -> None:

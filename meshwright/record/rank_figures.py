@@ -1,5 +1,7 @@
-"""What each rank did in a step, beside the sums over all of them: how long it computed, how long it waited for others
-and for data, and the most memory that it held. No torch."""
+"""Record the figures of each rank in a step: its compute time, its waits for other ranks and for data, its peak memory.
+
+They complement the step's metrics, which are sums over all ranks. No torch.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,24 @@ from meshwright.spec.traffic.counts import RANK_COUNTS
 
 RANKS_FILE = "ranks.json"
 WRITTEN_EVERY_S = 5.0
-SMOOTHING = 0.2  # of a rank's seconds, the share of the newest step in the mean that is written
+SMOOTHING = 0.2  # weight of the newest step in the running means of a rank's seconds
 
 
 def process_peak_bytes() -> int:
-    """Returns the most memory that this process held so far, torch itself included."""
+    """Return the peak memory of this process so far, including torch itself."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The unit is bytes on macOS and KiB on Linux.
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The figures of a step by rank. Seconds are those of the host and `data_s` are a part of `busy_s`. On an
-    accelerator, which the host does not wait for, `busy_s` and `waited_s` are those of the device's stream in a step
-    that was timed two steps before (`engine/stream_waits.py`), as `data_s` are then; in other steps they are empty."""
+    """The figures of all ranks in a step; each field has one number per rank.
+
+    On a CPU, seconds are measured by the host, and `data_s` is part of `busy_s`. The host does not wait for an
+    accelerator, so there all seconds belong to the step two steps earlier, if that one was timed on the device's
+    stream (`engine/stream_waits.py`). In other steps `busy_s` and `waited_s` are empty.
+    """
 
     busy_s: Sequence[float]
     waited_s: Sequence[float]
@@ -41,27 +47,30 @@ class RankFigures:
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> RankFigures:
-        """From the ranks' part of the counts that a step sums."""
+        """Convert the ranks' part of the counts that a step sums over all ranks."""
         width = len(RANK_COUNTS)
         busy, waited, data, peak, _ = (numbers[i::width] for i in range(width))
-        times = [[n / 1e6 for n in own] for own in (busy, waited)] if any(busy) else [[], []]
+        times = [[n / 1e6 for n in microseconds] for microseconds in (busy, waited)] if any(busy) else [[], []]
         return cls(times[0], times[1], [n / 1e6 for n in data], peak)
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The least, the median and the most over the ranks, and which rank has the most."""
+        """Return the minimum, median and maximum over the ranks, and the rank with the maximum, for each figure."""
         return {name: _spread(values) for name, values in vars(self).items() if any(values)}
 
 
 def check_opened(numbers: Sequence[int], layout: Layout, step: int) -> None:
-    """Raises where ranks that hold parts of the same weights opened different units in ZeRO stage 3, by their checksums
-    in the ranks' part of the counts. (Ranks that are not there, in a dry run, have none.)"""
-    opened = numbers[len(RANK_COUNTS) - 1 :: len(RANK_COUNTS)]
-    if len(set(opened)) <= 1:
+    """Raise a UserError if ranks that shard the same weights all-gathered different units in ZeRO stage 3.
+
+    `numbers` is the ranks' part of the step's counts. It has a checksum of the units that each rank gathered, which is
+    0 for ranks that are absent in a dry run.
+    """
+    checksums = numbers[len(RANK_COUNTS) - 1 :: len(RANK_COUNTS)]
+    if len(set(checksums)) <= 1:
         return
     first: dict[tuple[int, int], int] = {}
-    for rank, (place, own) in enumerate(zip(_places(layout), opened, strict=True)):
-        other = first.setdefault(place, rank) if own else rank
-        if own != opened[other]:
+    for rank, (place, checksum) in enumerate(zip(_places(layout), checksums, strict=True)):
+        other = first.setdefault(place, rank) if checksum else rank
+        if checksum != checksums[other]:
             raise UserError(
                 f"ranks {other} and {rank} went through different blocks in step {step}, and in ZeRO stage 3 each got "
                 "parts of the other's weights: let all ranks go through the same blocks (no dropping of layers at "
@@ -71,10 +80,9 @@ def check_opened(numbers: Sequence[int], layout: Layout, step: int) -> None:
 
 @lru_cache(maxsize=8)
 def _places(layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Returns the replica of each rank, which may have another number of micro-batches than others, and its pipeline
-    stage."""
-    each = layout.world // layout.replicas
-    return tuple((rank // each, layout.coordinate(rank)["pp"]) for rank in range(layout.world))
+    """Return the replica and the pipeline stage of each rank. Replicas may have different numbers of micro-batches."""
+    replica_ranks = layout.world // layout.replicas
+    return tuple((rank // replica_ranks, layout.coordinate(rank)["pp"]) for rank in range(layout.world))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -83,7 +91,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class RankFile:
-    """`ranks.json`: every rank's figures, its seconds as running means; replaced every few seconds."""
+    """A writer of `ranks.json`: the figures of every rank, with running means of the seconds, every few seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.written = folder / RANKS_FILE, 0.0
@@ -92,13 +100,14 @@ class RankFile:
     def add(self, step: int, figures: RankFigures, last: bool) -> None:
         for name, means in self.means.items():
             now: Sequence[float] = getattr(figures, name)
-            if not now:  # of an accelerator, which is timed in some steps only
+            if not now:  # an accelerator is timed in some steps only
                 continue
-            kept = zip(means or now, now, strict=True)
-            self.means[name] = [(1 - SMOOTHING) * mean + SMOOTHING * new for mean, new in kept]
+            pairs = zip(means or now, now, strict=True)
+            self.means[name] = [(1 - SMOOTHING) * mean + SMOOTHING * new for mean, new in pairs]
         if last or time.monotonic() - self.written >= WRITTEN_EVERY_S:
             self.written = time.monotonic()
-            found: dict[str, Any] = {"step": step, "time": time.time()} | self.means
+            content: dict[str, Any] = {"step": step, "time": time.time()} | self.means
+            # The rename makes the file complete for readers. It is not synced: after a crash it is written again.
             aside = self.path.with_suffix(".part")
-            aside.write_text(json.dumps(found | {"peak_bytes": list(figures.peak_bytes)}), encoding="utf-8")
-            aside.replace(self.path)  # whole or not at all; what a crash loses is written again
+            aside.write_text(json.dumps(content | {"peak_bytes": list(figures.peak_bytes)}), encoding="utf-8")
+            aside.replace(self.path)

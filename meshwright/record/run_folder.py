@@ -1,6 +1,6 @@
-"""The folder of a run, written and read: the resolved config, one line per step, validation losses, TensorBoard events.
+"""Write and read the folder of a run: the resolved config, one line per step, validation losses, TensorBoard events.
 
-Torch is imported only for the events.
+Torch is imported only for TensorBoard events.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 from meshwright.spec.traffic.counts import COUNTS
 
-# What loggers chart of each step.
+# The values of a step that are passed to loggers, in addition to losses, monitored values, experts and traffic.
 CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
 
-FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")  # one line per step, validation, or step with norms
+# Files with one line per step, per validation, and per step with norms of the layers.
+FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")
 
-AFTER_ERROR_S = 3.0  # how long a run that fails waits for its loggers; a launcher kills its ranks after 5 s
+# Longest wait of a failing run for its loggers. A launcher kills its ranks after 5 s.
+AFTER_ERROR_S = 3.0
 
-TAIL_BYTES = 2**20  # more than a line of metrics.jsonl
+# Bytes from the end of metrics.jsonl that are searched for the last line, more than any line has.
+TAIL_BYTES = 2**20
 
 Lines = list[dict[str, Any]]
 
 
 class _Line(TypedDict):
-    """What every line has."""
+    """The fields that every line has."""
 
     step: int
     loss: float | None
 
 
 class StepLine(_Line, total=False):
-    """What summaries read of a step or of a validation."""
+    """The fields of a step or a validation that summaries read."""
 
     tokens: float | None
     global_batch: float | None
@@ -62,16 +65,16 @@ class StepLine(_Line, total=False):
 
 
 def check_folders(config: Config) -> None:
-    """Raises if what a run writes can't be written where the config says."""
+    """Raise a UserError if the run's files can't be written to the folders that the config names."""
     for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder:
             check_writable(Path(folder), f"{key}={folder}", f"another {key}")
 
 
 def refuse_finished(config: Config, source: str | None = None) -> None:
-    """Raises if `run.dir` holds a run that has nothing left to do, or if a logger is not installed.
+    """Raise a UserError if `run.dir` holds a complete run, or if a logger is not installed.
 
-    Ranks that are started again, since one died after the last checkpoint, have nothing to do, and that is no mistake.
+    Ranks that a launcher restarted may find the run complete, if one died after the last checkpoint. That is no error.
     """
     folder = Path(config.run.dir)
     check_installed(config.run.loggers)
@@ -80,50 +83,59 @@ def refuse_finished(config: Config, source: str | None = None) -> None:
     step = complete_step(config)
     if step is not None:
         raise UserError(
-            f"run.dir={folder} holds a run that is complete at step {step}: raise train.steps to go on, "
+            f"run.dir={folder} holds a run that is complete at step {step}: raise train.steps to continue, "
             "or choose another folder"
         )
 
 
 def complete_step(config: Config) -> int | None:
-    """The step of the run's last checkpoint if the run is complete: that checkpoint is of its last step, or beyond, is
-    as it was written as far as its index tells, and the validation after it is written where the run validates. None
-    if it has something left to do. This, and no exit code, tells a run that is complete from one that was stopped."""
-    folder, found = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
-    if not found or found[-1][0] < config.train.steps:
+    """Return the step of the run's last checkpoint if the run is complete, or None if there is work left.
+
+    A run is complete if its last checkpoint is of its last step or a later one and its index is valid. If the run
+    validates, the validation after that step must be recorded as well. The exit code can't tell a complete run from one
+    that was stopped.
+    """
+    folder, checkpoints = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
+    if not checkpoints or checkpoints[-1][0] < config.train.steps:
         return None
-    step, last = found[-1]
+    step, last = checkpoints[-1]
     try:
         fmt.read_index(last)
     except fmt.DamagedCheckpoint:
-        return None  # the run goes on from the one before it
+        return None  # the run resumes from the checkpoint before it
+    # Without its last validation, the run was ended between its last save and that validation.
     if step == config.train.steps and _read_note(folder, "validates") and not is_validated(folder, step):
-        return None  # it was ended between its last save and the validation after it
+        return None
     return step
 
 
 def what_is_lost(config: Config) -> str:
-    """What a run that is ended at once loses, in a sentence."""
+    """Return a sentence that says which steps a run loses if it is stopped at once."""
     folder, lines = Path(config.run.dir), _read_lines(Path(config.run.dir) / "metrics.jsonl")
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
-    lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
-    lost = lost if done > saved else "no finished step is lost"
+    if done <= saved:
+        lost = "no finished step is lost"
+    else:
+        lost = f"steps {saved + 1} to {done} are lost" if done > saved + 1 else f"step {done} is lost"
     return f"stopped at once at step {done} of {config.train.steps}: {folder}: {where}, {lost}"
 
 
 class RunFolder:
-    """Written by one rank. Each line is flushed, so that a killed run keeps every step it finished."""
+    """A writer of a run's folder, on one rank. Each line is flushed, so that a killed run keeps every finished step."""
 
     def __init__(
         self, config: Config, world: int, step: int = 0, validates: bool = True, source: str | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`step` is the one that the run goes on from: lines of later steps, which will be trained again, move to
-        lost.jsonl, so that the history has each step once. `source` is what gave a new run its weights; `notes` are
-        what else run.json says."""
+        """Begin a run or, with `step` above 0, resume it from that step.
+
+        The lines of later steps, which will be trained again, move to lost.jsonl, so that the history has each step
+        once. `source` names the origin of a new run's weights; `notes` are additional facts for run.json.
+        """
         self.path = Path(config.run.dir)
+        # The old config and run.json are read here, before they are overwritten.
         source = _read_note(self.path, "from") if step and source is None else source
         changed = changed_keys(self.path / "config.yaml", config) if step else []
         with self._written():
@@ -133,17 +145,19 @@ class RunFolder:
             (self.path / "run.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
             lost = [_set_lost_aside(self.path / name, step) for name in FILES]
             self._open_files()
+
         again = f"; trains {plural(lost[0], 'later step')} again" if lost[0] else ""
         ranks = plural(world, "rank")
-        words = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
-        write_event(self.path, "resume" if step else "start", words, step, world=world, lost=lost[0],
+        text = f"continues from step {step} on {ranks}{again}" if step else f"starts on {ranks}"
+        write_event(self.path, "resume" if step else "start", text, step, world=world, lost=lost[0],
                     changed=changed)  # fmt: skip
         before = _learning_rate(self.path, step) if changed else None
-        if before is not None and (words := learning_rate_words(config, step, before, changed)):
-            notice(words)
+        if before is not None and (text := learning_rate_words(config, step, before, changed)):
+            notice(text)
         self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
+        """Record a step."""
         values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
         for group in ("losses", "monitored"):
             values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
@@ -154,26 +168,28 @@ class RunFolder:
         self._write(self._metrics, line, values)
 
     def validation(self, line: dict[str, Any]) -> None:
+        """Record a validation."""
         sources = {f"validation/{name}": loss for name, loss in line.get("sources", {}).items()}
         self._write(self._validation, line, {"validation/loss": line["loss"]} | sources)
 
     def layers(self, line: dict[str, Any]) -> None:
+        """Record the norms of the layers in a step."""
         self._write(self._layers, line, {})
 
     def _write(self, file: TextIO, line: dict[str, Any], charted: dict[str, float]) -> None:
-        """One line of strict JSON, where a number that is not finite is null, and TensorBoard's events."""
+        """Write a line of strict JSON, in which a number that is not finite is null, and pass values to the loggers."""
         with self._written():
             file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             file.flush()
         self._loggers.log({name: value for name, value in charted.items() if value is not None}, line["step"])
 
     def last_steps(self, count: int) -> Lines:
-        """The last lines of metrics.jsonl."""
+        """Return the last `count` lines of metrics.jsonl."""
         with (self.path / FILES[0]).open(encoding="utf-8") as file:
             return [parse_json(line) for line in deque(file, maxlen=count)]
 
     def go_back(self, step: int) -> int:
-        """Moves the lines of later steps, which will be trained again, to lost.jsonl; returns how many steps."""
+        """Move the lines of steps after `step`, which will be trained again, to lost.jsonl. Return how many steps."""
         with self._written():
             self._close_files()
             lost = [_set_lost_aside(self.path / name, step) for name in FILES]
@@ -196,8 +212,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def closed_after_error(self) -> Iterator[None]:
-        """Has the loggers take what was logged if the body fails, or if the watchdog ends the process during it: they
-        get no other chance, since a rank then ends without the interpreter's own end."""
+        """Close the loggers if the body fails, or if the watchdog ends the process during it.
+
+        A rank then ends without the interpreter's shutdown, so the loggers have no other chance to write.
+        """
         with before_sudden_end(self._close_loggers_soon):
             try:
                 yield
@@ -210,28 +228,27 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """A full disk is no bug."""
+        """Turn an OSError in the body, for example from a full disk, into an error message for the user."""
         try:
             yield
         except OSError as error:
-            what = f"run.dir={self.path} can't be written"
-            raise refused(what, error, error.filename or self.path, "another run.dir") from None
+            problem = f"run.dir={self.path} can't be written"
+            raise refused(problem, error, error.filename or self.path, "another run.dir") from None
 
 
 def _learning_rate(folder: Path, step: int) -> float | None:
-    """The one of this step, which must be the last that is written."""
+    """Return the learning rate of this step if it is the last one in metrics.jsonl, else None."""
     lines = _read_lines(folder / "metrics.jsonl")
     return lines[-1].get("lr") if lines and lines[-1]["step"] == step else None
 
 
 def is_validated(folder: Path, step: int) -> bool:
-    """Whether the validation after this step is written."""
+    """Return True if the validation after this step is recorded."""
     return any(line["step"] == step for line in _read_lines(folder / "validation.jsonl"))
 
 
 def _set_lost_aside(path: Path, step: int) -> int:
-    """Moves the lines after `step`, and a last one that a kill cut off, to lost.jsonl; returns how many. Lost first,
-    then the rest: a kill between the two repeats lines there and loses none."""
+    """Move the lines after `step`, and lines that are not complete, to lost.jsonl. Return how many were moved."""
     if not path.exists():
         return 0
     kept: list[str] = []
@@ -241,6 +258,7 @@ def _set_lost_aside(path: Path, step: int) -> int:
             (kept if parse_json(line)["step"] <= step else lost).append(line)
         except (ValueError, TypeError, KeyError):
             lost.append(line)
+    # lost.jsonl is written before the lines are removed: a kill between the two repeats lines there and loses none.
     if lost:
         with (path.parent / "lost.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lost)
@@ -251,6 +269,7 @@ def _set_lost_aside(path: Path, step: int) -> int:
 
 
 def _finite(value: Any) -> Any:
+    """Return a JSON value in which numbers that are not finite are None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -259,7 +278,10 @@ def _finite(value: Any) -> Any:
 
 
 def logger_names(config: Config) -> list[str]:
-    """`run.loggers`, which must be installed, and TensorBoard's events where `run.tensorboard` and it are there."""
+    """Return the loggers of a run: `run.loggers`, and TensorBoard if `run.tensorboard` is set and it is installed.
+
+    Raise a UserError if one of `run.loggers` is not installed.
+    """
     names = list(config.run.loggers)
     check_installed(names)
     if config.run.tensorboard and "tensorboard" not in names and importlib.util.find_spec("tensorboard"):
@@ -269,8 +291,10 @@ def logger_names(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's folder as it was read. `layout` is None where nothing tells how many ranks there were; the steps after
-    `since` were trained with it."""
+    """The content of a run's folder.
+
+    `layout` is None if the number of ranks is not known. The steps after `since` were trained with this layout.
+    """
 
     path: Path
     config: Config
@@ -281,7 +305,7 @@ class RunRecord:
 
     @property
     def recent(self) -> Lines:
-        """The steps of the newest layout, the only ones whose speed and bytes belong together."""
+        """The steps of the newest layout. Speed and traffic can only be compared among these."""
         return [line for line in self.steps if line["step"] > self.since]
 
     @property
@@ -290,13 +314,13 @@ class RunRecord:
 
 
 def own_config(raw: Mapping[str, Any]) -> Config:
-    """The config of a run, without the sections that another program added."""
+    """Return the config of a run without sections that another program added."""
     known = {field.name for field in dataclasses.fields(Config)} - {"extra"}
     return config_from({name: section for name, section in raw.items() if name in known})
 
 
 def read_config(path: Path, known: tuple[Config, str] | None = None) -> tuple[Config, str]:
-    """Return the config of the run in a folder and its text, or what is `known` if the text is the same."""
+    """Return the config of the run in a folder and its text, or `known` if the text has not changed since."""
     file = path / "config.yaml"
     if not file.is_file():
         raise no_run(path)
@@ -310,17 +334,17 @@ def read_config(path: Path, known: tuple[Config, str] | None = None) -> tuple[Co
 
 
 def no_run(path: Path) -> UserError:
-    """Says that a folder holds no run, and which runs lie in it, beside it, or where runs lie unless run.dir says."""
-    what = "holds no run" if path.exists() else "is not there"
+    """Return the error for a folder that holds no run. It suggests runs in the folder, beside it, or in `runs`."""
+    problem = "holds no run" if path.exists() else "is not there"
     for place in (path, path.parent, Path("runs")):
         files = sorted(place.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)
         if runs := [str(file.parent) for file in files]:
-            return UserError(f"{path} {what}: name one of the runs in {place}, such as {either(runs[:3])}")
-    return UserError(f"{path} {what}: name the folder that run.dir named")
+            return UserError(f"{path} {problem}: name one of the runs in {place}, such as {either(runs[:3])}")
+    return UserError(f"{path} {problem}: name the folder that run.dir named")
 
 
 def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
-    """Reads a run's folder. `world` is needed only for a folder without a run.json."""
+    """Read a run's folder. `world` is needed only for a folder without a run.json."""
     path = Path(run_dir)
     config, _ = read_config(path)
     steps = _read_lines(path / "metrics.jsonl")
@@ -331,7 +355,7 @@ def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
 
 
 def _read_note(run_dir: Path, key: str) -> Any:
-    """What run.json notes under this key, or None."""
+    """Return the value of this key in run.json, or None."""
     try:
         return read_json(run_dir / "run.json")[key]
     except (OSError, ValueError, TypeError, KeyError):
@@ -339,28 +363,35 @@ def _read_note(run_dir: Path, key: str) -> Any:
 
 
 def _read_lines(path: Path) -> Lines:
-    """The records by step. Of a step that was written twice (the run was resumed) the later one counts, and a line that
-    was cut off by a kill does not."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return the lines of a file in the order of their steps.
+
+    If a step was written twice, because the run was resumed, the later line counts. Incomplete lines, which a killed
+    process may leave, are skipped.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             value = of_kind(_finite(parse_json(line)), StepLine, "the line")
         except ValueError:
             continue
         value["loss"] = math.nan if value["loss"] is None else value["loss"]  # null: not finite
-        found[value["step"]] = value
-    return [found[step] for step in sorted(found)]
+        by_step[value["step"]] = value
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def last_step(run_dir: Path) -> tuple[int, float]:
-    """The run's last step and when its line was written, from the end of the file; 0 and 0 where there is none."""
+    """Return the run's last step and the time when its line was written; (0, 0.0) if there is none.
+
+    Only the end of the file is read.
+    """
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            ends = file.read().splitlines(keepends=True)
+            last_lines = file.read().splitlines(keepends=True)
     except OSError:
         return 0, 0.0
-    for line in reversed(ends):
+    # The last line may be incomplete, and the first one may have been cut by the seek.
+    for line in reversed(last_lines):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             value = parse_json(line)
             return int(value["step"]), float(value.get("time") or 0.0)
@@ -368,14 +399,16 @@ def last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _least_world(config: Config, steps: Lines) -> int | None:
-    """The world of a run in which no gradient was reduced: then there was one data-parallel rank."""
-    c = config.layout
-    data = any("dp" in axis.split("-") for line in steps for axis in line.get("comm", {}))
-    return c.least_world if steps and not data else None
+    """Return the world size of a run with one data-parallel rank, or None for any other run.
+
+    With one such rank no gradient is reduced, so the run's steps have no traffic of the axis dp.
+    """
+    reduces_gradients = any("dp" in axis.split("-") for line in steps for axis in line.get("comm", {}))
+    return config.layout.least_world if steps and not reduces_gradients else None
 
 
 def traffic_per_step(steps: Lines) -> dict[str, dict[str, float]]:
-    """By axis, the calls and bytes of a mean step, summed over all ranks."""
+    """Return the mean calls and bytes per step of each axis, summed over all ranks."""
     axes: dict[str, dict[str, float]] = {}
     for line in steps:
         for axis, counts in line.get("comm", {}).items():

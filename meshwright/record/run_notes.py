@@ -1,5 +1,7 @@
-"""What a run's folder says about how the run came about (`run.json`) and what happened in it (`events.jsonl`): faults,
-and what changed where it went on. No torch."""
+"""Record how a run was started (`run.json`), and the events in it (`events.jsonl`), such as faults.
+
+It also finds the settings that changed when a run was resumed. No torch.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,31 @@ from meshwright.record.speed import BEGINS
 
 
 class Timed(TypedDict):
+    """The fields that every event has."""
+
     time: float
 
 
 class Event(Timed, total=False):
-    """What readers know of a line."""
+    """The fields of an event that readers use."""
 
     kind: str
     step: int | None
     text: str
     world: int
     changed: list[str]
-    lost: int  # steps that are trained again
+    lost: int  # steps that will be trained again
 
 
 EVENTS_FILE = "events.jsonl"
-GIT_S = 2.0  # a network disk may make git slow, and a run does not wait for it
+GIT_S = 2.0  # time limit for git, which may be slow on a network disk
 
 
 def provenance(device: str, command: str | None = None) -> dict[str, Any]:
-    """With what, where and how this process trains. `command` is what a person typed, where the launcher knows it."""
+    """Return the versions, host, device and command of this process, for run.json.
+
+    `command` is the command that the user typed, if the launcher knows it.
+    """
     torch = sys.modules.get("torch")
     return {
         "version": meshwright.__version__,
@@ -63,61 +70,75 @@ def provenance(device: str, command: str | None = None) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory, with a `+` behind it if tracked files were changed; None outside of git."""
+    """Return the commit of the working directory, followed by `+` if tracked files were changed.
 
-    def asked(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_S, check=True)
+    Return None outside of a git repository.
+    """
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_S, check=True)
         return done.stdout.strip()
 
     try:
-        return asked("rev-parse", "HEAD") + ("+" if asked("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def read_events(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the events that were written whole."""
-    found = []
+    """Return a run's events. Lines that were not written completely are skipped."""
+    events = []
     with contextlib.suppress(OSError):
         for line in (Path(folder) / EVENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError):
-                found.append(of_kind(parse_json(line), Event, "the event"))
-    return found
+                events.append(of_kind(parse_json(line), Event, "the event"))
+    return events
 
 
 def time_between_failures(folder: str | Path) -> float:
-    """Returns the seconds that a run was under way for each of its failures, by its events; infinity where there was
-    none. Time between two jobs does not count."""
-    under_way, failures, before = 0.0, 0, None
+    """Return the mean seconds of running time per failure, from a run's events; infinity if none failed.
+
+    Time between two jobs does not count.
+    """
+    running_s, failures, before = 0.0, 0, None
     for event in read_events(folder):
         now, kind = event["time"], event.get("kind")
-        if before is not None and not (kind == "resume" and before[1] in ("end", "failure")):
-            under_way += max(0.0, now - before[0])
+        is_between_jobs = before is not None and kind == "resume" and before[1] in ("end", "failure")
+        if before is not None and not is_between_jobs:
+            running_s += max(0.0, now - before[0])
         failures += kind in ("restart", "failure")
         before = (now, kind)
-    return under_way / failures if failures else math.inf
+    return running_s / failures if failures else math.inf
 
 
 def write_event(folder: str | Path, kind: str, text: str, step: int | None = None, **more: Any) -> None:
-    """Adds a line to the run's events: `kind` is start, resume, checkpoint, reduce (how gradients are sent from then),
-    restart, failure or end, or one of KINDS. One that can't be written stops nobody."""
+    """Append a line to the run's events. An event that can't be written is dropped without an error.
+
+    `kind` is start, resume, checkpoint, reduce (how gradients are reduced from then on), restart, failure or end, or
+    one of KINDS.
+    """
     path = Path(folder) / EVENTS_FILE
     line = {"time": time.time(), "kind": kind, "step": step, "text": text} | more
     with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)  # one write: lines of two don't mix
+        # A single write in append mode, so that the lines of two processes don't mix.
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(handle, (json.dumps(line) + "\n").encode())
         finally:
             os.close(handle)
 
 
-# Kinds of events. bad_step: due to the data or the model; fault: laid to a rank, if one can be named; slow: a rank is.
+# Kinds of events. bad_step: caused by the data or the model. fault: attributed to a rank if possible. slow: a rank is
+# slower than the others.
 BAD_STEP, ROLLBACK, FAULT, SLOW = KINDS = ("bad_step", "rollback", "fault", "slow")
 
 
 class FaultNotes:
-    """The faults that all ranks know of; the rank that `writes` adds a line to the run's events and to the display.
-    `over` is what ends the run, once a step is recorded."""
+    """A record of the faults, which is the same on all ranks.
+
+    The rank with `writes` adds them to the run's events and to the display. A rank with `most` faults sets `over`: the
+    error that ends the run once the step is recorded.
+    """
 
     def __init__(self, folder: str | Path, most: int, writes: bool) -> None:
         self.folder, self.most, self.writes = folder, most, writes
@@ -125,14 +146,14 @@ class FaultNotes:
         self.over: UserError | None = None
 
     def add(self, kind: str, text: str, step: int, **more: Any) -> None:
-        """Notes something of one of KINDS."""
+        """Record an event of one of KINDS."""
         assert kind in KINDS
         if self.writes:
             write_event(self.folder, kind, text, step, **more)
             notice(f"meshwright: step {step}: {text}")
 
     def fault(self, text: str, step: int, rank: int | None, **more: Any) -> None:
-        """Notes a fault, and counts it if it can be attributed to one rank."""
+        """Record a fault, and count it if it is attributed to one rank."""
         self.add(FAULT, text, step, rank=rank, **more)
         if rank is None:
             return
@@ -144,15 +165,15 @@ class FaultNotes:
             )
 
 
-# What decides how a step is divided, and so what ranks send and how fast they are.
+# Sections and keys that change how a step is divided among ranks, and so the traffic and speed of each rank.
 SECTIONS = ("layout", "zero", "pipeline", "context", "comm", "recompute")
 KEYS = ("train.global_batch", "train.micro_batch", "train.precision", "train.grad_dtype", "train.compile")
 
-JUMP = 0.05  # the share by which a learning rate must change for a word about it
+JUMP = 0.05  # relative change of the learning rate above which a notice is given
 
 
 def changed_keys(file: Path, config: Config) -> list[str]:
-    """Returns the keys that a run's config file, as it was left, has otherwise; none where it can't be read."""
+    """Return the keys whose values differ from those in a run's old config file; none if it can't be read."""
     try:
         before = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), str(file))
     except (OSError, UserError):
@@ -162,24 +183,30 @@ def changed_keys(file: Path, config: Config) -> list[str]:
 
 
 def learning_rate_words(config: Config, step: int, before: float, changed: Iterable[str]) -> str:
-    """Says where the learning rate jumps after `step`, where it was `before`, as keys were changed; else nothing."""
+    """Return a notice if changed keys make the learning rate jump after `step`, or an empty string.
+
+    `before` is the learning rate of `step`.
+    """
     keys = [key for key in changed if key in ("train.steps", "optimizer.lr") or key.startswith("lr.")]
     now = learning_rate(config, step + 1)
     if not keys or math.isclose(now, before, rel_tol=JUMP):
         return ""
     why = f"the schedule now ends at step {config.train.steps}" if "train.steps" in keys else f"{keys[0]} was changed"
-    return f"the learning rate goes on at {now:.1e} (it was {before:.1e}): {why}"
+    return f"the learning rate continues at {now:.1e} (it was {before:.1e}): {why}"
 
 
 def layout_since(events: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the step after which all steps were trained with the newest layout; 0 where it never changed. Figures
-    of a step mean something only among steps of one layout."""
+    """Return the step after which all steps were trained with the newest layout; 0 if it never changed.
+
+    Speeds and traffic of steps can only be compared within one layout.
+    """
     since, world = 0, None
     for event in events:
         if event.get("kind") not in BEGINS:
             continue
         step, ranks = event.get("step") or 0, event.get("world", world)
         other = any(key in KEYS or key.split(".")[0] in SECTIONS for key in event.get("changed", ()))
-        since = step if other or world not in (None, ranks) else min(since, step)  # it may go back beyond the change
+        # A run may resume from a step before the change of the layout. Its later steps are trained again.
+        since = step if other or world not in (None, ranks) else min(since, step)
         world = ranks
     return since

@@ -1,8 +1,9 @@
-"""One run, one owner: a run's folder belongs to the job that trains in it, until that has ended. No torch.
+"""Give a run's folder one owner at a time: the job that trains in it, until that job has ended. No torch.
 
-The owner's note is a file `.owner-N`; the one with the highest N counts. A job that takes the folder creates the next
-number, which only one can (O_EXCL, also on a network disk), and then removes the lower ones. The highest note is never
-removed, only marked as ended, so that a number is never given twice. A note whose process is gone counts as ended.
+The claim on a folder is a file `.owner-N`, and the one with the highest N counts. A job takes the folder by creating
+the next number, which only one job can do (O_EXCL, which also works on a network disk). It then removes the lower ones.
+The highest claim is never removed, only marked as ended, so that no number is used twice. A claim whose process no
+longer exists counts as ended.
 """
 
 from __future__ import annotations
@@ -24,22 +25,21 @@ from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 from meshwright.record import checkpoint_format as fmt
 
-UNWRITTEN_S = 3.0  # a note that is still empty after so long was begun by a process that died
+UNWRITTEN_S = 3.0  # the writer of a claim that is still empty after this long has died
 State = Literal["ended", "gone", "restarted", "alive", "unknown"]
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who trains in a folder. `began` tells a process from a later one with the same number, `boot` and `pids` (its
-    name space) where that number means something, `job` and `attempt` whether it was this job's own ranks."""
+    """A claim on a folder: the process that trains in it."""
 
     host: str
     pid: int
-    began: str
-    boot: str
-    pids: str
+    began: str  # start time of the process, which differs from that of a later process with the same pid
+    boot: str  # id of the host's boot, since pids are reused after a reboot
+    pids: str  # pid name space of the process, as a pid means nothing in another one
     job: str
-    attempt: int
+    attempt: int  # of the job; a later attempt takes over the folder from its own earlier ones
     since: float
     ended: bool = False
 
@@ -50,17 +50,23 @@ class Owner:
         return cls(socket.gethostname(), pid, began, boot, pids, fmt.job_name(), _attempt(), time.time())
 
     def state(self, me: Owner) -> State:
-        """Whether the owner is still there, as far as `me` can know."""
+        """Return whether the owner still exists, as far as the process `me` can know.
+
+        "ended" and "gone" mean that it does not: it said so, or its process no longer exists. "restarted" is an
+        earlier attempt of the job of `me`.
+        """
         if self.ended:
             return "ended"
-        ours = me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt
-        visible = (self.host, self.pids) == (me.host, me.pids) and self.boot == me.boot
-        if visible and _began(self.pid) == self.began:
-            return "alive"  # whatever it is called: jobs that are started twice may share a name
-        if ours:
+        is_earlier_attempt = me.job not in ("", "none") and self.job == me.job and self.attempt < me.attempt
+        is_visible = (self.host, self.pids) == (me.host, me.pids) and self.boot == me.boot
+        # A living process comes before the job's name: jobs that are started twice may share a name.
+        if is_visible and _began(self.pid) == self.began:
+            return "alive"
+        if is_earlier_attempt:
             return "restarted"
-        if visible or (self.host == me.host and self.boot != me.boot):
-            return "gone"  # the process ended, or the machine was started again
+        # Either the process has ended, or the machine was rebooted since.
+        if is_visible or (self.host == me.host and self.boot != me.boot):
+            return "gone"
         return "unknown"
 
     def __str__(self) -> str:
@@ -69,7 +75,7 @@ class Owner:
 
 
 class Ownership:
-    """Holds a run's folder. Raises UserError if it belongs to somebody else."""
+    """Ownership of a run's folder, until `release`. Raises a UserError if the folder belongs to another process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.me = folder, Owner.this_process()
@@ -80,23 +86,27 @@ class Ownership:
             raise refused(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
 
     def _take(self) -> int:
+        """Create the next claim once the previous owner is known to be gone, and return its number."""
         while True:
             number, before = _newest(self.folder)
-            said = _judged(self.folder, number, before, self.me)
+            message = _check_owner(self.folder, number, before, self.me)
             if not self._create(number + 1):
-                time.sleep(0.05)  # somebody else was first: look at that one
+                time.sleep(0.05)  # another job was first: check that one
                 continue
+            # The claims may have changed between reading and creating (on a network disk, a listing may be old). Then
+            # the check above judged an outdated claim and is repeated.
             if _newest(self.folder)[0] != number + 1 or (number and _note(self.folder, number) not in (before, None)):
-                _file(self.folder, number + 1).unlink(missing_ok=True)  # what was seen was out of date
+                _file(self.folder, number + 1).unlink(missing_ok=True)
                 continue
             for lower in _numbers(self.folder):
                 if lower <= number:
                     _file(self.folder, lower).unlink(missing_ok=True)
-            if said:
-                notice(said)
+            if message:
+                notice(message)
             return number + 1
 
     def _create(self, number: int) -> bool:
+        """Create a claim and return True, or return False if the number is taken."""
         try:
             handle = os.open(_file(self.folder, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
@@ -108,7 +118,7 @@ class Ownership:
         return True
 
     def release(self) -> None:
-        """Marks the note as ended; a folder that was made for this run and got nothing goes away again."""
+        """Mark the claim as ended. A folder that was created for this run and is still empty is removed."""
         path = _file(self.folder, self.number)
         with contextlib.suppress(OSError):
             if self.number == 1 and _is_bare(self.folder, path):
@@ -128,37 +138,38 @@ class Ownership:
 
 @contextlib.contextmanager
 def owning(*folders: Path) -> Iterator[None]:
-    """Owns all of these folders, or none."""
+    """Own all of these folders in the body. If one can't be owned, none is."""
     with contextlib.ExitStack() as held:
+        # Two names of one folder count once: this process could not own it a second time.
         for folder in {path.resolve(): path for path in folders}.values():
             held.enter_context(Ownership(folder))
         yield
 
 
 def refuse_owned(folder: Path) -> None:
-    """Raises if somebody trains in this folder. It may still be taken before this job takes it."""
-    _judged(folder, *_newest(folder), Owner.this_process())
+    """Raise a UserError if a run trains in this folder. Another job may still take it before this one does."""
+    _check_owner(folder, *_newest(folder), Owner.this_process())
 
 
 def who_trains(folder: Path) -> tuple[State, Owner | None]:
-    """Whether somebody trains in this folder, and who did last."""
+    """Return the state of the folder's last owner, and that owner (None if there was none)."""
     _, owner = _newest(folder)
     return (owner.state(Owner.this_process()) if owner else "ended"), owner
 
 
 def owner_number(folder: Path) -> int:
-    """The number of the last job, or attempt, that took this folder; 0 if none did."""
+    """Return the number of the last claim on this folder; 0 if there is none."""
     return max(_numbers(folder), default=0)
 
 
 def has_ended_since(folder: Path, number: int) -> bool:
-    """Whether somebody took the folder after `number`, and has ended."""
+    """Return True if a job took the folder after the claim `number`, and the newest of them has ended."""
     now, owner = _newest(folder)
     return now > number and owner is not None and owner.ended
 
 
-def _judged(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
-    """Raises if `owner` may still be there; returns what to say of one that is gone, or an empty string."""
+def _check_owner(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
+    """Raise a UserError if `owner` may still exist. Return a notice about one that is gone, or an empty string."""
     state = owner.state(me) if owner else "ended"
     if state == "alive":
         raise UserError(
@@ -166,7 +177,7 @@ def _judged(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
         )
     if state == "unknown":
         raise UserError(
-            f"run.dir={folder} belongs to a run of which nothing can be known from {me.host} "
+            f"run.dir={folder} belongs to a run about which nothing can be known from {me.host} "
             f"({owner}{_last_step(folder)}): wait until it ends or choose another run.dir; if it is gone, delete "
             f"{_file(folder, number)} and start again"
         )
@@ -174,6 +185,7 @@ def _judged(folder: Path, number: int, owner: Owner | None, me: Owner) -> str:
 
 
 def _last_step(folder: Path) -> str:
+    """Return words about when the run wrote its last step, or an empty string."""
     with contextlib.suppress(OSError):
         ago = max(0.0, time.time() - (folder / "metrics.jsonl").stat().st_mtime)
         return f", its last step was written {ago:.0f} s ago"
@@ -190,7 +202,10 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> tuple[int, Owner | None]:
-    """The highest number and its note; 0 without any, and no note where its writer died before it was written."""
+    """Return (highest claim number, its contents), or (0, None) if there are no claims.
+
+    The contents are None if the writer died before writing them, which this waits to find out.
+    """
     end = time.monotonic() + UNWRITTEN_S
     while numbers := _numbers(folder):
         owner = _note(folder, numbers[-1])
@@ -201,6 +216,7 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
 
 
 def _note(folder: Path, number: int) -> Owner | None:
+    """Return the contents of a claim, or None if it is missing or not complete."""
     try:
         values = read_json(_file(folder, number))
         return Owner(**{field.name: values[field.name] for field in fields(Owner)})
@@ -209,27 +225,33 @@ def _note(folder: Path, number: int) -> Owner | None:
 
 
 def _is_bare(folder: Path, note: Path) -> bool:
+    """Return True if a folder holds nothing but the claim `note` and an empty folder of checkpoints."""
     checkpoints = folder / "checkpoints"
     names = {*os.listdir(folder)} - {note.name} - ({"checkpoints"} if checkpoints.is_dir() else set())
     return not names and not (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 def _attempt(env: Mapping[str, str] = os.environ) -> int:
+    """Return a number that grows with every restart of a job's ranks, by any of its launchers."""
     counts = (env.get(name, "") for name in fmt.ATTEMPTS)
     return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _began(pid: int) -> str | None:
-    """When a process of this machine began, in any form that differs from that of every other process with its number;
-    None if there is no such process."""
+    """Return the start time of a process on this machine, or None if there is no such process.
+
+    The format does not matter: it only has to differ from that of every other process with the same pid.
+    """
     stat = _read(f"/proc/{pid}/stat")
     if stat:
+        # The name of the program may contain spaces and parentheses, so fields are counted from its last parenthesis.
         state, *rest = stat.rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]  # in ticks since the machine was started
+        return None if state in "ZX" else rest[18]  # clock ticks since boot; a zombie or dead process has ended
     if os.path.exists("/proc/self/stat"):
         return None
-    told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return told.stdout.strip() or None
+    # Without /proc, as on macOS.
+    ps = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return ps.stdout.strip() or None
 
 
 def _read(path: str) -> str:

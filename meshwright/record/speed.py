@@ -1,5 +1,7 @@
-"""How fast a run is: tokens and seconds of its last steps, its model's FLOP/s, and their share of what the devices
-could do (MFU). No torch."""
+"""Compute the speed of a run: tokens and seconds of its last steps, model FLOP/s, and their share of the peak (MFU).
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +13,40 @@ from typing import Any
 
 import numpy as np
 
-RECENT = 50  # steps over which a run's speed is taken
-BEGINS = ("start", "resume")  # the events with which a process begins
+RECENT = 50  # steps over which a run's speed is averaged, at most
+BEGINS = ("start", "resume")  # kinds of events that begin a process
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What it takes to turn seconds into FLOP/s. The FLOPs are the model's: forward and backward of whole sequences,
-    full attention, nothing that is computed again. `peak` is the dense rate of one device; None: not known."""
+    """The constants that convert seconds to FLOP/s.
+
+    `flops_per_sample` are model FLOPs: forward and backward of whole sequences with full attention, without
+    recomputation. `peak` is the dense FLOP/s of one device, or None if it is not known.
+    """
 
     flops_per_sample: float
     peak: float | None
 
     def of(self, samples: int, seconds: float, world: int) -> tuple[float, float | None]:
-        """Model TFLOP/s of all ranks together, and the MFU."""
+        """Return the model TFLOP/s of all ranks together, and the MFU (None if the peak is not known)."""
         rate = self.flops_per_sample * samples / seconds
         return rate / 1e12, rate / (self.peak * world) if self.peak else None
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The one speed of a run that its display, its summary, `status` and its page show: the means of its last `steps`
-    steps. `tokens_per_s` are tokens through the model over the seconds of the steps alone; from `wall_s`, the seconds
-    from step to step with the validations and saves between them, the time that is left is estimated."""
+    """The speed of a run as its display, summary, `status` and page all show it: means over its last `count` steps."""
 
-    first: int  # the place of the first of them among all steps that the run has
+    first: int  # index of the first of these steps in the run's list of steps
     count: int
-    tokens_per_s: float
+    tokens_per_s: float  # tokens over the seconds of the steps alone
     step_s: float
-    wall_s: float
+    wall_s: float  # from step to step, with validations and saves in between; used to estimate the remaining time
 
     @property
     def steps(self) -> slice:
+        """The slice of the run's list of steps that these means cover."""
         return slice(self.first, self.first + self.count)
 
 
@@ -50,23 +54,27 @@ def pace_of(
     steps: Sequence[float], tokens: Sequence[float], seconds: Sequence[float], ends: Sequence[float],
     begins: Sequence[int] = (),
 ) -> Pace | None:  # fmt: skip
-    """The speed of a run, from what its steps say and the steps from which its processes went on. Only steps of its
-    newest process count, without the first, which makes what later ones reuse; None without a step."""
+    """Return the speed of a run from the columns of its steps, or None without a step.
+
+    `begins` are the steps that its processes resumed from. Only steps of the newest process count. Its first step is
+    left out if there are others, because it fills caches and allocates memory that later steps reuse.
+    """
     if not len(steps):
         return None
-    begun = next((step for step in reversed(begins) if step < steps[-1]), 0)
-    first = bisect_right(steps, begun)
+    resumed_from = next((step for step in reversed(begins) if step < steps[-1]), 0)
+    first = bisect_right(steps, resumed_from)
     warm = len(steps) - first > 1
     first = max(first + warm, len(steps) - RECENT)
     count = len(steps) - first
     took = float(np.nansum(seconds[first:]))
+    # NaN without a step before the first one, and negative if a clock was set back: `step_s` is then used instead.
     wall = float(ends[-1] - ends[first - 1]) / count if warm else math.nan
     rate = float(np.nansum(tokens[first:])) / took if took > 0 else 0.0
     return Pace(first, count, rate, took / count, wall if wall >= 0 else took / count)
 
 
 def pace_of_lines(lines: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> Pace | None:
-    """The same of a run's lines of metrics.jsonl and its events."""
+    """Return the speed of a run from its lines of metrics.jsonl and its events."""
 
     def column(key: str) -> list[float]:
         return [math.nan if line.get(key) is None else float(line[key]) for line in lines]
@@ -76,5 +84,5 @@ def pace_of_lines(lines: Sequence[Mapping[str, Any]], events: Iterable[Mapping[s
 
 
 def begins_of(events: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The steps from which the processes of a run went on, by its events."""
+    """Return the steps that the processes of a run resumed from (0 for a start), from its events."""
     return [int(event.get("step") or 0) for event in events if event.get("kind") in BEGINS]

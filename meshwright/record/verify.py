@@ -1,4 +1,4 @@
-"""Checks every checksum of a checkpoint from the bytes of its files alone: no torch, no numpy, any dtype."""
+"""Verify every checksum of a checkpoint from the bytes of its files: no torch, no numpy, any dtype."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, DamagedCheck
 
 
 class Entry(TypedDict):
-    """A tensor in the table of a safetensors file: its code, its shape, and its first and last byte."""
+    """A tensor in the header of a safetensors file."""
 
-    dtype: str
+    dtype: str  # its name in safetensors
     shape: list[int]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[int, int]  # [begin, end), counted from the end of the header
 
 
 READ_BYTES = 4 * 2**20
@@ -26,10 +26,10 @@ LONGEST_HEADER = 1 << 30
 
 
 def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None] = lambda count: None) -> int:
-    """Reads every block, compares its checksum with the index and returns the number of bytes. `advance` is called with
-    the size of each piece that was read.
+    """Read every block, compare its checksum with the index, and return the total number of bytes.
 
-    Raises DamagedCheckpoint, which names the first file that is not as it was written.
+    `advance` is called with the number of bytes of each read. Raise DamagedCheckpoint, which names the file, for the
+    first block that is not as it was written.
     """
     if lacking := index.incomplete():
         raise DamagedCheckpoint(f"{folder} lacks a part of {lacking[0]}: use another checkpoint")
@@ -48,6 +48,7 @@ def verify_checkpoint(folder: Path, index: Index, advance: Callable[[int], None]
 
 
 def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Callable[[int], None]) -> int:
+    """Verify the blocks in one file, and return their number of bytes."""
     total = 0
     with path.open("rb") as file:
         head, data = read_header(file)
@@ -55,22 +56,26 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
             entry, dtype = head[block.key], index.tensors[block.tensor]["dtype"]
             (begin, end), (name, size) = entry["data_offsets"], SAFETENSORS_DTYPES[entry["dtype"]]
             length = math.prod(block.shape) * size
-            right = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
-            crc, left = 0, length if right else 0
+            is_described = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
+            crc = 0
+            left = length if is_described else 0
             file.seek(data + begin)
-            while left and (piece := file.read(min(left, READ_BYTES))):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
-                advance(len(piece))
-            if not right or left or crc != block.crc32:
+            while left and (content := file.read(min(left, READ_BYTES))):
+                crc, left = zlib.crc32(content, crc), left - len(content)
+                advance(len(content))
+            if not is_described or left or crc != block.crc32:
                 raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
             total += length
     return total
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, Entry], int]:
-    """Returns a safetensors file's table, and the position where the tensors' bytes begin. Raises ValueError for a file
-    that has none."""
+    """Return a safetensors file's header, and the position where the tensors' bytes begin.
+
+    Raise ValueError for a file without a valid header.
+    """
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    # The length is checked before it is used, since a damaged file may ask for any amount of memory.
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise ValueError("its header is cut off")
     head = of_kind(parse_json(file.read(length)), dict[str, Any], "its header")

@@ -15,21 +15,23 @@ CELLS = 40  # characters of the longest bar
 
 @dataclass(frozen=True)
 class Bars:
-    """`groups` gives each name's value, by what the values are."""
+    """The data of a bar chart."""
 
     title: str
     names: Sequence[str]
-    groups: Mapping[str, Sequence[float]]
+    groups: Mapping[str, Sequence[float]]  # for each quantity, its value for each of the names
     unit: str = ""
 
     @property
     def longest(self) -> float:
+        """The largest value, or 1 if all are 0, as other bars are drawn relative to it."""
         return max((value for values in self.groups.values() for value in values), default=0.0) or 1.0
 
 
 def bars_svg(bars: Bars) -> str:
-    each = BAR * len(bars.groups) + GAP
-    height = TOP + each * len(bars.names) + 30
+    """Return the bars as one SVG document."""
+    row_height = BAR * len(bars.groups) + GAP
+    height = TOP + row_height * len(bars.names) + 30
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -37,8 +39,8 @@ def bars_svg(bars: Bars) -> str:
         f'<text x="12" y="24" font-size="15">{escape(bars.title)}</text>',
     ]  # fmt: skip
     for number, name in enumerate(bars.names):
-        y = TOP + number * each
-        middle = y + (each - GAP) / 2 + 4
+        y = TOP + number * row_height
+        middle = y + (row_height - GAP) / 2 + 4
         out.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>')
         for place, values in enumerate(bars.groups.values()):
             width = max(1.0, values[number] / bars.longest * (WIDTH - LEFT - RIGHT))
@@ -55,7 +57,7 @@ def bars_svg(bars: Bars) -> str:
 
 
 def bars_text(bars: Bars) -> str:
-    """Returns the bars as lines of text, one for each name and group."""
+    """Return the bars as lines of text, one for each name and group."""
     rows = [("", "", "", bars.unit)]
     for number, name in enumerate(bars.names):
         for place, (group, values) in enumerate(bars.groups.items()):

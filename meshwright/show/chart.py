@@ -1,4 +1,4 @@
-"""Line charts, as SVG: x is logarithmic, and y unless a chart says otherwise. No torch."""
+"""Line charts as SVG. The x axis is logarithmic, and so is the y axis unless a chart is `linear`. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines by name, each a list of positive (x, y). `label` formats a value of x."""
+    """The data of a line chart: lines by name, each a list of positive (x, y). `label` formats a value of x."""
 
     title: str
     x: str
@@ -29,6 +29,7 @@ class Chart:
 
     @property
     def box(self) -> tuple[float, float, float, float]:
+        """The visible range of the data: least x, greatest x, least y, greatest y."""
         points = [point for line in self.lines.values() for point in line]
         xs, ys = [p[0] for p in points] or [1.0], [p[1] for p in points] or [1.0]
         if self.linear:
@@ -37,6 +38,7 @@ class Chart:
         return min(xs), max(max(xs), min(xs) * 1.01), min(ys) / margin, max(ys) * margin
 
     def at(self, x: float, y: float) -> tuple[float, float]:
+        """Return the position in the drawing of a point of the data."""
         x0, x1, y0, y1 = self.box
         across = math.log(x / x0) / math.log(x1 / x0)
         up = (y - y0) / (y1 - y0) if self.linear else math.log(y / y0) / math.log(y1 / y0)
@@ -44,24 +46,30 @@ class Chart:
 
 
 def check_svg(option: str, path: Path | None) -> None:
-    """Raises unless `path` names an SVG: every chart is one, which a browser shows and prints."""
+    """Raise a UserError if `path` has the suffix of another image format. Charts are always SVG."""
     if path is not None and path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf", ".gif", ".webp"):
         raise UserError(f"{option} {path}: charts are written as SVG, so name it {path.with_suffix('.svg')}")
 
 
 def _short(label: str) -> str:
-    """Drops zeros after the decimal point: `1.00k` becomes `1k`."""
-    return re.sub(r"(\.\d*?)0+(?=\D*$)", lambda found: found[1].rstrip("."), label)
+    """Drop zeros at the end of the decimals: `1.00k` becomes `1k`."""
+    return re.sub(r"(\.\d*?)0+(?=\D*$)", lambda match: match[1].rstrip("."), label)
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Returns the values that get a line: two in each power of ten, or equal steps where those are too few."""
-    found = [10.0**n * factor for n in range(-12, 15) for factor in (1, 3) if low <= 10.0**n * factor <= high]
+    """Return the values of a logarithmic axis that get a line.
+
+    There are two in each power of ten, or equal steps if that gives fewer than two lines.
+    """
+    marks = [10.0**n * factor for n in range(-12, 15) for factor in (1, 3) if low <= 10.0**n * factor <= high]
+    if len(marks) > 1:
+        return marks
     step = 10.0 ** math.floor(math.log10(high - low))
-    return found if len(found) > 1 else [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def svg(chart: Chart) -> str:
+    """Return the chart as one SVG document."""
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
@@ -73,6 +81,7 @@ def svg(chart: Chart) -> str:
     x0, _, y0, y1 = chart.box
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     xs = sorted({x for line in chart.lines.values() for x, _ in line})
+    # At most eight vertical lines, so that their labels don't overlap.
     for x in xs[:: max(1, -(-len(xs) // 8))]:
         px, _ = chart.at(x, y0)
         label = escape(_short(chart.label(x)))
@@ -85,7 +94,7 @@ def svg(chart: Chart) -> str:
         out.append(f'<text x="{LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{label}</text>')
     for number, (name, line) in enumerate(chart.lines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        # Earlier lines are wider, so that all of several coinciding lines can be seen.
+        # Earlier lines are wider, so that lines that coincide can all be seen.
         width = 1.6 + 0.9 * max(0, min(len(chart.lines), len(LINE_COLOURS)) - 1 - number)
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (chart.at(*point) for point in line))
         if path:
@@ -97,7 +106,7 @@ def svg(chart: Chart) -> str:
 
 
 def stacked(charts: Sequence[Chart]) -> str:
-    """Returns charts below each other as one drawing."""
+    """Return charts below each other as one SVG document."""
     inner = "".join(
         svg(chart).replace("<svg ", f'<svg y="{HEIGHT * number}" ', 1) for number, chart in enumerate(charts)
     )

@@ -1,5 +1,7 @@
-"""Who holds what of a product y = x W^T on a grid of tensor-parallel ranks, at each step of it: a drawing and a table.
-No torch."""
+"""Draw which ranks of a tensor-parallel grid hold which blocks at each step of a product y = x W^T.
+
+There is a drawing and a table. No torch.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,24 @@ from typing import NamedTuple
 from meshwright.show.terminal import table
 from meshwright.spec.layout.grid import COL, DEPTH, ROW, Grid, Roles
 
-SIDE, GAP, TOP, LEFT = 150, 34, 62, 16  # of a matrix, between two, above and left of all
-OWN, GATHERED, OTHERS = "#3b6fb6", "#a9c4e6", "#f3f5f8"
+SIDE, GAP, TOP, LEFT = 150, 34, 62, 16  # size of a matrix, space between two, space above and left of all
+OWN, GATHERED, OTHERS = "#3b6fb6", "#a9c4e6", "#f3f5f8"  # colours of blocks, as seen from rank 0
 Axes = Sequence[str]
 
 
 class Matrix(NamedTuple):
-    """A matrix at one step: its name, and the axes that cut its rows and its columns, the slowest first. `pieces` are
-    those of the ranks' own blocks, drawn where one rank has several."""
+    """A matrix at one step of a product, with the grid axes that shard it, the slowest first."""
 
     name: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    rows: tuple[str, ...]  # axes that shard its rows
+    columns: tuple[str, ...]  # axes that shard its columns
+    # The axes that sharded the rows and the columns before a gather. The drawing shows these smaller blocks.
     pieces: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     note: str = ""
 
 
 def steps(roles: Roles) -> list[tuple[str, list[Matrix]]]:
-    """Returns the matrices of each step of a product; W is drawn as [in, out]."""
+    """Return each step of a product, as its title and its matrices. W is drawn as [in, out]."""
     r = roles
     x = Matrix("x", r.x.rows, (r.x.features,))
     weight = Matrix("W", (r.summed,) if r.summed else (), (r.y.features, r.weight))
@@ -40,15 +42,17 @@ def steps(roles: Roles) -> list[tuple[str, list[Matrix]]]:
 
 
 def _place(grid: Grid, at: dict[str, int], axes: Axes) -> tuple[int, int]:
-    """Returns the number of a rank's part along some axes, and how many parts there are."""
+    """Return the index of a rank's shard along some axes, and the number of shards."""
     index, parts = 0, 1
     for axis in axes:
-        index, parts = index * grid.size(axis) + at.get(axis, 0), parts * grid.size(axis)
+        size = grid.size(axis)
+        index = index * size + at.get(axis, 0)
+        parts *= size
     return index, parts
 
 
 def places(grid: Grid) -> Iterator[dict[str, int]]:
-    """Yields where each tensor-parallel rank stands, rank 0 first."""
+    """Yield the coordinates of each tensor-parallel rank in the grid, rank 0 first."""
     for depth in range(grid.depth):
         for row in range(grid.row):
             for col in range(grid.col):
@@ -56,49 +60,54 @@ def places(grid: Grid) -> Iterator[dict[str, int]]:
 
 
 def _holders(grid: Grid, rows: Axes, columns: Axes) -> dict[tuple[int, int], list[int]]:
-    """Returns the ranks that hold each block of a matrix."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """Return the ranks that hold each block (row, column) of a matrix."""
+    holders: dict[tuple[int, int], list[int]] = {}
     for rank, at in enumerate(places(grid)):
         key = (_place(grid, at, rows)[0], _place(grid, at, columns)[0])
-        found.setdefault(key, []).append(rank)
-    return found
+        holders.setdefault(key, []).append(rank)
+    return holders
 
 
 def _blocks(grid: Grid, matrix: Matrix, left: int, top: int) -> Iterator[str]:
-    """Yields the blocks of a matrix with the ranks that hold them; what rank 0 has is filled."""
+    """Yield the SVG of a matrix: its blocks with the ranks that hold them. The blocks of rank 0 are filled."""
     rows, columns = matrix.pieces or (matrix.rows, matrix.columns)
     origin: dict[str, int] = {}
-    parts = (_place(grid, origin, rows)[1], _place(grid, origin, columns)[1])
-    mine = (_place(grid, origin, matrix.rows)[1], _place(grid, origin, matrix.columns)[1])
-    own = _holders(grid, rows, columns)
-    high, wide = SIDE / parts[0], SIDE / parts[1]
-    for r in range(parts[0]):
-        for c in range(parts[1]):
-            first = r < parts[0] / mine[0] and c < parts[1] / mine[1]
-            colour = OTHERS if not first else OWN if (r, c) == (0, 0) or matrix.pieces is None else GATHERED
-            ranks = own.get((r, c), [])
-            x, y = left + c * wide, top + r * high
-            yield f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" fill="{colour}" stroke="#8a94a3"/>'
-            size = max(7, min(13, int(min(wide / (1 + len(ranks)), high * 0.7))))
+    blocks = (_place(grid, origin, rows)[1], _place(grid, origin, columns)[1])
+    shards = (_place(grid, origin, matrix.rows)[1], _place(grid, origin, matrix.columns)[1])
+    holders = _holders(grid, rows, columns)
+    height, width = SIDE / blocks[0], SIDE / blocks[1]
+    for r in range(blocks[0]):
+        for c in range(blocks[1]):
+            held_by_rank_0 = r < blocks[0] / shards[0] and c < blocks[1] / shards[1]
+            if not held_by_rank_0:
+                colour = OTHERS
+            else:
+                colour = OWN if (r, c) == (0, 0) or matrix.pieces is None else GATHERED
+            ranks = holders.get((r, c), [])
+            x, y = left + c * width, top + r * height
+            yield f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{colour}" stroke="#8a94a3"/>'
+            size = max(7, min(13, int(min(width / (1 + len(ranks)), height * 0.7))))
             ink = "white" if colour == OWN else "#26323f"
             label = " ".join(map(str, ranks))
             yield (
-                f'<text x="{x + wide / 2:g}" y="{y + high / 2 + size / 3:g}" text-anchor="middle" '
+                f'<text x="{x + width / 2:g}" y="{y + height / 2 + size / 3:g}" text-anchor="middle" '
                 f'font-size="{size}" fill="{ink}">{escape(label)}</text>'
             )
 
 
 def draw(grid: Grid) -> str:
-    """Returns an SVG of both products of a pair: the one that leaves the residual stream, and the one that comes
-    back."""
+    """Return an SVG of the product that leaves the residual stream and of the one that returns to it.
+
+    If both have the same roles, only one is drawn.
+    """
     pairs = [("every product", grid.first)]
     if grid.second != grid.first:
         pairs = [("leaving the residual stream: queries, keys and values; up; the output layer", grid.first)]
         pairs.append(("coming back to it: attention's output; down", grid.second))
-    each = TOP + SIDE + 2 * GAP
+    row_height = TOP + SIDE + 2 * GAP
     out, width = [], 0.0
     for number, (title, roles) in enumerate(pairs):
-        top, left = number * each + TOP, LEFT
+        top, left = number * row_height + TOP, LEFT
         out.append(f'<text x="{LEFT}" y="{top - 40}" font-size="14" font-weight="bold">{escape(title)}</text>')
         for step, matrices in steps(roles):
             out.append(f'<text x="{left}" y="{top - 20}" fill="#5b6673">{escape(step)}</text>')
@@ -111,7 +120,7 @@ def draw(grid: Grid) -> str:
                 left += SIDE + GAP
         width = max(width, left)
     head = f"{grid}: y = x W, blocks by rank; filled: what rank 0 has, dark: its own"
-    height = each * len(pairs) + 26
+    height = row_height * len(pairs) + 26
     return "".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height}" font-family="sans-serif" '
         'font-size="12">', f'<rect width="{width:g}" height="{height}" fill="white"/>',
@@ -121,8 +130,10 @@ def draw(grid: Grid) -> str:
 
 
 def describe(grid: Grid) -> str:
-    """Returns who holds what between and inside the products, as a table: rows and features of activations, and the
-    rows and columns of a weight [out, in], each as part/parts."""
+    """Return a table of the shards that each rank holds between the products and inside them.
+
+    The cells are rows and features of activations, and rows and columns of weights [out, in], each as shard/shards.
+    """
     rows = [("rank", "col row depth", "stream", "inside", "up [out, in]", "down [out, in]")]
     for rank, at in enumerate(places(grid)):
         cells = [str(rank), f"{at[COL]} {at[ROW]} {at[DEPTH]}"]
@@ -135,5 +146,6 @@ def describe(grid: Grid) -> str:
 
 
 def _pair(grid: Grid, at: dict[str, int], rows: Axes, columns: Axes) -> str:
+    """Return the shard of a rank in both dimensions, as `1/2, 0/4`."""
     (r, of_rows), (c, of_columns) = _place(grid, at, rows), _place(grid, at, columns)
     return f"{r}/{of_rows}, {c}/{of_columns}"

@@ -1,4 +1,4 @@
-"""HTML pages that load nothing from outside: tables, bars with a legend, drawings. No torch."""
+"""Build HTML pages that load nothing from other sites: tables, bars with a legend, drawings. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ td.words, th.words { text-align: left; white-space: normal; }
 
 
 def page(title: str, intro: Iterable[str], sections: Mapping[str, str]) -> str:
-    """Returns a page with paragraphs of text and, by heading, sections of HTML."""
+    """Return a page with paragraphs of text, and sections of HTML by heading."""
     body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in intro)]
     body += [f"<h2>{escape(heading)}</h2>{section}" for heading, section in sections.items()]
     return (
@@ -35,22 +35,25 @@ def note(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], words: tuple[int, ...] = (), marked: int | None = None) -> str:
-    """Returns a table of text under a header row; the columns `words` may wrap, the row `marked` is highlighted."""
+    """Return a table of text, whose first row is the header.
+
+    The text in the columns `words` may wrap, and the row `marked` is highlighted.
+    """
 
     def cell(text: str, column: int, tag: str) -> str:
         kind = ' class="words"' if column in words else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"
 
-    found = []
+    lines = []
     for number, row in enumerate(rows):
         cells = "".join(cell(text, column, "td" if number else "th") for column, text in enumerate(row))
         kind = ' class="marked"' if number == marked else ""
-        found.append(f"<tr{kind}>{cells}</tr>")
-    return f"<table>{''.join(found)}</table>"
+        lines.append(f"<tr{kind}>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def bars(rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mapping[str, str], unit: str) -> str:
-    """Returns a legend and, numbered from 1, one bar per row of (parts, the value of a full bar, a label)."""
+    """Return a legend and one stacked bar per row, numbered from 1. A row is (parts, value of a full bar, label)."""
     legend = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items())
     lines = []
     for number, (parts, whole, label) in enumerate(rows, 1):
@@ -68,5 +71,5 @@ def bars(rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mappin
 
 
 def drawing(svg: str) -> str:
-    """Embeds an SVG in the page."""
+    """Return HTML that embeds an SVG in the page."""
     return f'<div class="drawing">{svg}</div>'

@@ -1,6 +1,8 @@
-"""A layout as text: the grid of ranks, in which walls separate nodes, and every kind of group below it. Pipeline stages
-are panels; replicas go down, tp goes across. Large worlds are abbreviated: the first rows, columns, stages and groups
-are shown, and the last one to show where the count ends."""
+"""Draw a layout as text: the grid of ranks, in which walls separate nodes, and every kind of group below it.
+
+Each pipeline stage is a panel. Its rows are dp and cp, and its columns are tp (edp and ep, and etp for experts). Large
+worlds are abbreviated: the first rows, columns, stages and groups are shown, and the last one.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from collections.abc import Iterable, Sequence
 from meshwright.errors import plural
 from meshwright.spec.layout.layout import Layout
 
-CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # of a vertex, by the walls that meet there: up 1, down 2, left 4, right 8
+CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"  # indexed by the sum of the walls that meet at a corner: up 1, down 2, left 4, right 8
 GAP = "   "
 SMALL_WORLD = 64  # up to this many ranks every group is written out
-DRAWN_WORLD = 256  # up to this many ranks the grid is drawn in full, where it is not very long in one direction
+DRAWN_WORLD = 256  # up to this many ranks the grid is drawn in full, unless it is very long in one direction
 
 
 def elide(count: int, limit: int) -> list[int | None]:
-    """Returns the indices 0 to count - 1, with one None for those omitted if there are more than `limit`."""
+    """Return the indices 0 to count - 1, with one None in place of the omitted ones if there are more than `limit`."""
     if count <= limit:
         return list(range(count))
     return [*range(limit - 2), None, count - 1]
 
 
 def draw(layout: Layout, width: int = 100) -> str:
-    """Draws the whole page: the sizes of the world, its grid, its expert grid where it differs, and its groups."""
+    """Draw the whole page: the sizes of the world, its grid, its expert grid if that differs, and its groups."""
     lines = [_heading(layout), ""]
     lines += _view(layout, ("dp", "cp"), width)
     if layout.ep > 1 or layout.etp != layout.tp:
@@ -50,7 +52,7 @@ def _heading(layout: Layout) -> str:
 
 
 def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
-    """Draws the panels of one view, as many side by side as fit; `rows` are the slow and the fast axis going down."""
+    """Draw the panels of one view, as many side by side as fit. `rows` are the slow and the fast axis of the rows."""
     drawn = layout.world <= DRAWN_WORLD
     (slow, fast), across = rows, "etp" if "ep" in rows else "tp"
     size = layout.axis_size(fast)
@@ -88,29 +90,34 @@ def _view(layout: Layout, rows: tuple[str, str], width: int) -> list[str]:
 
 
 def _beside(left: list[str], panels: Sequence[list[str]]) -> list[str]:
-    """Puts panels side by side, with the row labels at their left. Every second line is for walls and is left out where
-    there are none."""
+    """Put panels side by side, with the row labels at their left.
+
+    Every second line is for walls and is omitted if it has none.
+    """
     gutter, widths = max(map(len, left)), [max(map(len, panel)) for panel in panels]
     lines = []
-    for number, (label, *pieces) in enumerate(zip(left, *panels, strict=True)):
-        if number == 0 or number % 2 or any("─" in piece for piece in pieces):
-            padded = (piece.ljust(size) for piece, size in zip(pieces, widths, strict=True))
+    for number, (label, *texts) in enumerate(zip(left, *panels, strict=True)):
+        if number == 0 or number % 2 or any("─" in text for text in texts):
+            padded = (text.ljust(size) for text, size in zip(texts, widths, strict=True))
             lines.append(f"{label:>{gutter}} {GAP.join(padded)}".rstrip())
     return lines
 
 
 def _wall(layout: Layout, one: int | None, other: int | None) -> bool:
-    """Returns whether a node ends between two neighbouring cells."""
+    """Return whether two neighbouring cells are on different nodes."""
     return one is not None and other is not None and layout.crosses_node((one, other))
 
 
 def _panel(layout: Layout, title: str, columns: list[str], rows: list[list[int | None]]) -> list[str]:
-    """Draws one stage: its title, column numbers, then its ranks by row and column (None for omitted ones), with a line
-    of walls above every row and below the last."""
+    """Draw one stage: its title, column numbers, then its ranks by row and column (None for omitted ones).
+
+    A line of walls is above every row and below the last.
+    """
     height, width, cell = len(rows), len(columns), max(len(str(layout.world - 1)), 2)
     between = zip(rows, rows[1:], strict=False)
     across = [[_wall(layout, *pair) for pair in zip(*pairs, strict=True)] for pairs in between]
     across = [[True] * width, *across, [True] * width]
+    # An omitted column has no ranks to compare. Its wall continues if both neighbouring columns have one.
     for wall in across:
         for col in range(1, width - 1):
             if columns[col] == "…":
@@ -136,7 +143,7 @@ def _text(cells: list[int | None], col: int) -> str:
 
 
 def _wall_line(across: list[list[bool]], upright: list[list[bool]], row: int, cell: int) -> str:
-    """Draws the line above `row`: each corner shows the walls that meet there."""
+    """Draw the line above `row`, in which each corner shows the walls that meet there."""
     height, width = len(upright), len(across[0])
     text = ""
     for col in range(width + 1):
@@ -151,7 +158,7 @@ def _wall_line(across: list[list[bool]], upright: list[list[bool]], row: int, ce
 
 
 def _nodes(layout: Layout, cells: list[int | None]) -> str:
-    """Returns which nodes a row is on: ` n0`, ` n0,1` or ` n0…7`."""
+    """Return the nodes that a row is on: ` n0`, ` n0,1` or ` n0…7`."""
     if layout.node_size is None:
         return ""
     nodes = sorted({rank // layout.node_size for rank in cells if rank is not None})
@@ -161,7 +168,7 @@ def _nodes(layout: Layout, cells: list[int | None]) -> str:
 
 
 def describe_groups(layout: Layout, width: int = 100) -> list[str]:
-    """Describes every kind of group: how many there are of what size, how many of them span nodes, and their ranks."""
+    """Describe every kind of group: their number and size, how many of them span nodes, and their ranks."""
     lines: list[str] = []
     seen: dict[tuple[tuple[int, ...], ...], str] = {}
     names = layout.group_kinds
@@ -179,10 +186,10 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
             lines.append(f"{text}, the same as {same}")
         else:
             limits = (count, size) if layout.world <= SMALL_WORLD else (4, 8)
-            # A group is never broken: textwrap knows only plain spaces, and not the no-break spaces within it.
-            whole = " ".join(group.replace(" ", "\xa0") for group in written(groups, *limits))
+            # textwrap breaks lines only at plain spaces, so no-break spaces keep each group on one line.
+            joined = " ".join(group.replace(" ", "\xa0") for group in written(groups, *limits))
             wrapped = textwrap.fill(
-                whole, width, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False
+                joined, width, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False
             )
             lines += [text, wrapped.replace("\xa0", " ")]
     if layout.world > SMALL_WORLD:
@@ -191,7 +198,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
 
 
 def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
-    """Counts the groups that span nodes."""
+    """Return words that say how many groups span nodes."""
     crossing = sum(map(layout.crosses_node, groups))
     if crossing in (0, len(groups)):
         if len(groups) == 1:
@@ -201,11 +208,16 @@ def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def written(groups: Sequence[Sequence[int]], most: int, longest: int, between: str = " ") -> list[str]:
-    """Formats groups as `[0 4]`, `[1 5]`, ...: at most `most` groups of at most `longest` ranks, with `…` for omitted
-    ones. Brackets are used only where ranks are separated by a space (`between`)."""
-    pieces = []
+    """Format groups as `[0 4]`, `[1 5]`, ...: at most `most` groups of at most `longest` ranks, with `…` for others.
+
+    Brackets are used only if ranks are separated by a space (`between`).
+    """
+    texts = []
     for index in elide(len(groups), most):
-        group = () if index is None else groups[index]
+        if index is None:
+            texts.append("…")
+            continue
+        group = groups[index]
         ranks = between.join("…" if at is None else str(group[at]) for at in elide(len(group), longest))
-        pieces.append("…" if index is None else f"[{ranks}]" if between == " " else ranks)
-    return pieces
+        texts.append(f"[{ranks}]" if between == " " else ranks)
+    return texts

@@ -1,4 +1,4 @@
-"""A mesh as SVG: for each axis a panel of all ranks, in which the ranks of one group have one colour. No torch."""
+"""Draw a mesh as SVG: one panel of all ranks per axis, in which each group of ranks has one colour. No torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from meshwright.errors import UserError, plural
 from meshwright.show.schedule_drawing import SVG_STYLE
 from meshwright.spec.layout.layout import Layout
 
-MOST = 256  # ranks
+MOST = 256  # ranks of a drawing
 CELL, GAP, LEFT, TOP, BETWEEN = 30, 4, 20, 104, 44
 COLOURS = (
     "#9ec3e6", "#f4c592", "#a9d8c6", "#e6a9c0", "#c5b3e0", "#e3d78f", "#b8c4cf", "#f2aa9b",
     "#8fd0dc", "#c9dd9a", "#d9b99b", "#a5b4f0", "#e0bfe6", "#9fd19f", "#f0d0b0", "#b5b5d9",
 )  # fmt: skip
-# What the ranks of a group have in common, and what they send each other, in a few words.
+# For each axis, its name, how a group divides the work, and what its ranks send each other.
 AXES = {
-    "tp": ("tensor parallelism", "a matrix, cut: partial results are summed in every layer"),
-    "cp": ("context parallelism", "a sequence, cut: keys and values travel"),
-    "ep": ("expert parallelism", "the experts, dealt out: tokens travel to them"),
-    "dp": ("data parallelism", "the same weights, other samples: gradients are summed"),
-    "pp": ("pipeline parallelism", "the layers, cut: hidden states travel"),
+    "tp": ("tensor parallelism", "matrices are sharded: partial results are summed in every layer"),
+    "cp": ("context parallelism", "sequences are sharded: keys and values are exchanged"),
+    "ep": ("expert parallelism", "experts are distributed: tokens are sent to them"),
+    "dp": ("data parallelism", "the same weights, different samples: gradients are summed"),
+    "pp": ("pipeline parallelism", "layers are divided into stages: hidden states are passed on"),
 }
 
 
 def mesh_svg(layout: Layout) -> str:
-    """Returns one SVG document. A row holds the ranks of one pipeline stage in the order of their numbers."""
+    """Return one SVG document, in which ranks are in the order of their numbers, if possible one stage per row."""
     if layout.world > MOST:
         raise UserError(f"{layout.world} ranks are more than a drawing shows well: draw at most {MOST} with --svg")
     axes = [axis for axis in AXES if getattr(layout, axis) > 1] or ["dp"]
@@ -54,7 +54,7 @@ def mesh_svg(layout: Layout) -> str:
 
 
 def _columns(layout: Layout) -> int:
-    """Ranks in a row: those of a stage, or of a node, or as many as look well."""
+    """Return the number of ranks in a row: those of a stage, or of a node, or 8, but at most 16."""
     stage = layout.world // layout.pp
     wanted = stage if layout.pp > 1 and stage <= 16 else layout.node_size or 8
     return min(layout.world, wanted, 16)

@@ -1,4 +1,4 @@
-"""The progress of a long job, on stderr: a bar on a terminal, else a line every ten seconds. No torch."""
+"""Show the progress of a long job on stderr: a bar on a terminal, else a line every ten seconds. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes are done while the block runs; it yields the function to call with each further
-    number of bytes. A bar is erased at the end, so that later output begins on a clean line."""
+    """Show how many of `total` bytes are done while the body runs.
+
+    Yields a function to call with the number of bytes newly done. A bar is erased at the end, so that later output
+    begins on a clean line.
+    """
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
         yield _log(label, max(total, 1), stream)
@@ -34,6 +37,7 @@ def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[C
 
 
 def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
+    """Return the function that counts bytes and writes a line every ten seconds."""
     done = 0
     begin = last = time.monotonic()
 

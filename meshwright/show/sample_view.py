@@ -1,4 +1,4 @@
-"""One sample as a reader sees it: its tokens as text, with what is masked, what is learned and where padding begins."""
+"""Show a sample as text, in which masked tokens, learned tokens and padding are marked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Spelling = Callable[[int], str]
+# Styles of [MASK] tokens, of tokens that were changed, of tokens to predict that were kept, of tokens that are not
+# learned, and of the second segment.
 LEARNED, CHANGED, KEPT, ASIDE, SECOND = "bold red", "bold magenta", "bold yellow", "dim", "cyan"
 # Styles and, for output without colours, brackets of conversation tokens: not learned, learned, and learned as bad.
 CONVERSATION_STYLES = (ASIDE, "green", "red")
@@ -20,9 +22,11 @@ MARKS_LEGEND = "(learned tokens stand in «», those of a bad answer in ‹›)"
 
 
 def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
-    """Draws a sample. Of a masked token the label is written behind what the model sees: {[MASK]=word} for a masked
-    one, {other=word} for a changed one, {word} for one that stays. Of spans that were taken out, the input comes first
-    and then the target. `special` tokens have names."""
+    """Draw a sample of any kind. `special` maps the ids of special tokens to their names.
+
+    For a token to predict, the label follows the token that the model sees: {[MASK]=word} if it is masked, {other=word}
+    if it was changed, {word} if it was kept. A span-corruption sample is drawn as its input and then its target.
+    """
     from rich.text import Text
 
     if "labels" in sample and is_blanks(sample):
@@ -40,7 +44,7 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
 
     for at, token in enumerate(tokens[:count]):
         if at in learned:
-            style, seen = _how(token, learned[at], special), spelled(token)
+            style, seen = _style(token, learned[at], special), spelled(token)
             text.append(f"{{{seen}}}" if style == KEPT else f"{{{seen}={spelled(learned[at])}}}", style)
         elif token in special:
             text.append(f"{special[token]} ", ASIDE)
@@ -54,12 +58,12 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
 
 
 def is_blanks(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample has blanks: a source, and then the spans that fill them."""
+    """Return True for a blank-filling sample: a source, and then the spans that fill its blanks."""
     return "positions" in sample and "segments" in sample and not sample["loss_mask"][0]
 
 
 def _blank_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
-    """Draws the source of a sample with blanks and, on lines of their own, the spans that fill them."""
+    """Draw the source of a blank-filling sample and, on separate lines, the spans that fill the blanks."""
     from rich.text import Text
 
     text = Text()
@@ -79,7 +83,7 @@ def _blank_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
 
 
 def _span_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[int, str]) -> Text:
-    """Draws the input of a sample whose spans were taken out and, on a line of its own, the target."""
+    """Draw the input of a span-corruption sample and, on a separate line, the target."""
     from rich.text import Text
 
     target = sample["labels"][sample["loss_mask"] > 0]
@@ -102,8 +106,9 @@ def conversations_of(sample: Mapping[str, Any], pairs: bool) -> Iterator[tuple[l
     for number in range(int(segments[-1]) + 1):
         inside = segments == number
         tokens, labels, mask = (sample[key][inside] for key in ("tokens", "labels", "loss_mask"))
+        # Padding, which is the last segment, repeats one token, so its labels equal its tokens.
         if bool((labels == tokens).all()) and not mask.any():
-            continue  # padding repeats one token and comes last
+            continue
         weight = 2 if pairs and number % 2 else 1
         yield [*tokens.tolist(), int(labels[-1])], [0, *(weight * mask).tolist()]
 
@@ -124,15 +129,17 @@ def conversation_text(number: int, tokens: list[int], mask: list[int], tokenizer
 
 
 def _spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
-    """Return the text of tokens, special ones by their names."""
-    found = ""
+    """Return the text of tokens, in which special tokens have their names."""
+    text = ""
     plain: list[int] = []
     for token in ids:
+        # `decode` leaves special tokens out.
         if not tokenizer.decode([token]) and pieces[token]:
-            found, plain = found + (tokenizer.decode(plain) if plain else "") + pieces[token], []
+            text += (tokenizer.decode(plain) if plain else "") + pieces[token]
+            plain = []
         else:
             plain.append(token)
-    return found + (tokenizer.decode(plain) if plain else "")
+    return text + (tokenizer.decode(plain) if plain else "")
 
 
 def conversations_summary(sample: Mapping[str, Any], conversations: int) -> str:
@@ -142,17 +149,20 @@ def conversations_summary(sample: Mapping[str, Any], conversations: int) -> str:
 
 
 def _labels(sample: Mapping[str, Any]) -> dict[int, int]:
-    """The places that are learned, with their labels."""
+    """Return the positions of the tokens to predict, with their labels."""
     counted = sample["loss_mask"] > 0
     return dict(zip(sample["places"][counted].tolist(), sample["labels"][counted].tolist(), strict=True))
 
 
-def _how(token: int, label: int, special: Mapping[int, str]) -> str:
-    return LEARNED if token in special else KEPT if token == label else CHANGED
+def _style(token: int, label: int, special: Mapping[int, str]) -> str:
+    """Return the style of a token to predict: it is masked, kept or changed."""
+    if token in special:
+        return LEARNED
+    return KEPT if token == label else CHANGED
 
 
 def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str:
-    """Says in one line what is learned of a sample."""
+    """Return one line about the size of a sample and the part of it that is learned."""
     tokens = sample["tokens"]
     if is_blanks(sample):
         source, spans = (int((sample["segments"] == n).sum()) for n in (0, 1))
@@ -167,7 +177,7 @@ def sample_summary(sample: Mapping[str, Any], special: Mapping[int, str]) -> str
         known = f", {plural(documents, 'document')} apart" if documents else ""
         return f"{plural(len(tokens), 'token')}, of which {int(sample['loss_mask'].sum())} have a loss{known}"
     learned = _labels(sample)
-    kinds = [_how(int(tokens[at]), label, special) for at, label in learned.items()]
+    kinds = [_style(int(tokens[at]), label, special) for at, label in learned.items()]
     words = {LEARNED: "masked", CHANGED: "changed", KEPT: "kept"}
     parts = [f"{kinds.count(style)} {word}" for style, word in words.items()]
     order = ""

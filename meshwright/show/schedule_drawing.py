@@ -1,4 +1,4 @@
-"""A simulated schedule as a picture: a timeline for the terminal, and a self-contained SVG."""
+"""Draw a simulated schedule: as a timeline for the terminal, and as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from meshwright.show.units import ticks
 from meshwright.spec.schedule.simulate import Simulation, Timed
 from meshwright.spec.schedule.table import MEANING, Op, Table
 
-SINGLE_CHUNK = 0.3  # position between the two shades that a single chunk takes
+SINGLE_CHUNK = 0.3  # the shade of a single chunk, as a position between the lightest and the darkest one
 
 Colour = tuple[int, int, int]
 
 
 class Look(NamedTuple):
-    """How a compute is drawn: its fill without colour, terminal backgrounds (of the 256 colours) that the chunks take
-    in turn, and the SVG fills of the first and the last chunk."""
+    """The characters and colours with which an op is drawn."""
 
-    fill: str
-    backgrounds: tuple[int, ...]
-    fills: tuple[Colour, Colour]
+    fill: str  # character in output without colour
+    backgrounds: tuple[int, ...]  # terminal colours (of 256), which the chunks take in turn
+    fills: tuple[Colour, Colour]  # SVG colours of the first and the last chunk
 
 
 LOOKS = {
@@ -35,14 +34,16 @@ LOOKS = {
 }
 SEAM = " ~ "
 
-Window = tuple[int, int]  # columns from, up to
+Window = tuple[int, int]  # the columns [start, stop) of a timeline
 
 
 def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> str:
-    """Draws one row per rank, an axis and a legend, `width` columns wide (at least 40). Blocks begin with their
-    micro-batch where it fits. In colour, the background distinguishes forward from backward and the chunks; otherwise
-    the drawing is plain ASCII and the fill characters do. A timeline that is too long for the width is drawn as its
-    beginning and its end, between which the pattern repeats."""
+    """Draw one row per rank, an axis and a legend, `width` columns wide (at least 40).
+
+    A block begins with the number of its micro-batch if that fits. With colour, the background distinguishes forward,
+    backward and the chunks. Otherwise the drawing is plain ASCII, and fill characters distinguish them. If a timeline
+    is too long for the width, only its beginning and its end are drawn; in between, the pattern repeats.
+    """
     pp = simulation.table.pp
     margin = len(f"rank {pp - 1} ")
     scale, windows = _windows(simulation, max(width, 40) - margin - 1)
@@ -58,18 +59,22 @@ def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> s
 
 
 def _computes(simulation: Simulation, rank: int) -> Iterator[Timed]:
+    """Return the actions of a rank that are not sends or receives."""
     return (timed for timed in simulation.ranks[rank] if timed.action.peer is None)
 
 
 def _unit(simulation: Simulation) -> float:
-    """Returns the length of a typical short block (the lower median of all that take any time), or 0 if none does."""
+    """Return the length of a typical short block (the lower median of all that take any time), or 0 if none does."""
     spans = [t.end - t.start for rank in range(simulation.table.pp) for t in _computes(simulation, rank)]
     spans = [span for span in spans if span > 1e-9 * simulation.makespan]
     return median_low(spans) if spans else 0.0
 
 
 def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
-    """Returns the columns per unit of time, and the ranges of columns to show: all, or both ends if `room` is short."""
+    """Return the columns per unit of time, and the ranges of columns to show.
+
+    The whole timeline is shown with up to 8 columns per typical block. If there is less than one, both ends are shown.
+    """
     unit = _unit(simulation)
     if not unit:
         return 0.0, [(0, 0)]
@@ -77,6 +82,7 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
     if per_block:
         scale = per_block / unit
         return scale, [(0, round(simulation.makespan * scale))]
+    # A typical block has room for its micro-batch's number and one fill character.
     scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
     columns, half = round(simulation.makespan * scale), (room - len(SEAM)) // 2
     return scale, [(0, half), (columns - half, columns)]
@@ -94,7 +100,11 @@ def _row(simulation: Simulation, rank: int, scale: float, window: Window, colour
 
 
 def _glyph(op: Op, chunk: int, chunks: int) -> str:
-    """Computes that pass nothing on have one fill for all chunks; a forward and a backward differ in case."""
+    """Return the fill character of a block.
+
+    With several chunks, it is a letter for the chunk: in lower case for forward and in upper case for backward. Ops
+    that pass nothing on to another stage have the same fill for all chunks.
+    """
     direction = MEANING[op].direction
     if chunks == 1 or not direction:
         return LOOKS[op].fill
@@ -118,7 +128,10 @@ def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
 
 
 def _text_axis(simulation: Simulation, scale: float, window: Window, windows: int) -> tuple[str, str]:
-    """Draws an axis with its ticks and the times below it, both one column longer than the window."""
+    """Draw an axis with its ticks, and the times below it.
+
+    Both are one column longer than the window if that includes the end of the timeline.
+    """
     start, stop = window
     width = stop - start + (stop == round(simulation.makespan * scale))
     rule, labels = "-" * width, ""
@@ -127,6 +140,7 @@ def _text_axis(simulation: Simulation, scale: float, window: Window, windows: in
         column, text = round(tick * scale) - start, f"{tick:g}"
         if 0 <= column < width:
             rule = rule[:column] + "+" + rule[column + 1 :]
+            # A label that would touch the one before it, or reach past the axis, is left out.
             if (len(labels) < column or not labels) and column + len(text) <= width:
                 labels = labels.ljust(column) + text
     return rule, labels.ljust(width)
@@ -157,7 +171,7 @@ text{font-family:system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;font-siz
 
 
 def timeline_svg(simulation: Simulation) -> str:
-    """Returns the timeline as one SVG document without external references; hovering over a block shows what it is."""
+    """Return the timeline as one SVG document without external references. Blocks have tooltips that describe them."""
     table, unit = simulation.table, _unit(simulation)
     digits = len(str(table.micro_batches - 1))
     wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
@@ -178,13 +192,13 @@ def timeline_svg(simulation: Simulation) -> str:
 
 
 def title(table: Table) -> str:
-    """Describes a table in a few words."""
+    """Return a few words that describe a table."""
     chunks = f" x {table.chunks} chunks" if table.chunks > 1 else ""
     return f"{table.kind}, {plural(table.pp, 'rank')}{chunks}, {plural(table.micro_batches, 'micro-batch')}"
 
 
 def _svg_heading(simulation: Simulation) -> Iterator[str]:
-    """Draws the title, the figures and the legend."""
+    """Draw the title, the figures and the legend."""
     table = simulation.table
     yield f'<text class="title" x="20" y="34">{escape(title(table))}</text>'
     yield (
@@ -229,13 +243,13 @@ def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
         action = timed.action
         x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
         number, shade = str(action.micro_batch), _shade(action.op, action.chunk)
-        what = f"{action.op.value} of micro-batch {number}, stage {table.stage(rank, action.chunk)}"
+        tooltip = f"{action.op.value} of micro-batch {number}, stage {table.stage(rank, action.chunk)}"
         where = f"rank {rank}" + (f", chunk {action.chunk}" if table.chunks > 1 else "")
         label = ""
         if width >= DIGIT * len(number) + 3:
             label = f'<text class="n {shade}t" x="{x + width / 2:.2f}" y="{middle:g}">{number}</text>'
         yield (
-            f'<g class="b"><title>{what} ({where}): {timed.start:g} to {timed.end:g}</title>'
+            f'<g class="b"><title>{tooltip} ({where}): {timed.start:g} to {timed.end:g}</title>'
             f'<rect class="{shade}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" rx="3"/>'
             f"{label}</g>"
         )
@@ -244,7 +258,7 @@ def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
 
 
 def _shade(op: Op, chunk: int) -> str:
-    """Returns the CSS class of a block; with a `t` appended it is the class of the text on it."""
+    """Return the CSS class of a block. With a `t` appended, it is the class of the text on it."""
     return f"{MEANING[op].letter.lower()}{chunk}"
 
 
@@ -255,6 +269,7 @@ def _svg_shades(table: Table) -> str:
         for chunk in range(chunks):
             part = chunk / (chunks - 1) if chunks > 1 else SINGLE_CHUNK
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))
+            # Text is dark on light colours and white on dark ones, by the colour's luma (Rec. 601).
             ink = "#17202b" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
             name = _shade(op, chunk)
             rules.append(f".{name}{{fill:#{red:02x}{green:02x}{blue:02x}}}.{name}t{{fill:{ink}}}")

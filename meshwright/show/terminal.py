@@ -1,4 +1,4 @@
-"""What a stream can show, `rich` consoles that respect it, and tables as text. No torch."""
+"""Detect the capabilities of an output stream, and make `rich` consoles and text tables that respect them. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = {
     "data": "color(246)", "forward": "color(75)", "backward": "color(214)", "reduce": "color(141)",
     "optimizer": "color(114)",
 }  # fmt: skip
-UNLIMITED = 100_000
+UNLIMITED = 100_000  # columns of a table that is not shown on a terminal, so that it is never wrapped
 
 # ASCII replacements for streams that can't encode these characters; a braille cell with any dot becomes a star.
 ASCII: dict[int, int] = {0x2800: ord(" ")} | {0x2800 + dots: ord("*") for dots in range(1, 256)}
@@ -30,7 +30,7 @@ ASCII |= str.maketrans("╵╷│╴┘┐┤╶└┌├─┴┬┼", "'.|-'.|
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal that can redraw."""
+    """Return whether `stream` is a terminal that can redraw."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -39,12 +39,12 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def terminal_width(otherwise: int) -> int:
-    """Returns the columns of the terminal (or of $COLUMNS), or `otherwise` if there is none."""
+    """Return the columns of the terminal (or of $COLUMNS), or `otherwise` if there is none."""
     return shutil.get_terminal_size((otherwise, 24)).columns
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Returns `text` in characters that `stream` can encode."""
+    """Return `text` in characters that `stream` can encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -54,7 +54,7 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns untrusted `text` with a question mark for every character that could change the terminal."""
+    """Return untrusted `text` with a question mark for every character that could control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -76,7 +76,7 @@ class _Stream:
 
 
 def console_for(stream: TextIO, width: int | None = None) -> Console:
-    """Returns a console on `stream`: styled and redrawable on a terminal, plain text anywhere else."""
+    """Return a console on `stream`: styled and redrawable on a terminal, plain text anywhere else."""
     from rich.console import Console
     from rich.theme import Theme
 
@@ -89,20 +89,24 @@ def console_for(stream: TextIO, width: int | None = None) -> Console:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Prints `parts` below each other. Lines of text are never wrapped; plain text has no trailing spaces."""
+    """Print `parts` below each other. Lines of text are never wrapped, and plain text has no trailing spaces."""
     from rich.text import Text
 
     with contextlib.nullcontext() if console.is_terminal else console.capture() as captured:
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, Text))
+    # `rich` pads lines with spaces, which are removed from plain text.
     if captured is not None:
         console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
         console.file.flush()
 
 
 def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:
-    """Formats rows of cells, of which the first is the header; the columns `left` are left-aligned, all others
-    right-aligned. On a terminal that is too narrow the words of the left columns are wrapped."""
+    """Format rows of cells as a table, whose first row is the header.
+
+    The columns `left` are left-aligned, all others right-aligned. On a terminal that is too narrow, the text in the
+    left-aligned columns is wrapped.
+    """
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)

@@ -1,4 +1,4 @@
-"""Numbers for people: one formatter each for bytes, seconds, clocks, counts, percentages and ticks. No torch."""
+"""Format numbers for people: bytes, counts, rates, durations, percentages, losses and axis ticks. No torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 
 
 def _three_digits(value: float) -> str:
-    """Formats three significant digits, or more if there are more before the decimal point."""
+    """Format a number with three significant digits, or more if there are more before the decimal point."""
     return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
 
 
 def size(value: float) -> str:
-    """Formats bytes: `512 B`, `1.50 MiB`."""
+    """Format a number of bytes: `512 B`, `1.50 MiB`."""
+    # 0.9995 of a unit already rounds to 1.00 of it.
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if value >= 0.9995 * 2**power:
             return f"{_three_digits(value / 2**power)} {unit}"
@@ -19,7 +20,7 @@ def size(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Formats a count: `950`, `12.3k`, `1.24M`, `8.03B`."""
+    """Format a count: `950`, `12.3k`, `1.24M`, `8.03B`."""
     if not math.isfinite(value):
         return str(value)
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -29,19 +30,19 @@ def count(value: float) -> str:
 
 
 def flops(tera: float) -> str:
-    """Formats a rate that is given in TFLOP/s: `23.4 GFLOP/s`, `412 TFLOP/s`."""
+    """Format a rate that is given in TFLOP/s: `23.4 GFLOP/s`, `412 TFLOP/s`."""
     factor, unit = (1.0, "T") if tera >= 0.9995 or not math.isfinite(tera) else (1e3, "G")
     return f"{_three_digits(tera * factor)} {unit}FLOP/s"
 
 
 def seconds(value: float) -> str:
-    """Formats a duration, with two decimals if it is short: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
+    """Format a duration, with two decimals for numbers below 100: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
     factor, unit = (1.0, "s") if value >= 0.9995 else (1e3, "ms") if value >= 0.9995e-3 else (1e6, "us")
     return f"{factor * value:.{2 if factor * value < 99.995 else 0}f} {unit}"
 
 
 def clock(value: float) -> str:
-    """Formats a long duration in seconds: `0:42`, `1:02:03`, `2d 03:04:05`."""
+    """Format a long duration, given in seconds: `0:42`, `1:02:03`, `2d 03:04:05`."""
     if not math.isfinite(value):
         return "?"
     minutes, second = divmod(max(0, round(value)), 60)
@@ -52,19 +53,20 @@ def clock(value: float) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Formats a share of 1: `12.3 %`."""
+    """Format a share of 1 as a percentage: `12.3 %`."""
     return f"{100 * share:.{digits}f} %"
 
 
 def decimals(value: float, digits: int) -> str:
-    """Formats a loss or a norm with a fixed number of decimals; `nan` and `inf` stay as they are."""
+    """Format a loss or a norm with a fixed number of decimals; `nan` and `inf` stay as they are."""
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def ticks(low: float, high: float, most: float) -> list[float]:
-    """Returns round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
+    """Return round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`, about `most` of them."""
     if low == high:
         return [low]
+    # The tolerance of 1e-9 keeps rounding errors from dropping the first or the last tick.
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
