@@ -241,7 +241,7 @@ class BadSteps:
         trainer.consumed = result.consumed + result.global_batch
         lost = self.folder.go_back(trainer.step_number) if self.folder else 0
         self.reached, self.went_back = max(self.reached, result.step), self.went_back + 1
-        words = f"{text}; went back to step {trainer.step_number}, and continues with the samples after the batch"
+        words = f"{text}; went back to step {trainer.step_number}, to continue with the samples after the batch"
         self.notes.add(ROLLBACK, words, result.step, layer=_layer(place), lost=lost)
 
     # Find the place of the fault.
