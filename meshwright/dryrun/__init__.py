@@ -1,1 +1,1 @@
-"""The dry run: one rank of a cluster that is not there, executed without computing (on `meta`) or on a real device."""
+"""The dry run executes one rank of a job without the other ranks, on `meta` (nothing is computed) or a real device."""

@@ -1,10 +1,9 @@
-"""Running without computing: tensors on the `meta` device have shapes but no memory, and we count the bytes that they
-would take.
+"""Runs a step without computing: tensors on the `meta` device have shapes but no memory, and their bytes are counted.
 
-Inside of `with MetaMode() as mode:` everything happens but the arithmetic. Our own registered operators run their
-Python, so that collectives are counted and weight gradients arrive. torch's operators are asked once for the output
-shapes of given input shapes, and their answer is remembered: torch needs up to milliseconds to work it out. Attention
-and RMS norm take the path of an accelerator, one kernel each, so that what is kept for backward is what is kept there.
+Inside `with MetaMode() as mode:` everything happens except the arithmetic. Our registered operators run their Python
+code, so that collectives are counted and weight gradients arrive. torch's operators are asked once for the output
+shapes of given input shapes, and the answer is cached, since torch may take milliseconds to work it out. Attention and
+RMS norm take the path of an accelerator, one kernel each, so that the same tensors are saved for backward as there.
 Storages are counted while they are alive, which gives the peak that an allocator would report.
 """
 
@@ -26,12 +25,12 @@ from meshwright.comm.registered import BODIES
 from meshwright.nn.weight_grad import Deferred
 from meshwright.spec.model.gpt import kernel_workspace
 
-# The types of an operator's arguments, besides tensors, that its output shapes may depend on.
+# The types of an operator's arguments, apart from tensors, that its output shapes may depend on.
 PLAIN_TYPES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _RESIZE, _SDPA = torch.UntypedStorage.resize_, F.scaled_dot_product_attention
 
 
-# Kernels of attention's gradients that take (gradient, queries, keys, ...), each [batch, heads, rows, width].
+# Backward kernels of attention with the arguments (gradient, queries, keys, ...), each [batch, heads, rows, width].
 ATTENTION_BACKWARDS = ("aten::_scaled_dot_product_flash_attention_backward", "meshwright::document_attention_backward")
 
 
@@ -47,7 +46,7 @@ class ResultShape(NamedTuple):
 
 
 class ByteCounter:
-    """The bytes that are held now, and the most that were held at once."""
+    """The bytes that are allocated now, and the most that were allocated at once."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -58,7 +57,7 @@ class ByteCounter:
 
 
 class Storages:
-    """Every storage that is allocated, with its size. `all` counts every one, `named` only the chosen ones."""
+    """All allocated storages and their sizes. `all` counts every storage, `named` only those passed to `name`."""
 
     def __init__(self) -> None:
         self.all, self.named = ByteCounter(), ByteCounter()
@@ -67,6 +66,7 @@ class Storages:
         self._names: set[int] = set()
 
     def saw(self, x: Tensor) -> None:
+        """Count the storage of a tensor until it is freed, unless it is counted already."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -81,25 +81,26 @@ class Storages:
             self._sizes[key] = size
 
     def passing(self, count: int) -> None:
-        """Counts memory that is released again at once."""
+        """Count memory that is released again at once."""
         self.all.add(count)
         self.all.add(-count)
 
     def name(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors in `named` too."""
         for key in {x.untyped_storage()._cdata for x in tensors} - self._names:
             self._names.add(key)
             self.named.add(self._sizes.get(key, 0))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Stops counting what would be offloaded in a real run."""
+        """Stop counting the storages of these tensors, which would be offloaded in a real run."""
         for key in {x.untyped_storage()._cdata for x in tensors}:
             self._change(key, -self._sizes[key])
             self._sizes[key] = 0
 
     def forget(self) -> None:
-        """Resets the peaks to what is held now."""
-        for tally in (self.all, self.named):
-            tally.most = tally.now
+        """Reset the peaks to the bytes that are allocated now."""
+        for counter in (self.all, self.named):
+            counter.most = counter.now
 
     def _freed(self, key: int, _: object) -> None:
         self._change(key, -self._sizes.pop(key))
@@ -113,7 +114,10 @@ class Storages:
 
 
 class MetaMode(TorchDispatchMode):
-    """`accelerated`: what an accelerator's kernels allocate for themselves is counted too."""
+    """A dispatch mode in which operators on `meta` only make shapes. `storages` counts the bytes of all results.
+
+    `accelerated`: also count the workspaces of an accelerator's kernels.
+    """
 
     def __init__(self, accelerated: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,6 +135,7 @@ class MetaMode(TorchDispatchMode):
             self.storages.resized(storage)
             return done
 
+        # On `meta`, torch's own functions would not choose the kernels of an accelerator.
         attention = (F, "scaled_dot_product_attention", _attention)
         for owner, name, new in (attention, (F, "rms_norm", _rms_norm), (torch.UntypedStorage, "resize_", resize_)):
             self._replaced.callback(setattr, owner, name, getattr(owner, name))
@@ -145,15 +150,15 @@ class MetaMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            # A wrapped module branches on its data, in which nothing is out of the ordinary: each sample is one
-            # document, every mask is full, and no number is infinite. So `all` is true and `any` is false.
+            # A wrapped module branches on its data. Assume ordinary data: each sample is one document, every mask is
+            # full, and no number is infinite. So `all` is true and `any` is false.
             return not getattr(args[0], "found_by_any", False)
         if func not in self._bodies:
             self._bodies[func] = BODIES.get(func.name())
             self._fresh[func] = _makes_new(func)
         body = self._bodies[func]
         if body is not None:
-            # Torch sets this mode aside while it handles a call, but it must also see what our operators call.
+            # torch disables this mode while the mode handles a call. Enable it again to see the calls of our operators.
             super().__enter__()  # type: ignore[no-untyped-call]
             try:
                 return body(*args, **kwargs)
@@ -166,7 +171,7 @@ class MetaMode(TorchDispatchMode):
             if key is not None:
                 self._learn(key, args, out)
         else:
-            out = known.make() if isinstance(known, ResultShape) else tuple(one and one.make() for one in known)
+            out = known.make() if isinstance(known, ResultShape) else tuple(shape and shape.make() for shape in known)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and x.is_meta:
                 self.storages.saw(x)
@@ -177,34 +182,37 @@ class MetaMode(TorchDispatchMode):
         return out
 
     def _learn(self, key: Any, args: Any, out: Any) -> None:
-        several = isinstance(out, (tuple, list))
-        results = out if several else (out,)
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
-        made = []
+        """Remember the shapes of an operator's results, if all of them are new tensors."""
+        is_tuple = isinstance(out, (tuple, list))
+        results = out if is_tuple else (out,)
+        inputs = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        shapes = []
         for x in results:
-            if x is not None and (not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in given):
-                return  # not a tensor, or another view of an input
-            made.append(None if x is None else ResultShape(tuple(x.shape), x.stride(), x.dtype))
-        if several:
-            self._known[key] = tuple(made)
-        elif made[0] is not None:
-            self._known[key] = made[0]
+            # Not a tensor, or another view of an input.
+            if x is not None and (not isinstance(x, Tensor) or not x.is_meta or x.untyped_storage()._cdata in inputs):
+                return
+            shapes.append(None if x is None else ResultShape(tuple(x.shape), x.stride(), x.dtype))
+        if is_tuple:
+            self._known[key] = tuple(shapes)
+        elif shapes[0] is not None:
+            self._known[key] = shapes[0]
 
 
 def _makes_new(func: Any) -> bool:
-    """Returns whether this is an operator of torch that returns new tensors and changes none."""
+    """Return True if this is an operator of torch that returns new tensors and changes none."""
     schema = func._schema
     parts = (*schema.arguments, *schema.returns)
     return func.namespace == "aten" and bool(schema.returns) and all(part.alias_info is None for part in parts)
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Returns everything that the result's shapes depend on; None where we can't tell."""
+    """Return a key of everything that the result's shapes depend on; None if that can't be determined."""
     parts: list[Any] = [func]
     return tuple(parts) if _describe(parts, args) and _describe(parts, kwargs.items()) else None
 
 
 def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
+    """Append a description of each value to `parts`. Return False if a value is of another kind."""
     for x in values:
         if isinstance(x, Tensor):
             if not x.is_meta:
@@ -222,12 +230,13 @@ def _describe(parts: list[Any], values: Iterable[Any]) -> bool:
 
 
 def _workspace(q: Tensor, k: Tensor) -> int:
+    """Return the bytes that the backward kernel of flash attention allocates for itself; 0 outside half precision."""
     batch, heads, rows, width = q.shape
     return kernel_workspace(batch * rows, heads, k.shape[1], width, 2) if q.element_size() == 2 else 0
 
 
 class _RmsNorm(torch.autograd.Function):
-    """An RMS norm with the inputs, outputs and saved tensors of CUDA's kernel."""
+    """An RMS norm on `meta` with the inputs, outputs and saved tensors of CUDA's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -250,8 +259,11 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     enable_gqa: bool = False, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Calls the kernel that CUDA would choose: flash attention in half precision without a mask, memory-efficient
-    attention otherwise, and none in float64."""
+    """Call the kernel that CUDA would choose.
+
+    That is flash attention in half precision without a mask, otherwise memory-efficient attention, and no fused kernel
+    in float64.
+    """
     aten: Any = torch.ops.aten
     out: Tensor
     if q.dtype == torch.float64:
@@ -269,8 +281,10 @@ def _attention(
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the storages that are kept for backward, by autograd or for a deferred weight gradient, except those of
-    `lasting` tensors."""
+    """Counts the storages that are saved for backward, by autograd or for a deferred weight gradient.
+
+    Storages of the `lasting` tensors are left out.
+    """
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
         self.bytes = ByteCounter()
@@ -279,25 +293,27 @@ class SavedBytes(saved_tensors_hooks):
         super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
 
     def __enter__(self) -> None:
-        plain = self._plain = Deferred.kept
+        original = self._original = Deferred.kept
 
         def kept(deferred: Deferred, x: Tensor) -> Tensor:
-            found = plain(deferred, x)
-            found.counted = self._pack(found.detach())  # type: ignore[attr-defined] # which lives as long as `found`
-            return found
+            saved = original(deferred, x)
+            # The count is an attribute of the saved tensor, so that both live equally long.
+            saved.counted = self._pack(saved.detach())  # type: ignore[attr-defined]
+            return saved
 
         Deferred.kept = kept  # type: ignore[method-assign, assignment]
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        Deferred.kept = self._plain  # type: ignore[method-assign]
+        Deferred.kept = self._original  # type: ignore[method-assign]
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
         return x if storage._cdata in self._lasting else _Saved(self, x, storage)
 
     def use(self, key: int, size: int, by: int) -> None:
+        """Change the number of uses of a storage by `by`. Its bytes count once while it has any use."""
         before = self._uses.get(key, 0)
         self._uses[key] = before + by
         if before == 0:
@@ -307,6 +323,8 @@ class SavedBytes(saved_tensors_hooks):
 
 
 class _Saved:
+    """A tensor that is saved for backward. Its storage is in use as long as this object lives."""
+
     def __init__(self, owner: SavedBytes, x: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner, self.x, self.key, self.size = owner, x, storage._cdata, storage.nbytes()
         owner.use(self.key, self.size, 1)

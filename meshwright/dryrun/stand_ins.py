@@ -1,4 +1,4 @@
-"""What a single rank gets in place of the other ranks, of a dataset and of seeded weights; how its memory is freed."""
+"""Replacements for the other ranks, the dataset and the seeded weights, so that a single rank of a job can run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from meshwright.spec.model.description import data_fields, model_of
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Initialises torch.distributed as rank `rank` of `world`, without the other ranks: torch's fake process group
-    makes collectives free, except for the memory that they fill."""
+    """Initialise torch.distributed as rank `rank` of `world`, without the other ranks.
+
+    With torch's fake process group, collectives take no time, but their buffers take memory.
+    """
     if world == 1:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    hook = sys.excepthook  # torch replaces it permanently with one that names the rank
+    # torch replaces this hook with one that names the rank, and never restores it.
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -42,90 +45,104 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def stand_in(mesh: Mesh) -> None:
-    """Fills what would come from other ranks with plausible numbers, since uninitialised memory may hold anything:
-    small noise from a neighbouring stage, this rank's own term of a sum. (torch's fake group already fills gathered
-    pieces with copies of this rank's own, and leaves a sum in place at this rank's own term.)"""
+    """Make the groups of a mesh fill received data with plausible numbers: uninitialised memory may hold anything.
+
+    A neighbouring stage sends small noise, and a reduce-scatter returns this rank's term of the sum. torch's fake group
+    itself fills gathered shards with copies of this rank's shard, and an all-reduce leaves this rank's term in place.
+    """
     for group in mesh.groups.values():
         if not group.alone:
             _fill(group)
 
 
 def _fill(group: Any) -> None:
-    """Wraps the calls that leave their output unwritten: it is filled after the call was made and counted as usual."""
-    take, scatter, shifts, to_all = group.receive, group.reduce_scatter, group.shifts, group.all_to_all
-    swap = group.exchange
+    """Wrap the group's calls that leave their output unwritten: fill it after the call, which is counted as usual."""
+    real_receive, real_reduce_scatter = group.receive, group.reduce_scatter
+    real_shifts, real_all_to_all, real_exchange = group.shifts, group.all_to_all, group.exchange
 
     def receive(x: Tensor, source: int) -> Pending:
-        pending: Pending = take(x, source)
+        pending: Pending = real_receive(x, source)
         x.normal_(0.0, 1e-2)
         return pending
 
     def reduce_scatter(out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        pending: Pending = scatter(out, x, wait)
+        pending: Pending = real_reduce_scatter(out, x, wait)
         out.copy_(x[group.index * out.shape[0] :][: out.shape[0]])
         return pending
 
-    def shifted(moves: Sequence[tuple[Tensor, int, Tensor]]) -> Pending:
-        pending: Pending = shifts(moves)
+    def shifts(moves: Sequence[tuple[Tensor, int, Tensor]]) -> Pending:
+        pending: Pending = real_shifts(moves)
         for x, _, out in moves:
             out.copy_(x)
         return pending
 
     def all_to_all(out: Tensor, x: Tensor, *more: Any, **named: Any) -> Pending:
         if x.is_meta and group.axis in ("ep", EP_NODE, EP_ACROSS):
-            # The plan's experts are balanced, and so each rank keeps the mean: whole rows can't always be dealt so.
+            # The plan assumes balanced experts, so every rank gets the mean number of rows. That need not be a whole
+            # number for each sender, so leave out the numbers of rows and let all parts be equal.
             named = {}
-        pending: Pending = to_all(out, x, *more, **named)
+        pending: Pending = real_all_to_all(out, x, *more, **named)
         if out.shape == x.shape:
             out.copy_(x)
         return pending
 
-    def exchange(sent: Tensor, to: int, found: Tensor, source: int) -> Pending:
-        pending: Pending = swap(sent, to, found, source)
-        found.normal_(0.0, 1e-2)
+    def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> Pending:
+        pending: Pending = real_exchange(sent, to, received, source)
+        received.normal_(0.0, 1e-2)
         return pending
 
-    group.receive, group.reduce_scatter, group.shifts, group.all_to_all = receive, reduce_scatter, shifted, all_to_all
-    group.exchange = exchange
+    group.receive, group.reduce_scatter = receive, reduce_scatter
+    group.shifts, group.all_to_all, group.exchange = shifts, all_to_all, exchange
 
 
-DOCUMENT_TOKENS = 2048  # around which the lengths of documents vary
+DOCUMENT_TOKENS = 2048  # The mean length of a document.
 
 
 def documents_of(seq: int) -> np.ndarray[Any, Any]:
-    """Returns the numbers of the documents that tokens belong to, the same in every sample."""
+    """Return the number of the document that each token belongs to, the same in every sample. Shape: [seq]."""
     begins = np.random.default_rng(0).random(seq) < 1.0 / DOCUMENT_TOKENS
     return np.cumsum(begins, dtype=np.int64) - int(begins[0])
 
 
 class RandomTokens:
-    """Samples of random ids, from `first` on. `fields` names further arrays of a sample: "segments", the documents, and
-    "positions", which begin anew in each of them."""
+    """Samples of random ids from `first` to `first + vocab - 1`.
+
+    `fields` names further arrays of a sample: "segments", the documents, and "positions", which start at 0 in each
+    document.
+    """
 
     def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
         self.vocab, self.seq, self.first = vocab, seq, first
-        segments, at = documents_of(seq), np.arange(seq, dtype=np.int64)
-        begins = np.maximum.accumulate(at * (np.diff(segments, prepend=0) > 0))
-        self.more = {name: {"segments": segments, "positions": at - begins}[name] for name in fields}
+        segments, indices = documents_of(seq), np.arange(seq, dtype=np.int64)
+        # The index at which each token's document begins.
+        begins = np.maximum.accumulate(indices * (np.diff(segments, prepend=0) > 0))
+        self.more = {name: {"segments": segments, "positions": indices - begins}[name] for name in fields}
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         ids = np.random.default_rng(n).integers(self.first, self.first + self.vocab, self.seq + 1)
-        found = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
-        return found | self.more
+        arrays = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": np.ones(self.seq, dtype=np.int64)}
+        return arrays | self.more
 
 
 class RandomSamples:
-    """Samples with the fields that the data of a config have: random ids from `first` on, without padding, all of whose
-    targets count. A causal model reads several documents, one with a prefix its source and the rest, others one."""
+    """Samples with the fields that the data of a config have.
+
+    They contain random ids from `first` to `first + vocab - 1`, no padding, and all targets count. A sample of a causal
+    model has several documents, one of a prefix model has two halves (source and rest), and others are one document.
+    """
 
     def __init__(self, config: Config, vocab: int, first: int = 0) -> None:
         self.vocab, self.first, self.fields = vocab, first, data_fields(config)
         model, self.seq = model_of(config), config.model.seq
-        self.lengths, at = dict(model.lengths), np.arange(self.seq)
-        halves = (at >= self.seq // 2).astype(np.int64)
-        segments = halves if model.prefix else documents_of(self.seq) if model.causal else np.zeros_like(halves)
-        begins = np.maximum.accumulate(at * (np.diff(segments, prepend=0) > 0))
-        positions = at if model.prefix else at - begins
+        self.lengths, indices = dict(model.lengths), np.arange(self.seq)
+        halves = (indices >= self.seq // 2).astype(np.int64)
+        if model.prefix:
+            segments = halves
+        else:
+            segments = documents_of(self.seq) if model.causal else np.zeros_like(halves)
+        begins = np.maximum.accumulate(indices * (np.diff(segments, prepend=0) > 0))
+        positions = indices if model.prefix else indices - begins
+        # These fields are the same in every sample.
         self.same = {"segments": segments, "positions": positions, "token_types": halves}
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -147,7 +164,10 @@ class RandomSamples:
 
 @torch.no_grad()
 def draw_on_device(module: nn.Module, seed: int) -> None:
-    """Draws weights like those of a real start on the device: a measurement need not be the same on every layout."""
+    """Draw weights on the device, with the distribution of a real start.
+
+    Unlike a real start, this gives other weights on other layouts, which does not matter to a measurement.
+    """
     torch.manual_seed(seed)
     for parameter in module.parameters():
         record = record_of(parameter)
@@ -162,12 +182,15 @@ def draw_on_device(module: nn.Module, seed: int) -> None:
 
 
 def release(trainer: Trainer) -> None:
-    """Releases a trainer's memory. Autograd's hooks keep its buffers alive, and those keep each other alive, so
-    dropping the trainer would not."""
+    """Release a trainer's memory.
+
+    Dropping the trainer would not: autograd's hooks keep its buffers alive, and the buffers keep each other alive.
+    """
     tensors = [half for state in trainer.states() for share in state.tensors for half in tensors_of(share)]
     for buffer in trainer.data_parallel.buffers:
         tensors += [buffer.params, buffer.grads]
         tensors += [memory.tensor for bucket in buffer.buckets for memory in (bucket.params, bucket.grads)]
     for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.resizable():  # states offloaded to the host or to files can't be resized
+        # The storages of states that are offloaded to the host or to files can't be resized.
+        if storage.resizable():
             storage.resize_(0)

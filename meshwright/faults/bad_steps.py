@@ -1,9 +1,9 @@
-"""What is done about a bad step: one whose loss or gradient is not finite, or far above those of the last steps.
+"""Handles bad steps: steps whose loss or gradient is not finite, or far above those of the last steps.
 
-Such a step makes no update (`losses.Gate`), so the weights are still those before it, and it can be computed again
-from the same inputs: a step is a function of the weights, the seed and the samples consumed. If it is good then,
-something went wrong on a rank the first time: a fault of the hardware, and comparing the marks of both runs shows the
-rank and the layer. If it is as bad, it is the data or the model, and the config says what happens.
+A bad step makes no update (`losses.Gate`). The weights are still those before it, so it can be computed again from the
+same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is good, the
+hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the layer. If
+the second result is as bad, the cause is the data or the model, and the config says what happens.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from meshwright.errors import UserError
 from meshwright.record.run_folder import RunFolder
 from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 
-# A deviation from the median is at least so much of it: losses vary little, and norms by much.
+# The deviation used for the bounds is at least this share of the median: losses vary little, and norms vary much.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0
-NORMAL = 1.4826  # a normal distribution's deviation over its median absolute deviation
+NORMAL = 1.4826  # The ratio of standard deviation to median absolute deviation in a normal distribution.
 
-Again = Callable[[], StepResult]
+Again = Callable[[], StepResult]  # Computes a step once more.
 
 
 class Window:
@@ -55,16 +55,17 @@ class Window:
             self.norms.append(norm)
 
     def bounds(self) -> tuple[float, float]:
-        """Of the loss and of the gradient's norm; infinite as long as there is little to compare with."""
+        """Return the bounds of the loss and of the gradient norm; infinite until there are enough steps to compare."""
         if len(self.losses) < LEAST_WINDOW:
             return math.inf, math.inf
         return _bound(self.losses, self.factor, LOSS_FLOOR), _bound(self.norms, self.factor, NORM_FLOOR)
 
 
 def _bound(values: Sequence[float], factor: float, floor: float) -> float:
-    middle = statistics.median(values)
-    deviation = NORMAL * statistics.median(abs(value - middle) for value in values)
-    return middle + factor * max(deviation, floor * abs(middle))
+    """Return the median plus `factor` deviations, estimated from the median deviation, which ignores earlier spikes."""
+    median = statistics.median(values)
+    deviation = NORMAL * statistics.median(abs(value - median) for value in values)
+    return median + factor * max(deviation, floor * abs(median))
 
 
 def is_finite(result: StepResult) -> bool:
@@ -72,12 +73,12 @@ def is_finite(result: StepResult) -> bool:
 
 
 def _is_close(a: StepResult, b: StepResult) -> bool:
-    """Whether two computations of a step found the same, as far as an accelerator, which adds in any order, can."""
+    """Return True if two computations of a step gave the same result, up to an accelerator's order of additions."""
     return all(math.isclose(x, y, rel_tol=TOLERANCE) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
 
 
 def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
-    """What is wrong with a step's numbers; empty if nothing is."""
+    """Return a description of the step's bad number; empty if all its numbers are good."""
     if not math.isfinite(result.loss):
         return "the loss is not finite"
     if not math.isfinite(result.grad_norm):
@@ -90,7 +91,7 @@ def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
 
 
 class Place(NamedTuple):
-    """Where something went wrong: the ranks that it is laid to, one of their machines, and what they computed."""
+    """The place of a fault: the ranks that it is attributed to, the machine of the first, and the first bad tensor."""
 
     ranks: tuple[int, ...] = ()
     host: str = ""
@@ -115,20 +116,21 @@ class Place(NamedTuple):
 
 
 class BadSteps:
-    """The state machine of bad steps. All ranks go through it together, since all know the same numbers."""
+    """The state machine of bad steps. All ranks go through it together, since all have the same numbers."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None, saver: Saver, notes: FaultNotes) -> None:
         self.trainer, self.folder, self.saver, self.notes = trainer, folder, saver, notes
         self.config = config = trainer.ctx.config.faults
         self.window = Window(config)
-        self.reached = self.went_back = 0  # the last step that made the run go back, and how often since it was passed
+        # The last step that caused a rollback, and the number of rollbacks since the run last got beyond it.
+        self.reached = self.went_back = 0
         gate, parallel = trainer.gate, trainer.data_parallel
-        # Replicas synchronise as they step, and an update that waits for a verdict would hold up the others.
+        # With replicas there is no gate: they synchronise as they step, so a held update would block the others.
         gate.active = trainer.outer is None and (config.nonfinite or config.spike != "off")
         gate.nonfinite = config.nonfinite and not trainer.loss_scale.active
-        # A reducer that keeps what it left out, or that is late, does not find the same sum a second time.
-        kept = any(True for _ in parallel.reducer_states()) or trainer.ctx.config.train.server.staleness > 0
-        self.replays = config.replay != "off" and not kept
+        # A second computation gives another sum if the reducer keeps residuals, or if sums are applied late.
+        has_state = any(True for _ in parallel.reducer_states()) or trainer.ctx.config.train.server.staleness > 0
+        self.replays = config.replay != "off" and not has_state
         self.holds_spikes = config.spike == "act" or (config.spike == "tell" and self.replays)
         if config.locate and gate.active:
             trainer.marks = Marks(trainer.ctx, trainer.modules)
@@ -137,17 +139,18 @@ class BadSteps:
             self._recall()
 
     def _recall(self) -> None:
-        """Fills the window of a run that goes on, so that it is the one that it would have had."""
-        told = self.folder.last_steps(self.config.window) if self.folder else []
-        own = json.dumps([(line["loss"], line["grad_norm"]) for line in told if not line["skipped"]]).encode()
-        everyone = gather_bytes(self.trainer.ctx.mesh.world, own, self.trainer.ctx)
-        for loss, norm in next((found for text in everyone if (found := json.loads(text))), []):
+        """Fill the window of a resumed run from its recorded steps, as if the run had not been interrupted."""
+        lines = self.folder.last_steps(self.config.window) if self.folder else []
+        local = json.dumps([(line["loss"], line["grad_norm"]) for line in lines if not line["skipped"]]).encode()
+        # Only one rank knows the folder: take the one list that is not empty.
+        by_rank = gather_bytes(self.trainer.ctx.mesh.world, local, self.trainer.ctx)
+        for loss, norm in next((steps for text in by_rank if (steps := json.loads(text))), []):
             self.window.put(loss, norm)
         self._set_bounds(*self.window.bounds())
 
     def settle(self, result: StepResult, again: Again) -> StepResult:
-        """Returns the result that stands; `again` computes the step once more. Raises `WentBack` after a rollback."""
-        # The bounds by which it was held or not: where steps run ahead, the window knows more by now.
+        """Return the final result of a step. `again` computes the step once more. Raise `WentBack` after a rollback."""
+        # Use the bounds that decided whether it was held. If steps run ahead, the window has newer steps by now.
         bounds = result.bounds if self.holds_spikes or self.config.spike == "off" else self.window.bounds()
         if result.held:
             self.trainer.gate.release()
@@ -165,11 +168,14 @@ class BadSteps:
         gate.loss_bound, gate.norm_bound = (loss, norm) if self.holds_spikes else (math.inf, math.inf)
 
     def _examine(self, result: StepResult, again: Again, bounds: tuple[float, float]) -> StepResult:
+        """Compute a held step again to find its cause. Return the result that counts."""
         why, spike = why_bad(result, bounds), is_finite(result)
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
-        if self.config.spike == "tell":  # what is found once more is trained
+
+        # With `spike: tell`, a step that has about the same numbers again makes its update, so raise the bounds.
+        if self.config.spike == "tell":
             self._set_bounds(*(x + abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
         self.trainer.take_back(result)
         replayed = again()
@@ -183,6 +189,7 @@ class BadSteps:
             text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
             self.notes.add(BAD_STEP, text, result.step)
             return replayed
+
         place = Place() if spike else self._diagnosed(replayed)
         if self._is_of_rank(replayed, place):
             text = f"{why}, and again; with other ranks' samples too, {place.words}: its hardware is broken"
@@ -191,7 +198,7 @@ class BadSteps:
         return self._data_or_model(replayed, f"{why}, also when it is computed again: the data or the model", place)
 
     def _hardware(self, replayed: StepResult, why: str, place: Place, bounds: tuple[float, float]) -> StepResult:
-        """A step that was another one when it was computed again, whose update is made."""
+        """Note a passing hardware fault: the step gave another result the second time, which makes its update."""
         is_now = "stands out too, but differently" if why_bad(replayed, bounds) else "is good"
         numbers = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
         text = f"{why}; computed again from the same inputs it {is_now} ({numbers}): a passing fault of the hardware"
@@ -199,6 +206,7 @@ class BadSteps:
         return replayed
 
     def _data_or_model(self, result: StepResult, text: str, place: Place) -> StepResult:
+        """Handle a bad step that the data or the model caused as `faults.action` says: skip, roll back or stop."""
         where = f", {place.words}" if place.found else ""
         text, action = f"{text}{where}{self._samples(result, place)}", self.config.action
         if action == "rollback" and self.went_back == self.config.max_skips:
@@ -214,7 +222,7 @@ class BadSteps:
         return result
 
     def _stop(self, result: StepResult, text: str) -> None:
-        """Saves the state before the step, and ends the run."""
+        """Save the state before the step, and end the run with an error."""
         self.trainer.take_back(result)
         if self.trainer.step_number and self.saver.saved_step != self.trainer.step_number:
             self.saver.save(last=True)
@@ -226,17 +234,17 @@ class BadSteps:
         return has_checkpoint(self.trainer)
 
     def _roll_back(self, result: StepResult, text: str, place: Place) -> None:
-        """Loads the newest checkpoint, and goes on with the samples after the bad batch."""
+        """Load the newest checkpoint, and continue with the samples after the bad batch."""
         trainer = self.trainer
         trainer.data_parallel.weights.wait_for_gathers()
         resume(trainer, None)
         trainer.consumed = result.consumed + result.global_batch
         lost = self.folder.go_back(trainer.step_number) if self.folder else 0
         self.reached, self.went_back = max(self.reached, result.step), self.went_back + 1
-        words = f"{text}; went back to step {trainer.step_number}, and on with the samples after the batch"
+        words = f"{text}; went back to step {trainer.step_number}, to continue with the samples after the batch"
         self.notes.add(ROLLBACK, words, result.step, layer=_layer(place), lost=lost)
 
-    # Where it was.
+    # Find the place of the fault.
 
     def _marks(self, step: int) -> Sequence[Mark]:
         return [] if self.trainer.marks is None else self.trainer.marks.steps.get(step, [])
@@ -248,20 +256,20 @@ class BadSteps:
         return self._place(self.trainer.marks.differing(marks, again) if self.trainer.marks else None)
 
     def _place(self, found: Found | None) -> Place:
-        """The first of what the ranks found, and who found it."""
+        """Gather the first bad mark of each rank. Return the earliest one in the step, with the ranks that have it."""
         ctx = self.trainer.ctx
-        own = json.dumps([found, socket.gethostname()]).encode()
+        local = json.dumps([found, socket.gethostname()]).encode()
         with ctx.ledger.phase("metrics"):
-            told = [json.loads(text) for text in gather_bytes(ctx.mesh.world, own, ctx)]
-        by_rank = {rank: Found(*each) for rank, (each, _) in enumerate(told) if each}
+            gathered = [json.loads(text) for text in gather_bytes(ctx.mesh.world, local, ctx)]
+        by_rank = {rank: Found(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
         if not by_rank:
             return Place()
-        first = min(by_rank.values(), key=lambda each: each.sooner)
-        ranks = tuple(rank for rank, each in by_rank.items() if each.sooner == first.sooner)
-        return Place(ranks, told[ranks[0]][1], first)
+        first = min(by_rank.values(), key=lambda mark: mark.sooner)
+        ranks = tuple(rank for rank, mark in by_rank.items() if mark.sooner == first.sooner)
+        return Place(ranks, gathered[ranks[0]][1], first)
 
     def _diagnosed(self, result: StepResult) -> Place:
-        """Computes the step once more to find the first bad tensor, and stands after it again."""
+        """Compute the step once more to find the first bad tensor. The trainer's counters are restored afterwards."""
         trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
         found = first_bad(trainer)
@@ -270,22 +278,26 @@ class BadSteps:
         return self._place(found)
 
     def _is_of_rank(self, result: StepResult, place: Place) -> bool:
-        """Whether a rank is as bad with other samples, or its samples are good on another rank."""
+        """Return True if the fault belongs to a rank rather than to its samples.
+
+        Ranks exchange their samples for one more computation. The rank is at fault if its result is as bad with other
+        samples, or if no rank's result is bad then.
+        """
         batches = self.trainer.train_batches
         if self.config.replay != "elsewhere" or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
             return False
-        batches.exchange(1)
+        batches.exchange(1)  # Each rank takes the samples of its neighbour.
         moved = self._diagnosed(result)
         batches.exchange(0)
         return moved.found is None or moved.ranks == place.ranks
 
     def _samples(self, result: StepResult, place: Place | None = None) -> str:
-        """Which samples were in it: of the whole batch, or of the micro-batch that was found."""
+        """Name the samples of the whole batch or, if `place` names one rank and micro-batch, of that micro-batch."""
         ctx = self.trainer.ctx
         samples: Sequence[int] = range(result.consumed, result.consumed + result.global_batch)
         if place is not None and place.found is not None and place.rank is not None and place.found.micro_batch >= 0:
-            at, size = ctx.layout.coordinate(place.rank)["dp"], ctx.config.train.micro_batch
-            samples = sample_ids(result.consumed, place.found.micro_batch, size, at, ctx.mesh.samples.size)
+            index, size = ctx.layout.coordinate(place.rank)["dp"], ctx.config.train.micro_batch
+            samples = sample_ids(result.consumed, place.found.micro_batch, size, index, ctx.mesh.samples.size)
         many = f"samples {samples[0]} to {samples[-1]}" if len(samples) > 1 else f"sample {samples[0]}"
         return f", in {many}"
 
@@ -295,9 +307,11 @@ def _layer(place: Place) -> str | None:
 
 
 def first_bad(trainer: Trainer) -> Found | None:
-    """Return the first tensor of a step that is not finite on this rank, named by its module. The step is computed once
-    more, without an update, and every module's results and input gradients are looked at: this is slow, and only asked
-    for when a step is bad twice. All ranks must call it together."""
+    """Return the first tensor of a step that is not finite on this rank, named by its module.
+
+    The step is computed once more without an update, and the results and input gradients of every module are examined.
+    This is slow, so it is done only after a step was bad twice. All ranks must call it together.
+    """
     finder = _Finder(trainer)
     handle = register_module_forward_hook(finder.passed)
     try:
@@ -306,12 +320,15 @@ def first_bad(trainer: Trainer) -> Found | None:
             trainer.gradients()
     finally:
         handle.remove()
-    if finder.found is None and trainer.marks is not None:  # weight gradients have no module
+    # Weight gradients belong to no module's result, but marks cover them.
+    if finder.found is None and trainer.marks is not None:
         return trainer.marks.not_finite(trainer.marks.steps[trainer.step_number + 1])
     return finder.found
 
 
 class _Finder:
+    """Finds the first tensor that is not finite among the results and input gradients of modules."""
+
     def __init__(self, trainer: Trainer) -> None:
         self.streams = trainer.ctx.parallel.streams
         self.found: Found | None = None
@@ -321,7 +338,10 @@ class _Finder:
                 self.places[id(part)] = order, f"{name}.{inner}" if inner else name
 
     def passed(self, module: nn.Module, given: Any, result: Any) -> None:
-        """Inner modules are called back before those that they are in, so the first one found is the innermost."""
+        """Examine the result of a module, and later its input gradients.
+
+        Hooks of inner modules run before those of the modules around them, so the first one found is the innermost.
+        """
         if id(module) not in self.places:
             return
         self._look(FORWARD, module, self.streams.where[1], *_tensors(result))
@@ -339,5 +359,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value.detach() if not value.requires_grad else value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)

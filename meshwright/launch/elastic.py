@@ -1,9 +1,9 @@
-"""Runs that outlive their ranks: what is left after a loss goes on, and grows back. No torch.
+"""Elastic launches: a run survives the loss of ranks or nodes, continues with the rest, and grows back. No torch.
 
-One launcher on each node starts the node's ranks, *generation* after generation: when a rank or a node is lost, all
-ranks end, and the launchers that are left start as many as the planner has a layout for, from the newest checkpoint or
-memory copy. The device of a rank that failed rests for a while, and longer each time. When a device or a node is there
-again, the ranks are asked to stop, save, and start once more. `nodes.py` says how launchers agree.
+One launcher on each node starts the node's ranks, one *generation* after another. When a rank or a node is lost, all
+ranks end. The remaining launchers start as many ranks as the planner has a layout for, from the newest checkpoint or
+memory copy. The device of a rank that failed rests for a while, longer each time. When a device or a node is available
+again, the ranks are asked to save and stop, and the next generation starts. `nodes.py` describes how launchers agree.
 """
 
 from __future__ import annotations
@@ -25,40 +25,46 @@ from meshwright.launch.launch import SHUTDOWN_S, STOP, Outcome, Team, in_short, 
 from meshwright.launch.nodes import Board, Generation, Node, Share, knock, new_node
 from meshwright.launch.processes import LOOPBACK, LOST
 
-JOIN_S = 30.0  # a first start waits so long for more nodes than it needs
+JOIN_S = 30.0  # A first start waits this long for more nodes than it needs.
 POLL_S, LOOK_S = 0.1, 0.5
-WORD_S = 30.0  # between two words about waiting
-END_S = 2.0  # ranks whose peers are gone have so long to end by themselves
-BLAME_S = SHUTDOWN_S + 2.0  # within which the other nodes say how their ranks ended: as long as these may take
-FAILURES = 3  # in a row and without a new step, after which a run gives up
+WORD_S = 30.0  # Seconds between two notices about waiting.
+END_S = 2.0  # Ranks whose peers are gone get this long to end by themselves.
+# The other nodes report how their ranks ended within this time: ranks that are stopped may take SHUTDOWN_S.
+BLAME_S = SHUTDOWN_S + 2.0
+FAILURES = 3  # A run gives up after this many failures in a row without a new step.
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the launcher of one node is told. `choose(n)` gives the number of ranks, up to n, that the planner would
-    train with, and the words of their layout; `position()` is the run's last step and when it was written."""
+    """The options of one node's launcher.
 
-    nproc: int
+    `choose(n)` returns the number of ranks, at most n, that the planner would train with, and their layout as words
+    (key=value). `position()` returns the run's last step and the time at which it was written.
+    """
+
+    nproc: int  # Ranks per node.
     choose: Callable[[int], tuple[int, list[str]]]
     position: Callable[[], tuple[int, float]]
-    spares: int = 0
+    spares: int = 0  # Devices of this node that replace failed ones.
+    # Numbers of nodes.
     least: int = 1
-    most: int = 1  # nodes
+    most: int = 1
     address: str = LOOPBACK
-    port: int = 0  # where this node's keeper listens; 0: it has none
-    keyed: Callable[[str], None] = lambda key: None  # tells that one the job's key
-    folder: Path | None = None  # of the notes of several nodes
-    lost_after: float = 15.0
-    rest: float = 600.0
-    tell: Callable[[str, str], None] = lambda kind, text: None
+    port: int = 0  # The port of this node's keeper; 0: there is none.
+    keyed: Callable[[str], None] = lambda key: None  # Passes the job's key to the keeper.
+    folder: Path | None = None  # The shared folder of the nodes' notes, if there are several nodes.
+    lost_after: float = 15.0  # Seconds of silence after which a node counts as lost.
+    rest: float = 600.0  # Seconds that a device rests after its first failure.
+    tell: Callable[[str, str], None] = lambda kind, text: None  # Receives the run's events.
 
     @property
     def target(self) -> int:
+        """The number of ranks of a complete run."""
         return self.most * self.nproc
 
 
 class Places:
-    """The devices of this node, of which those rest whose ranks have failed: twice as long each time."""
+    """The devices of this node. A device whose rank has failed rests, twice as long each time."""
 
     def __init__(self, count: int, rest: float) -> None:
         self.all, self.rest = list(range(count)), rest
@@ -66,70 +72,77 @@ class Places:
         self._times: dict[int, int] = {}
 
     def failed(self, place: int) -> float:
-        """Has a device rest; for how many seconds."""
+        """Let a device rest. Return the seconds that it will rest."""
         self._times[place] = self._times.get(place, 0) + 1
         seconds = self.rest * 2.0 ** min(self._times[place] - 1, 10)
         self._until[place] = time.monotonic() + seconds
         return seconds
 
     def free(self) -> list[int]:
-        """Those that don't rest; all, if none were left."""
+        """Return the devices that do not rest. If all of them rest, return all."""
         now = time.monotonic()
         return [place for place in self.all if self._until.get(place, 0.0) <= now] or self.all
 
 
 def divide(ranks: int, offered: list[int], nproc: int) -> list[int]:
-    """How many of the ranks each node starts: equally many where that is possible, else as they come, spares last."""
+    """Return the number of ranks that each node starts, given the number of devices that each one offers.
+
+    Nodes start equally many ranks if possible. Otherwise they are filled in order: first up to `nproc` ranks each, then
+    with spare devices.
+    """
     even, rest = divmod(ranks, len(offered))
     if not rest and even <= min(offered):
         return [even] * len(offered)
     counts = [0] * len(offered)
     for limit in (nproc, max(offered)):
-        for n, has in enumerate(offered):
-            counts[n] += max(0, min(limit, has) - counts[n]) if sum(counts) < ranks else 0
+        for n, devices in enumerate(offered):
+            counts[n] += max(0, min(limit, devices) - counts[n]) if sum(counts) < ranks else 0
+            # Take back any ranks beyond the wanted number.
             counts[n] -= max(0, sum(counts) - ranks)
     return counts
 
 
 @dataclass
 class Watch:
-    """What the launcher notices while its ranks run."""
+    """The findings of the thread that watches the other nodes while this node's ranks run."""
 
-    lost: list[str] = field(default_factory=list)  # nodes
-    killed: bool = False  # it has killed the node's own ranks, whose peers are gone
+    lost: list[str] = field(default_factory=list)  # Names of lost nodes.
+    killed: bool = False  # The launcher has killed this node's ranks, since their peers are gone.
 
 
 class Elastic:
-    """The launcher of one node. `start(team, words)` runs the node's ranks once."""
+    """The launcher of one node. `start(team, words)` runs the node's ranks once and returns how they ended."""
 
     def __init__(self, wishes: Wishes, folder: Path, start: Callable[[Team, list[str]], Outcome]) -> None:
         self.wishes, self.folder, self.start = wishes, folder, start
         self.places = Places(wishes.nproc + wishes.spares, wishes.rest)
         me = new_node(wishes.address, wishes.port, self.places.free())
         self.board = Board(wishes.folder or folder / "nodes", me, wishes.lost_after)
-        self.last: Generation | None = None  # the newest one that was seen under way
-        self._door: socket.socket | None = None
-        self._chosen: dict[int, tuple[int, list[str]]] = {}
-        self._loss: dict[str, float] | None = None  # when the run's last step was, and when the loss was seen
-        self._why = ""
+        self.last: Generation | None = None  # The newest generation that was seen running.
+        self._door: socket.socket | None = None  # The socket on which the ranks of the next generation meet.
+        self._chosen: dict[int, tuple[int, list[str]]] = {}  # The planner's layouts by number of devices.
+        self._loss: dict[str, float] | None = None  # Times of the run's last step and of noticing the loss.
+        self._why = ""  # The reason for the next generation.
 
     @property
     def stopped(self) -> bool:
         return (self.folder / STOP).exists()
 
     def run(self) -> Outcome:
-        best, failures, ended = 0, 0, Outcome(0)
+        """Run one generation after another until the run ends. Return the outcome of the last one."""
+        best_step, failures, ended = 0, 0, Outcome(0)
         with self.board.beating():
             while (generation := self._next()) is not None:
                 ended = self._run(generation)
+                # The ranks stopped only to start again with more of them.
                 if ended.code == 0 and self.board.is_reshaped(generation.number) and not self.stopped:
                     self._why, self._loss = "", None
                     continue
                 if is_final(ended.code):
                     break
                 step, when = self.wishes.position()
-                failures = 0 if step > best else failures + 1
-                best = max(best, step)
+                failures = 0 if step > best_step else failures + 1
+                best_step = max(best_step, step)
                 if failures == FAILURES:
                     ended = replace(ended, why=f"{in_short(ended)}; it failed {failures} times without a new step")
                     break
@@ -146,31 +159,35 @@ class Elastic:
             place = generation.shares[index].places[ended.failed]
             seconds = self.places.failed(place)
             self._why += f"; its device, {place}, rests for {seconds:.0f} s"
-        notice(f"meshwright: {self._why}; what is left goes on")
-        if index:  # the first node tells of the restart
+        notice(f"meshwright: {self._why}; the rest continues")
+        # The first node need not report the fault: it will report the restart, with the same reason.
+        if index:
             self.wishes.tell("fault", self._why)
 
     # Agreeing on the next generation.
 
     def _next(self) -> Generation | None:
-        """Waits for the next generation that this node is a part of; None if the launcher is asked to stop."""
+        """Wait for the next generation that this node takes part in, or make it if this node leads.
+
+        Return None if the launcher is asked to stop, or if the run has ended on the other nodes.
+        """
         self.board.say(state="ready", places=self.places.free())
-        begun, word = time.monotonic(), WORD_S
+        began, notice_after = time.monotonic(), WORD_S
         while not self.stopped:
             nodes, newest = self.board.look(), self.board.newest()
             if newest is not None and any(newest.index_of(node.name) is not None for node in nodes):
-                fresh = self.last is None or newest.number > self.last.number
-                if fresh and newest.index_of(self.board.me.name) is not None:
+                is_new = self.last is None or newest.number > self.last.number
+                if is_new and newest.index_of(self.board.me.name) is not None:
                     return newest
                 self.last = newest
             if self.last is not None and self._has_ended(nodes):
                 notice("meshwright: the run has ended on the other nodes")
                 return None
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - began
             if self._leads(nodes) and (made := self._lead(nodes, waited)):
                 return made
-            if waited > word:
-                word += WORD_S
+            if waited > notice_after:
+                notice_after += WORD_S
                 notice(f"meshwright: waits for other nodes ({len(nodes)} of {self.wishes.least} to {self.wishes.most})")
             time.sleep(POLL_S)
         return None
@@ -179,18 +196,19 @@ class Elastic:
         return next(node.name for node in nodes if node.state != "left") == self.board.me.name
 
     def _has_ended(self, nodes: list[Node]) -> bool:
-        """Whether the last generation has come to the run's end, or was stopped, while this node waited."""
+        """Return True if the last generation finished the run or was stopped while this node waited."""
         assert self.last is not None
         number = self.last.number
         ended = any(n.state == "left" and n.code == 0 and n.generation == number for n in nodes)
         return ended and not self.board.is_reshaped(number)
 
     def _lead(self, nodes: list[Node], waited: float) -> Generation | None:
-        """The next generation, if it can be made now: nobody still runs, and enough nodes are there."""
+        """Make and return the next generation if no node still runs ranks and enough nodes are ready; else None."""
         wishes, first = self.wishes, self.last is None
         ready = self._reachable([node for node in nodes if node.state == "ready"])
         if any(node.state == "running" for node in nodes) or len(ready) < wishes.least:
             return None
+        # At the first start, more nodes may still be about to join.
         if len(ready) < wishes.most and first and waited < JOIN_S:
             return None
         ready = ready[: wishes.most]
@@ -207,12 +225,14 @@ class Elastic:
 
     def _generation(self, number: int, shares: list[Share], words: list[str], ranks: int) -> Generation:
         self.board.tidy()
+        # The socket listens before any rank starts, so no other process can take its port.
         self._door = socket.create_server((shares[0].address, 0))
         last = self.last
         job = last.job if last else f"meshwright-{secrets.token_hex(4)}"
         key = last.key if last else secrets.token_hex(32)
         attempt = last.attempt + 1 if last else 0
         here = {share.name for share in shares}
+        # Nodes without ranks may have keepers that hold memory copies.
         beside = [Share(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
         port, full = self._door.getsockname()[1], ranks == self.wishes.target
         return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, beside)
@@ -221,11 +241,12 @@ class Elastic:
         if made.attempt:
             machines = f" of {plural(len(made.shares), 'node')}" if self.wishes.most > 1 else ""
             layout = f" ({' '.join(made.words)})" if made.words else ""
-            again = f"goes on with {made.world} of {self.wishes.target} ranks{machines}{layout}"
+            again = f"continues with {made.world} of {self.wishes.target} ranks{machines}{layout}"
             notice(f"meshwright: {again}")
             self.wishes.tell("restart" if self._why else "reshape", f"{self._why}{'; ' if self._why else ''}{again}")
 
     def _reachable(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes whose keepers accept connections. This node, and nodes without a keeper, always count."""
         mine = self.board.me.name
         return [n for n in nodes if n.name == mine or not n.port or knock(n.address, n.port) == "open"]
 
@@ -244,11 +265,12 @@ class Elastic:
         assert index is not None
         share = generation.shares[index]
         env = {LOST: json.dumps(self._loss)} if self._loss and index == 0 else {}
-        if self.wishes.folder:  # the numbers of a shared folder grow from job to job, and so must attempts
+        # In a shared folder, generations are numbered on from job to job. Attempts must grow in the same way.
+        if self.wishes.folder:
             env["MESHWRIGHT_ATTEMPT"] = str(generation.number - 1)
         if share.port:
             self.wishes.keyed(generation.key)
-            known = [[each.address, each.port] for each in (*generation.shares, *generation.beside) if each.port]
+            known = [[node.address, node.port] for node in (*generation.shares, *generation.beside) if node.port]
             where = {"nodes": len(generation.shares), "node": index, "generation": generation.attempt}
             env |= {KEEPERS: json.dumps(where | {"addresses": known}), KEY: generation.key}
         door = self._door.detach() if index == 0 and self._door else None
@@ -265,10 +287,10 @@ class Elastic:
         return Outcome(1, f"lost {' and '.join(lost)}") if lost else ended
 
     def _to_blame(self, generation: Generation, ended: Outcome, watch: Watch) -> list[str]:
-        """Returns the other nodes that ended this generation; none if a rank of this one did, or nobody knows.
+        """Return the other nodes that caused the end of this generation; empty if this node did or no node is known.
 
-        A rank that was killed here is to blame. Any other failure may follow from a loss elsewhere, of which this node
-        may hear later than its ranks do: so it waits for what the other nodes say before a healthy device rests.
+        If a rank was killed here, it is the cause. Any other failure may follow from a loss elsewhere, which the ranks
+        may notice before the launcher does. So wait for the other nodes' reports before letting a healthy device rest.
         """
         if watch.killed:
             return watch.lost
@@ -284,15 +306,15 @@ class Elastic:
             time.sleep(POLL_S)
 
     def _failed_nodes(self, generation: Generation, watch: Watch) -> tuple[list[str], list[str]]:
-        """Returns the other nodes that are gone or say that a rank of theirs failed, and those that say nothing yet."""
-        there = {node.name: node for node in self.board.look()}
+        """Return the other nodes that are gone or report a failed rank, and the nodes that have not reported yet."""
+        present = {node.name: node for node in self.board.look()}
         failed, silent = [], []
         for share in generation.shares:
             if share.name == self.board.me.name:
                 continue
-            node, name = there.get(share.name), f"node {share.name}"
+            node, name = present.get(share.name), f"node {share.name}"
             fault = node.fault if node is not None and node.generation == generation.number else ""
-            # A node that has gone on, or has left, says nothing more of this generation.
+            # A node that is in a later generation, or has left, will not report on this one.
             past = node is not None and (node.generation > generation.number or node.state == "left")
             if node is None or fault in ("own", "unsure") or (name in watch.lost and fault != "others"):
                 failed.append(name)
@@ -302,22 +324,29 @@ class Elastic:
 
     @contextlib.contextmanager
     def _watching(self, generation: Generation) -> Iterator[Watch]:
+        """Watch the other nodes in a thread while this node's ranks run.
+
+        If a node is lost, kill this node's ranks, which wait for it. If this node leads and more ranks could train, ask
+        the ranks to save and stop.
+        """
         watch, ended = Watch(), threading.Event()
         began = time.time()
 
         def look() -> None:
-            silent: dict[str, float] = {}
+            last_heard: dict[str, float] = {}
             while not ended.wait(LOOK_S):
-                with contextlib.suppress(OSError):  # a disk that is away for a moment
+                # The shared disk may be unavailable for a moment.
+                with contextlib.suppress(OSError):
                     self.board.say(places=self.places.free())
                     nodes = self.board.look()
-                    if lost := self._lost(generation, nodes, silent):
+                    if lost := self._lost(generation, nodes, last_heard):
                         watch.lost = lost
                         if not ended.wait(END_S):
                             watch.killed = True
                             signal_ranks(self.folder, SIGKILL)
                         return
                     leads = self._leads(nodes) and not generation.full
+                    # Only after a step of this generation: otherwise it would be stopped before it made any progress.
                     if leads and self.wishes.position()[1] > began and self._grows(generation, nodes):
                         self.board.reshape(generation.number)
                         signal_ranks(self.folder, SIGTERM)
@@ -331,26 +360,34 @@ class Elastic:
             ended.set()
             thread.join()
 
-    def _lost(self, generation: Generation, nodes: list[Node], silent: dict[str, float]) -> list[str]:
-        """The nodes of this generation that are gone, have failed, or can't be reached any more."""
-        there, now, lost = {node.name: node for node in nodes}, time.monotonic(), []
+    def _lost(self, generation: Generation, nodes: list[Node], last_heard: dict[str, float]) -> list[str]:
+        """Return the nodes of this generation that are gone, have failed, or can no longer be reached.
+
+        `last_heard` keeps the time at which each node was last reached from call to call.
+        """
+        present = {node.name: node for node in nodes}
+        now = time.monotonic()
+        lost = []
         for share in generation.shares:
-            node = there.get(share.name)
+            node = present.get(share.name)
+            # A node whose ranks ended well is not lost.
             if share.name == self.board.me.name or (node and node.state == "left" and node.code == 0):
                 continue
             if node is not None and share.port and knock(share.address, share.port) == "open":
-                silent[share.name] = now
-            quiet = now - silent.setdefault(share.name, now) > self.wishes.lost_after
+                last_heard[share.name] = now
+            is_silent = now - last_heard.setdefault(share.name, now) > self.wishes.lost_after
             running = node is not None and node.state == "running" and node.generation == generation.number
+            # It has not read this generation's file yet.
             starting = node is not None and node.state == "ready" and node.generation < generation.number
-            if quiet and share.port or not (running or starting):
+            if is_silent and share.port or not (running or starting):
                 lost.append(f"node {share.name}")
         return lost
 
     def _grows(self, generation: Generation, nodes: list[Node]) -> bool:
-        """Whether more ranks could train now than do."""
+        """Return True if more ranks could train now than this generation has."""
         offered = self._reachable([node for node in nodes if node.state in ("ready", "running")])[: self.wishes.most]
         total = sum(len(node.places) for node in offered)
-        with contextlib.suppress(UserError):  # there is no layout for so many
+        # The planner raises this error if it has no layout for that many ranks.
+        with contextlib.suppress(UserError):
             return total > generation.world and self._layout_for(total)[0] > generation.world
         return False

@@ -1,5 +1,7 @@
-"""Loaded by the server that forks our launcher's ranks, and by nothing else: it ends with the launcher, and they with
-it."""
+"""Makes the server that forks the launcher's ranks end with the launcher, and the ranks with the server.
+
+Only that server may import this module: importing it is enough.
+"""
 
 from meshwright.launch.rank_process import end_with_parent
 

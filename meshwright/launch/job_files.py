@@ -1,8 +1,9 @@
-"""The job file of a run: a batch script for Slurm, or an indexed Job for Kubernetes. No torch.
+"""Writes the job file of a run: a batch script for Slurm, or an indexed Job for Kubernetes. No torch.
 
-Both follow one rule. A run is complete when `meshwright status RUN --complete` says so, never by an exit code: `train`
-ends with 0 also when it was asked to stop, and has then saved. A job that ends before the run is complete starts again
-if it left a newer checkpoint (Slurm), or if it was not a mistake, which no start mends (exit code 2)."""
+Both follow one rule. A run is complete when `meshwright status RUN --complete` says so. An exit code can't show it:
+`train` also ends with 0 after it was asked to stop and has saved. Slurm restarts a job that ended early if it left a
+newer checkpoint. Kubernetes restarts it unless it ended with exit code 2, a mistake that no restart can fix.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import Any
 
 from meshwright.config.yaml_text import dump_yaml
 
-STOPPED = 85  # a container's exit code where the run was stopped and has something left to do
+STOPPED = 85  # The exit code of a container whose run was stopped before it was complete.
 PORT = 29500
 MISTAKE = 2
-ELASTIC_STEP = "--no-kill --kill-on-bad-exit=0"  # a node that is lost ends neither the job nor its step
-# srun does not take this over from sbatch since Slurm 22.05; an --sbatch option of the user may have changed it.
+ELASTIC_STEP = "--no-kill --kill-on-bad-exit=0"  # The loss of a node ends neither the job nor its step.
+# Since Slurm 22.05, srun no longer inherits this option from sbatch. The user may have changed it with --sbatch.
 CORES = '--cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cores}}}"'
 SHM = "/dev/shm"  # noqa: S108
 CONFIG_AT = "/etc/meshwright"
@@ -25,25 +26,29 @@ GPU_RESOURCES = {"auto": "nvidia.com/gpu", "cuda": "nvidia.com/gpu", "npu": "hua
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a scheduler is asked for. `lead_s` is how long before its end a job is told, so that it can save."""
+    """The resources and settings of a scheduled run.
+
+    The scheduler signals the job `lead_s` seconds before it ends the job, so that the run can save.
+    """
 
     name: str
     nodes: int
-    per_node: int
+    per_node: int  # Ranks per node.
     device: str  # run.device
-    config: str  # the path or recipe that `train` reads
-    words: tuple[str, ...]  # key=value
+    config: str  # The path or recipe that `train` reads.
+    words: tuple[str, ...]  # Overrides of the config, key=value.
     run_dir: str
     checkpoints: str
     steps: int
     lead_s: int
-    time_s: int = 0  # 0: no limit
-    setup: tuple[str, ...] = ()  # lines of shell that come first
-    options: tuple[str, ...] = ()  # of sbatch
-    command: str = ""  # by which this file was made
-    elastic: bool = False  # one launcher on each node, which goes on when others are lost
-    cores: int = 1  # of each rank: Python, autograd, the data's reader, NCCL's threads and the watchdogs share them
-    whole_nodes: bool = False  # no other job may use these nodes
+    time_s: int = 0  # 0: no limit.
+    setup: tuple[str, ...] = ()  # Lines of shell that run first.
+    options: tuple[str, ...] = ()  # Further options of sbatch.
+    command: str = ""  # The command that made this file.
+    elastic: bool = False  # Each node has one launcher, which continues when other nodes are lost.
+    # Cores per rank. Python, autograd, the data's reader, NCCL's threads and the watchdogs share them.
+    cores: int = 1
+    whole_nodes: bool = False  # No other job may use these nodes.
 
     @property
     def ranks(self) -> int:
@@ -54,7 +59,7 @@ class JobFile:
         return self.device != "cpu"
 
     def train(self, config: str | None = None) -> str:
-        """The command: of a rank or, in an elastic run, of a node's launcher."""
+        """Return the command of a rank or, in an elastic run, of a node's launcher."""
         launcher = ["--nodes", f"1:{self.nodes}", "--nproc", str(self.per_node)] if self.elastic else []
         return shlex.join(["meshwright", "train", config or self.config, *self.words, *launcher])
 
@@ -76,7 +81,7 @@ SLURM = """\
 {directives}
 
 # Before the time limit Slurm sends SIGUSR1 to the ranks, which save and end. This script then puts the job into the
-# queue again, and it goes on from the newest checkpoint, until the run is complete or a job leaves no newer one.
+# queue again, and it continues from the newest checkpoint, until the run is complete or a job leaves no newer one.
 set -u
 {setup}
 checkpoints={checkpoints}
@@ -91,26 +96,27 @@ srun {step} {train}
 code=$?
 if is_complete; then echo "the run is complete"; exit 0; fi
 if [ -n "$cancelled" ]; then echo "the job was cancelled: it is not requeued"; exit 143; fi
-if [ "$code" -eq {mistake} ]; then echo "a mistake, told above, ended the run: it is not requeued"; exit "$code"; fi
+if [ "$code" -eq {mistake} ]; then echo "a mistake, reported above, ended the run: it is not requeued"; exit "$code"; fi
 if [ "$(newest)" = "$before" ]; then
     echo "the job left no newer checkpoint (exit code $code): it is not requeued"
     if [ "$code" -eq 0 ]; then exit 1; else exit "$code"; fi
 fi
-echo "goes on from $(newest): the job is requeued"
+echo "continues from $(newest): the job is requeued"
 scontrol requeue "$SLURM_JOB_ID"
 """
 
 
 def slurm(job: JobFile) -> str:
-    """The batch script."""
+    """Return the batch script for Slurm."""
+    # A task is a rank or, in an elastic run, a node's launcher, whose ranks share its cores.
     tasks, cores = (1, job.per_node * job.cores) if job.elastic else (job.per_node, job.cores)
-    asked = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={tasks}", f"cpus-per-task={cores}"]
-    asked += ["no-kill"] if job.elastic else []
-    asked += ["exclusive"] if job.whole_nodes else []
-    asked += [f"gpus-per-node={job.per_node}"] if job.has_accelerators else []
-    asked += [f"time={slurm_time(job.time_s)}"] if job.time_s else []
-    asked += [f"signal=USR1@{job.lead_s}", "requeue", "open-mode=append", f"output={job.name}-%j.log"]
-    options = [f"--{option}" for option in asked] + list(job.options)
+    ours = [f"job-name={job.name}", f"nodes={job.nodes}", f"ntasks-per-node={tasks}", f"cpus-per-task={cores}"]
+    ours += ["no-kill"] if job.elastic else []
+    ours += ["exclusive"] if job.whole_nodes else []
+    ours += [f"gpus-per-node={job.per_node}"] if job.has_accelerators else []
+    ours += [f"time={slurm_time(job.time_s)}"] if job.time_s else []
+    ours += [f"signal=USR1@{job.lead_s}", "requeue", "open-mode=append", f"output={job.name}-%j.log"]
+    options = [f"--{option}" for option in ours] + list(job.options)
     return SLURM.format(
         command=job.command, directives="\n".join(f"#SBATCH {option}" for option in options),
         setup="\n".join(job.setup), checkpoints=shlex.quote(job.checkpoints), is_complete=job.is_complete,
@@ -119,7 +125,8 @@ def slurm(job: JobFile) -> str:
     )  # fmt: skip
 
 
-# Each pod starts its own ranks. A request to stop comes to the shell, which passes it on; the ranks of all pods agree.
+# Each pod starts its own ranks. The shell receives a request to stop and forwards it to them. The ranks of all pods
+# agree on the step at which they stop.
 POD = """\
 {setup}
 is_complete() {{ {is_complete}; }}
@@ -146,17 +153,19 @@ exit "$code"
 
 @dataclass(frozen=True)
 class Pods:
-    """Where containers run: their image, the claim of the disk that all share, and where it is mounted, which is also
-    the folder that relative paths of the config begin in."""
+    """The settings of the containers.
+
+    All containers mount the disk of the persistent volume `claim` at `folder`. The config's relative paths start there.
+    """
 
     image: str
     claim: str
     folder: str
-    failures: int  # pods that may fail until the job does; stopped and evicted ones don't count
+    failures: int  # This many pods may fail before the job fails. Stopped and evicted pods do not count.
 
 
 def kubernetes(job: JobFile, pods: Pods, config: str) -> str:
-    """A ConfigMap with the run's config, a headless service by whose names pods find each other, and the Job."""
+    """Return the manifest: a ConfigMap with the run's config, a headless Service that names the pods, and the Job."""
     labels = {"app.kubernetes.io/name": "meshwright", "app.kubernetes.io/instance": job.name}
     meta: dict[str, Any] = {"name": job.name, "labels": labels}
     documents: list[dict[str, Any]] = [
@@ -217,4 +226,5 @@ def _pod_spec(job: JobFile, pods: Pods) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_JOB_ID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # the same in all pods of a job, and in no other job
+# This label is the same in all pods of a job, and in no other job.
+_JOB_ID = "metadata.labels['batch.kubernetes.io/controller-uid']"

@@ -1,6 +1,6 @@
-"""Starts local ranks: torch's elastic launcher on a forkserver that has torch loaded, so that ranks start at once.
+"""Starts local ranks with torch's elastic launcher, on a fork server that has loaded torch so that ranks start at once.
 
-A rank that fails leaves its sentence in a file; when all are gone the launcher prints each distinct one once.
+A rank that fails writes its error into a file. When all ranks have ended, the launcher prints each distinct error once.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ PRELOAD = [
     "meshwright.watch.live",
 ]  # fmt: skip
 
-DEEPEST_TMPDIR = 64  # bytes: systems allow a socket's path some hundred, of which multiprocessing's names need 33
+# Systems limit a socket's path to about 100 bytes, and multiprocessing's names need 33 of them.
+DEEPEST_TMPDIR = 64
 SHORT_TMPDIR = "/tmp"  # noqa: S108
-SHUTDOWN_S = 5  # from SIGTERM to SIGKILL, for ranks that are stopped because another one failed
-SERVER_GONE = 255  # what multiprocessing calls the exit code of a process whose server can't tell it any more
+SHUTDOWN_S = 5  # From SIGTERM to SIGKILL, for ranks that are stopped because another one failed.
+SERVER_GONE = 255  # multiprocessing's exit code for a process whose fork server died before reporting the real one.
 
 
 def warm_up() -> None:
-    """Begins loading torch for the ranks while this process still checks the config.
+    """Begin loading torch for the ranks while this process still checks the config.
 
-    The server that forks them ignores requests to stop: a scheduler sends those to every process of a job, and without
-    the server all ranks would look dead.
+    The server that forks the ranks ignores requests to stop. A scheduler sends these to every process of a job, and if
+    the server ended, all ranks would look dead.
     """
     raise_file_limit()
     quiet_torch()
@@ -67,9 +68,9 @@ def warm_up() -> None:
 
 
 def _keep_sockets_short() -> None:
-    """Has multiprocessing make its folder, in which the server's socket lies, elsewhere than in a TMPDIR that is too
-    deep for the path of a socket."""
+    """Make multiprocessing create its folder elsewhere if TMPDIR is too deep for the path of the server's socket."""
     if len(os.fsencode(tempfile.gettempdir())) > DEEPEST_TMPDIR:
+        # multiprocessing asks for a temporary folder once and remembers it.
         before, tempfile.tempdir = tempfile.tempdir, SHORT_TMPDIR
         try:
             multiprocessing.util.get_temp_dir()
@@ -82,27 +83,32 @@ def _keep_sockets_short() -> None:
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that one launcher starts at once, and where the launchers of all nodes meet: at `host`, on the socket
-    `door` where this one is the first (None: a new one)."""
+    """The ranks that one launcher starts at once, and the address at which the launchers of all nodes meet.
+
+    They meet at `host`:`port`. The first node listens there, on the socket `door` (None: it opens a new one).
+    """
 
     ranks: int
     attempt: int = 0
-    devices: tuple[int, ...] = ()  # of each rank, by its number on this machine; empty: in their order
+    devices: tuple[int, ...] = ()  # The device of each local rank; empty: the device with the local rank's number.
     node: int = 0
     nodes: int = 1
     host: str = LOOPBACK
     port: int = 0
-    door: int | None = None
-    address: str = LOOPBACK  # of this node
-    job: str = ""  # its name, for all nodes and attempts; empty: this launcher's
+    door: int | None = None  # A file descriptor.
+    address: str = LOOPBACK  # The address of this node.
+    job: str = ""  # The job's name, the same on all nodes and in all attempts; empty: a name of this launcher.
     env: Mapping[str, str] = field(default_factory=dict)
-    plugins: tuple[str, ...] = field(default_factory=loaded_plugins)  # that every rank imports
+    plugins: tuple[str, ...] = field(default_factory=loaded_plugins)  # Modules that every rank imports.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a team ended: an exit code, why (empty if that was said already), and the rank on this machine that failed
-    by itself, not since others did. `certain`: it was killed, which the loss of another rank does not do."""
+    """The end of a team's ranks: exit code, reason (empty if it was printed already), and the failed rank.
+
+    `failed` is the local rank that failed by itself; None if it failed because other ranks did. `certain`: the rank was
+    killed, which the loss of another rank can't cause.
+    """
 
     code: int
     why: str = ""
@@ -111,12 +117,16 @@ class Outcome:
 
 
 def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args: object) -> None:
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(team.attempt)  # torch's agent is a new one in each attempt
+    # Each attempt has a new agent of torch, which would count from zero.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(team.attempt)
     os.environ.update(team.env)
+    # With several nodes and no known interface, leave the choice to the back ends: other nodes can't reach loopback.
     interface = interface_of(team.address) or (loopback() if team.nodes == 1 else None)
-    if interface is not None:  # with several nodes, better the back ends' own choice than one that nobody reaches
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else by the machine's name, wherever
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else any but loopback; =: this very name
+    if interface is not None:
+        # Without this, Gloo takes the interface of the address that the machine's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # Without this, NCCL takes any interface but loopback. The "=" asks for this exact name.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
     guarded(folder, stops, _with_plugins, team.plugins, main, *args)
@@ -129,12 +139,13 @@ def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: ob
 
 
 def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
-    """The body of a rank: a mistake is one sentence and exit code 2, a bug its traceback and 1. `stops`: it notes
-    requests to stop and ends by itself; others are ended by the signal.
+    """Run the body of a rank. A mistake is reported in one sentence with exit code 2, a bug as a traceback with 1.
 
-    The launcher's ranks leave it in `folder`; ranks of another launcher say it themselves. After an error a launched
-    rank ends without the interpreter's own end, which would wait in torch for peers that are gone. All that must not
-    be lost was written before: the contexts inside of `main` are closed, those of saves and loggers among them.
+    With `stops`, the rank notes requests to stop and ends by itself; otherwise the signal ends it. Ranks of our
+    launcher write their report into `folder`; ranks of another launcher print it.
+
+    After an error, a launched rank ends without the interpreter's shutdown, in which torch would wait for peers that
+    are gone. Nothing is lost by that: all contexts inside `main` are closed first, including saves and loggers.
     """
     from meshwright.comm.group import CommError
     from meshwright.comm.watchdog import EXIT_CODE
@@ -159,7 +170,7 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
         if not error.code or not at.launched:
             raise
         if not isinstance(error.code, int):
-            # The interpreter would print the text at its end, to which this process does not come.
+            # The interpreter would print this text at its shutdown, which is skipped here.
             _report(place, "bug", str(error.code))
         code = error.code if isinstance(error.code, int) else 1
     except Exception as error:
@@ -174,30 +185,36 @@ def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: o
 
 
 def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[..., None], *args: object) -> None:
-    """Runs `main(*args)` with the handlers of a rank for requests to stop."""
+    """Run `main(*args)` with a rank's handlers for requests to stop."""
     if not stops and threading.current_thread() is threading.main_thread():
+        # The server that forked this process ignores these signals, and the process inherits that. A closed terminal
+        # (SIGHUP) stays ignored: the launcher handles it.
         for number in STOP_SIGNALS:
-            if number != signal.SIGHUP:  # a closed terminal is the launcher's business
-                signal.signal(number, signal.SIG_DFL)  # the server that forked this process ignores them
+            if number != signal.SIGHUP:
+                signal.signal(number, signal.SIG_DFL)
     with StopRequests(signal.SIG_DFL, speaks=speaks) if stops else contextlib.nullcontext() as requests:
         if place is not None:
             (place / f"pid-{_me()}").write_text(str(os.getpid()))
+            # The launcher was asked to stop before it could know this rank's process id.
             if requests is not None and (place / STOP).exists():
                 requests.request(time.monotonic())
         main(*args)
 
 
-LIFELINE = "launcher"  # a FIFO that only the launcher holds open for writing
-STOP = "stop"  # the launcher leaves this file where it was asked to stop, for ranks that start later
+LIFELINE = "launcher"  # A FIFO that only the launcher holds open for writing.
+STOP = "stop"  # The launcher makes this file when it is asked to stop, for ranks that start later.
 
 
 def _me() -> str:
-    """This rank in this attempt, as its files are called: what an earlier attempt left is told apart."""
+    """Return the suffix of this rank's files. It includes the attempt, so that files of earlier attempts differ."""
     return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{os.environ.get('RANK', '0')}"
 
 
 def _report(folder: Path | None, kind: str, text: str) -> None:
-    """Weak reports follow from another rank's failure and count only if nothing else is known."""
+    """Write a report of this kind ("mistake", "bug" or "weak") into the folder, or print it if there is no folder.
+
+    Weak reports follow from another rank's failure. They count only if there are no others.
+    """
     if folder:
         (folder / f"{kind}-{_me()}").write_text(text, encoding="utf-8")
     else:
@@ -205,11 +222,11 @@ def _report(folder: Path | None, kind: str, text: str) -> None:
 
 
 def _reports(folder: Path, kind: str) -> dict[int, str]:
-    """Texts of this kind by rank, of the last attempt."""
+    """Return the texts of this kind by rank, as written in the last attempt."""
     names = [path.name.split("-") for path in folder.glob("*-*-*")]
-    last = max((int(attempt) for what, attempt, _ in names if what == "pid"), default=0)
-    wanted = [(int(n), a) for what, a, n in names if what == kind and int(a) == last]
-    return {rank: (folder / f"{kind}-{attempt}-{rank}").read_text(encoding="utf-8") for rank, attempt in sorted(wanted)}
+    last = max((int(attempt) for its_kind, attempt, _ in names if its_kind == "pid"), default=0)
+    files = [(int(n), a) for its_kind, a, n in names if its_kind == kind and int(a) == last]
+    return {rank: (folder / f"{kind}-{attempt}-{rank}").read_text(encoding="utf-8") for rank, attempt in sorted(files)}
 
 
 def launch(
@@ -221,26 +238,28 @@ def launch(
     loses: Callable[[], str] | None = None,
     tell: Callable[[str, str], None] = lambda kind, text: None,
 ) -> int:
-    """Runs `main(*args)` on `ranks` local ranks and returns the exit code.
+    """Run `main(*args)` on `ranks` local ranks and return the exit code.
 
-    When a rank dies all are started again, at most `restarts` times; a mistake is not mended by that. With `stops`, a
-    request to stop is passed on to the ranks, which save and end by themselves; without, it ends them. A second Ctrl-C
-    always does, and `loses` says what is lost by it. `tell` hears of restarts and of the failure that ends it all.
+    When a rank dies, all ranks start again, at most `restarts` times. There is no restart after a mistake, which it
+    would not fix. With `stops`, a request to stop is forwarded to the ranks, which save and end by themselves;
+    otherwise it ends them. A second Ctrl-C always ends them: `loses` then returns a sentence about the lost work.
+    `tell` receives the events: restarts, and the failure that ends the run.
     """
     with launching(stops) as folder:
         for attempt in range(restarts + 1):
             ended = attempt_of(Team(ranks, attempt), folder, stops, main, args)
             if is_final(ended.code) or attempt == restarts:
                 break
-            said, again = in_short(ended), f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
-            notice(f"{said}; all ranks start again ({again})")
-            tell("restart", f"{said}; {again}")
+            reason = in_short(ended)
+            again = f"restart {attempt + 1} of {restarts}, from the newest checkpoint"
+            notice(f"{reason}; all ranks start again ({again})")
+            tell("restart", f"{reason}; {again}")
     return conclude(ended, loses, tell)
 
 
 @contextlib.contextmanager
 def launching(stops: bool) -> Iterator[Path]:
-    """A folder in which teams of ranks may be started one after the other."""
+    """Yield a folder for the files of ranks. Teams of ranks may be started while it exists, one after the other."""
     warm_up()
     _register_meeting()
     with tempfile.TemporaryDirectory(prefix=OWN_RUN) as folder, _held_open(Path(folder) / LIFELINE):
@@ -249,19 +268,20 @@ def launching(stops: bool) -> Iterator[Path]:
 
 
 def is_final(code: int) -> bool:
-    """Whether no further start would mend it: all is well, or a mistake, or the launcher was stopped."""
+    """Return True if another start would not help: all ended well, it was a mistake, or the launcher was stopped."""
     return code in (0, 2) or code > 128
 
 
 def in_short(ended: Outcome) -> str:
-    who, bug, _ = ended.why.partition("Traceback")
-    return f"{who}{ended.why.splitlines()[-1]}" if bug else ended.why or "the ranks hung"
+    """Return the reason of an outcome; of a traceback only the ranks and the last line."""
+    who, traceback_follows, _ = ended.why.partition("Traceback")
+    return f"{who}{ended.why.splitlines()[-1]}" if traceback_follows else ended.why or "the ranks hung"
 
 
 def conclude(
     ended: Outcome, loses: Callable[[], str] | None, tell: Callable[[str, str], None] = lambda kind, text: None
 ) -> int:
-    """Says why a run ended, if not well; the exit code."""
+    """Print why a run ended, if it failed or was stopped. Return the exit code."""
     why = loses() if ended.code == 128 + signal.SIGINT and loses else ended.why
     if why:
         print(f"meshwright: {why}", file=sys.stderr)
@@ -272,7 +292,7 @@ def conclude(
 
 
 def attempt_of(team: Team, folder: Path, stops: bool, main: Callable[..., None], args: tuple[object, ...]) -> Outcome:
-    """Runs this launcher's ranks once."""
+    """Run this launcher's ranks once and return how they ended."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -281,10 +301,12 @@ def attempt_of(team: Team, folder: Path, stops: bool, main: Callable[..., None],
     from meshwright.comm.lost_ranks import leave_errors_to_us
 
     _silence_torch()
-    leave_errors_to_us(os.environ)  # torch's agent gives its ranks what it finds here, else a default of its own
+    # torch's agent passes these variables on to its ranks. Without them it would set its defaults.
+    leave_errors_to_us(os.environ)
     signals = "SIGQUIT" if stops else "SIGTERM,SIGUSR1,SIGINT,SIGHUP,SIGQUIT"
     options: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S}
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # torch 2.11 has fewer
+    # torch 2.11 does not have all of these options.
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
     meeting = {"node": team.node, "nodes": team.nodes, "door": team.door}
     config = LaunchConfig(
         min_nodes=team.nodes, max_nodes=team.nodes, nproc_per_node=team.ranks, rdzv_backend=MEETING,
@@ -312,7 +334,8 @@ def attempt_of(team: Team, folder: Path, stops: bool, main: Callable[..., None],
 
 
 def _silence_torch() -> None:
-    """We say ourselves who failed, and why. torch gives each of its loggers a level of its own."""
+    """Suppress the messages of torch's launcher: ours tell which rank failed and why."""
+    # torch sets a level for each of its loggers, so it is not enough to set that of their parent.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -320,9 +343,10 @@ def _silence_torch() -> None:
 
 @contextlib.contextmanager
 def _held_open(fifo: Path) -> Iterator[None]:
-    """While this process lives, the ranks, which read, find the other end of the FIFO open."""
+    """Make a FIFO and hold it open for writing. Ranks that read from it see its end when this process ends."""
     os.mkfifo(fifo)
-    handle = os.open(fifo, os.O_RDWR)  # for writing alone it would wait for a reader
+    # Opening a FIFO for writing alone would wait for a reader.
+    handle = os.open(fifo, os.O_RDWR)
     try:
         yield
     finally:
@@ -330,18 +354,20 @@ def _held_open(fifo: Path) -> Iterator[None]:
 
 
 def _show_cursor() -> None:
-    """A rank that was killed could not give the terminal its cursor back, which the live display hides."""
+    """Show the terminal's cursor. The live display hides it, and a rank that was killed could not restore it."""
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         print("\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
-MEETING = "meshwright"  # the name of our rendezvous
-MEETING_S = 60  # within which the launchers of all nodes must have met
+MEETING = "meshwright"  # The name of our rendezvous backend.
+MEETING_S = 60  # The launchers of all nodes must meet within this many seconds.
 
 
 def _register_meeting() -> None:
-    """The ranks' store listens on one address alone, that of this machine's loopback if there is one node. (torch's own
-    would listen on every interface, and its dynamic rendezvous unpickles what it finds there.)"""
+    """Register our rendezvous backend with torch. Its store listens on a single address: loopback if there is one node.
+
+    torch's own store would listen on every interface, and its dynamic rendezvous unpickles data from the store.
+    """
     from torch.distributed import TCPStore
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -364,21 +390,23 @@ def _register_meeting() -> None:
         meeting._store = TCPStore(host, int(port), wait_for_workers=False, timeout=limit, **options)
         return meeting
 
-    with contextlib.suppress(ValueError):  # registered by an earlier launch of this process
+    # An earlier launch of this process may have registered it already.
+    with contextlib.suppress(ValueError):
         rendezvous.rendezvous_handler_registry.register(MEETING, handler)
 
 
 def signal_ranks(folder: Path, number: int) -> None:
-    """Sends a signal to the ranks of the last attempt."""
+    """Send a signal to the ranks of the last attempt."""
     for pid in _reports(folder, "pid").values():
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or its number is about to be written
+        # The rank may have ended, or its file may still be empty.
+        with contextlib.suppress(OSError, ValueError):
             os.kill(int(pid), number)
 
 
 @contextlib.contextmanager
 def _passing_on(folder: Path) -> Iterator[None]:
-    """Passes requests to stop on to the ranks, whose numbers they leave in `folder`; a second Ctrl-C ends them."""
-    interrupted = 0.0
+    """Forward requests to stop to the ranks, whose process ids are in `folder`. A second Ctrl-C kills the ranks."""
+    interrupted = 0.0  # The time of the first Ctrl-C.
 
     def pass_on(number: int, frame: object) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -391,7 +419,7 @@ def _passing_on(folder: Path) -> Iterator[None]:
             interrupted = interrupted or time.monotonic()
         with contextlib.suppress(OSError):
             (folder / STOP).touch()
-        # The ranks leave those of terminals to the launcher.
+        # Ranks ignore the signals of terminals, so these are forwarded as SIGTERM.
         signal_ranks(folder, signal.SIGTERM if number in OF_TERMINALS else number)
 
     before = {number: signal.signal(number, pass_on) for number in filter(taken_over, STOP_SIGNALS)}
@@ -403,7 +431,10 @@ def _passing_on(folder: Path) -> Iterator[None]:
 
 
 def _failed(folder: Path, error: object) -> Outcome:
-    """Returns the exit code (2 if a user's mistake stopped the run, 75 if ranks lost others, else 1) and why."""
+    """Return the outcome of ranks that failed.
+
+    The exit code is 2 if a user's mistake stopped the run, 75 if ranks lost others, otherwise 1.
+    """
     from meshwright.comm.watchdog import EXIT_CODE
 
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
@@ -411,29 +442,32 @@ def _failed(folder: Path, error: object) -> Outcome:
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         why = " (a file that it had mapped could not be read or written: look at the disk)" if name == "SIGBUS" else ""
-        alone = rank not in weak and not _ended_by_torch(first.exitcode)
-        said = f"rank {rank} was killed by {name}{why}; the other ranks were stopped"
-        return Outcome(1, said, first.local_rank if alone else None, alone)
-    told = mistakes or bugs or dict([*weak.items()][:1])
-    if first.exitcode == EXIT_CODE and not told:  # the watchdog has said what hung
+        by_itself = rank not in weak and not _ended_by_torch(first.exitcode)
+        text = f"rank {rank} was killed by {name}{why}; the other ranks were stopped"
+        return Outcome(1, text, first.local_rank if by_itself else None, by_itself)
+
+    # Several weak reports are about the same loss, so one is enough.
+    reports = mistakes or bugs or dict([*weak.items()][:1])
+    # The watchdog has already printed what hung.
+    if first.exitcode == EXIT_CODE and not reports:
         return Outcome(EXIT_CODE)
-    said = _distinct(told)
-    if not told:
+    text = _distinct(reports)
+    if not reports:
         server = ", or the process that it was forked from was killed" * (first.exitcode == SERVER_GONE)
-        said = f"rank {rank} ended with exit code {first.exitcode}{server}"
+        text = f"rank {rank} ended with exit code {first.exitcode}{server}"
     code = EXIT_CODE if first.exitcode == EXIT_CODE else 1
-    alone = rank in bugs or not told
-    return Outcome(2 if first.exitcode == 2 or mistakes else code, said, first.local_rank if alone else None)
+    by_itself = rank in bugs or not reports
+    return Outcome(2 if first.exitcode == 2 or mistakes else code, text, first.local_rank if by_itself else None)
 
 
-def _distinct(told: Mapping[int, str]) -> str:
-    """Returns the reports of ranks, each distinct one once, with the ranks that it came from."""
-    said = []
-    for text in dict.fromkeys(told.values()):
-        ranks = ", ".join(str(rank) for rank, other in told.items() if other == text)
-        where = f"rank {ranks}: " if len(told) > 1 or "Traceback" in text else ""
-        said.append(f"{where}{text}")
-    return "\nmeshwright: ".join(said)
+def _distinct(reports: Mapping[int, str]) -> str:
+    """Return the reports of ranks, each distinct text once, with the ranks that wrote it."""
+    paragraphs = []
+    for text in dict.fromkeys(reports.values()):
+        ranks = ", ".join(str(rank) for rank, other in reports.items() if other == text)
+        where = f"rank {ranks}: " if len(reports) > 1 or "Traceback" in text else ""
+        paragraphs.append(f"{where}{text}")
+    return "\nmeshwright: ".join(paragraphs)
 
 
 def _ended_by_torch(exit_code: int) -> bool:
@@ -444,7 +478,7 @@ def _ended_by_torch(exit_code: int) -> bool:
 
 
 def place_in_launcher(nproc: int | None) -> Place | None:
-    """Returns this process's place if torchrun or srun started it."""
+    """Return this process's place if it is a rank of torchrun or srun; otherwise None."""
     place = find_place()
     if place.launched and nproc is not None:
         raise UserError("--nproc starts ranks, and this process is already one rank of a launcher: leave it out")
@@ -454,8 +488,10 @@ def place_in_launcher(nproc: int | None) -> Place | None:
 def run_as_rank(
     place: Place, prepare: Callable[[Place], None], main: Callable[..., None], args: object, stops: bool
 ) -> int:
-    """Runs as one rank started by torchrun or srun. A mistake that `prepare` finds is the same on every rank, so one
-    rank per machine reports it."""
+    """Run as one rank started by torchrun or srun, and return the exit code.
+
+    A mistake found by `prepare` is the same on every rank, so only one rank per machine reports it.
+    """
     quiet_torch()
     try:
         prepare(place)
@@ -476,8 +512,11 @@ def start(
     loses: Callable[[], str] | None = None,
     tell: Callable[[str, str], None] = lambda kind, text: None,
 ) -> int:
-    """Runs on local ranks; one rank alone, if it need not be started again, is this process. `loses` says what is lost
-    when a second Ctrl-C ends it; `tell` hears of restarts and failures."""
+    """Run `main(args)` on local ranks and return the exit code. A single rank without restarts runs in this process.
+
+    `loses` returns a sentence about the work that is lost when a second Ctrl-C ends the run. `tell` receives the
+    events: restarts and failures.
+    """
     if ranks > 1 or restarts:
         return launch(ranks, restarts, main, args, stops=stops, loses=loses, tell=tell)
     try:

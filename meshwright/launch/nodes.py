@@ -1,10 +1,11 @@
-"""How the launchers of one run's nodes know of each other: by notes in a folder that all see. No torch.
+"""Lets the launchers of a run's nodes find each other and agree, by notes in a shared folder. No torch.
 
-Each launcher rewrites its own note every second. Who has not done so for `lost_after` seconds is gone, and so is at
-once whoever's door refuses to be knocked at. The oldest launcher that is there leads: it makes the next *generation*,
-a file that says which launchers start how many ranks, where these meet, and on which layout. A number is given to one
-generation alone, whoever makes it (a file is linked to its name, which only one can), so a run never trains twice at a
-time. No clock is compared with another machine's.
+Each launcher rewrites its own note every second. A launcher is gone if its note has not changed for `lost_after`
+seconds, or at once if its port refuses connections. Both are measured with the observer's clock alone.
+
+The oldest launcher leads. It makes the next *generation*: a file with the number of ranks that each launcher starts,
+the address where they meet, and their layout. Each generation has a unique number, whoever makes it: its file is
+created by a hard link, which fails if the name exists. So a run never trains twice at the same time.
 """
 
 from __future__ import annotations
@@ -24,29 +25,32 @@ from typing import Any, Literal, get_type_hints
 
 from meshwright.outside import of_kind, read_json
 
-BEAT_S = 1.0
-KNOCK_S = 2.0  # until nobody answers at a door
-SILENT_S = 2.5 * BEAT_S  # a note that is older, of a launcher whose door is shut, is that of one that is gone
+BEAT_S = 1.0  # Each launcher rewrites its note at this interval.
+KNOCK_S = 2.0  # A connection that takes longer counts as unanswered.
+SILENT_S = 2.5 * BEAT_S  # After this time without a beat, the launcher's port is tried.
 State = Literal["ready", "running", "left"]
-# A rank of this node died; or may have failed by itself; or its ranks only lost others.
+# own: a rank of this node was killed. unsure: one may have failed by itself. others: its ranks only lost other ranks.
 Fault = Literal["own", "unsure", "others"]
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a launcher says of itself. `places` are the devices that it offers, its spares last; `generation` is the
-    one that it runs, or ran last, and `fault` whose fault its end was, if that was no good one."""
+    """A launcher's note about itself.
+
+    `places` are the devices that it offers, spares last. `generation` is the one that it runs or ran last. `fault` says
+    who caused the end of that generation, if it failed.
+    """
 
     name: str
     since: float
     address: str
-    port: int  # its door: where its keeper listens; 0: none
+    port: int  # The port of its keeper; 0: there is none.
     places: list[int]
     state: str = "ready"
     generation: int = 0
-    code: int = 0  # with which it left
-    beat: int = 0
-    fault: str = ""  # a Fault, or empty
+    code: int = 0  # The exit code with which it left.
+    beat: int = 0  # Increases with every write.
+    fault: str = ""  # A Fault, or empty.
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Generation:
-    """One start of a run's ranks. `attempt` counts them within the job."""
+    """One start of a run's ranks. `attempt` counts the starts within the job."""
 
     number: int
     attempt: int
@@ -70,15 +74,16 @@ class Generation:
     port: int
     shares: list[Share]
     words: list[str]
-    full: bool  # the ranks and the layout that the run was started with
-    key: str = ""  # with which ranks and keepers sign
-    beside: list[Share] = field(default_factory=list)  # nodes without ranks, whose keepers may hold something
+    full: bool  # It has all the ranks and the layout that the run was started with.
+    key: str = ""  # Ranks and keepers sign with this key.
+    beside: list[Share] = field(default_factory=list)  # Nodes without ranks, whose keepers may hold memory copies.
 
     @property
     def world(self) -> int:
         return sum(len(share.places) for share in self.shares)
 
     def index_of(self, name: str) -> int | None:
+        """Return a node's index in this generation; None if it has no ranks in it."""
         return next((n for n, share in enumerate(self.shares) if share.name == name), None)
 
 
@@ -88,18 +93,20 @@ def new_node(address: str, port: int, places: list[int]) -> Node:
 
 
 class Board:
-    """The notes, seen by one launcher."""
+    """The shared folder of notes, as one launcher reads and writes it."""
 
     def __init__(self, folder: Path, me: Node, lost_after: float) -> None:
         self.folder, self.me, self.lost_after = folder, me, lost_after
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[int, float, bool]] = {}  # beat, when it was first seen, whether an earlier one was
-        self._shut: dict[str, bool] = {}
+        # For each launcher: its newest beat, when that was first seen, and whether an earlier beat was seen too.
+        self._seen: dict[str, tuple[int, float, bool]] = {}
+        self._shut: dict[str, bool] = {}  # Launchers whose port refused a connection since their newest beat.
         folder.mkdir(parents=True, exist_ok=True)
         self.say()
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
+        """Rewrite this launcher's note regularly, in a thread, until the context ends."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -115,15 +122,15 @@ class Board:
             thread.join()
 
     def say(self, **changes: Any) -> None:
-        """Rewrites this launcher's note. A disk that is away for a moment is tried again with the next beat."""
+        """Rewrite this launcher's note with some changes. If the disk is unavailable, the next beat tries again."""
         with self._lock:
             self.me = replace(self.me, beat=self.me.beat + 1, **changes)
             with contextlib.suppress(OSError):
                 _put(self.folder / f"node-{self.me.name}.json", asdict(self.me))
 
     def look(self) -> list[Node]:
-        """The launchers that are there, this one among them, in the order in which they came."""
-        found, now = [self.me], time.monotonic()
+        """Return the launchers that are present, including this one, oldest first."""
+        present, now = [self.me], time.monotonic()
         for path in self.folder.glob("node-*.json"):
             node = _read(path, Node)
             if node is None or node.name == self.me.name:
@@ -136,18 +143,20 @@ class Board:
             if silent > SILENT_S and confirmed and node.port and not self._shut.get(node.name):
                 self._shut[node.name] = knock(node.address, node.port) == "shut"
             gone = silent > self.lost_after or self._shut.get(node.name)
+            # A note that has never changed may have been left by a launcher that ended long ago.
             if confirmed and not gone:
-                found.append(node)
-        return sorted(found, key=lambda node: (node.since, node.name))
+                present.append(node)
+        return sorted(present, key=lambda node: (node.since, node.name))
 
     def newest(self) -> Generation | None:
         numbers = self._numbers()
         return _read(self._file(numbers[-1]), Generation) if numbers else None
 
     def begin(self, make: Callable[[int], Generation]) -> Generation | None:
-        """Makes the next generation; None if somebody else was first."""
+        """Make the next generation and return it; None if another launcher was first."""
         number = max(self._numbers(), default=0) + 1
-        generation, aside = make(number), self.folder / f".{self.me.name}.part"
+        generation = make(number)
+        aside = self.folder / f".{self.me.name}.part"
         try:
             _write_own(aside, json.dumps(asdict(generation)))
             _create(aside, self._file(number))
@@ -155,13 +164,14 @@ class Board:
             return None
         finally:
             aside.unlink(missing_ok=True)
+        # Keep the newest two: a launcher may still be reading the one before.
         for old in self._numbers()[:-2]:
             for path in (self._file(old), self._reshape(old)):
                 path.unlink(missing_ok=True)
         return generation
 
     def reshape(self, number: int) -> None:
-        """Says that the ranks of a generation are only stopped in order to start again."""
+        """Note that the ranks of a generation are stopped only in order to start again."""
         self._reshape(number).touch()
 
     def is_reshaped(self, number: int) -> bool:
@@ -174,7 +184,7 @@ class Board:
         self.say(state="left", code=code)
 
     def tidy(self) -> None:
-        """Removes the notes of launchers that have left, or are long gone."""
+        """Remove notes that can't be read or have not changed for a long time."""
         for path in self.folder.glob("node-*.json"):
             node = _read(path, Node)
             name = node.name if node else ""
@@ -191,7 +201,7 @@ class Board:
 
 
 def knock(address: str, port: int) -> Literal["open", "shut", "silent"]:
-    """Whether somebody listens there: `shut` if the machine says that nobody does, `silent` if nothing answers."""
+    """Try to connect to a port. Return `open`, `shut` if the machine refuses, or `silent` if nothing answers."""
     try:
         socket.create_connection((address, port), KNOCK_S).close()
     except ConnectionRefusedError:
@@ -202,17 +212,18 @@ def knock(address: str, port: int) -> Literal["open", "shut", "silent"]:
 
 
 def _create(aside: Path, path: Path) -> None:
-    """Gives a file its name, which only one can; where a disk has no links, its text is written under the name."""
+    """Give a file its final name, or raise FileExistsError if another process did so first."""
     try:
         os.link(aside, path)
     except FileExistsError:
         raise
     except OSError:
+        # This disk has no hard links. Creating the file exclusively is as safe, but a reader may see it half written.
         _write_own(path, aside.read_text(encoding="utf-8"))
 
 
 def _write_own(path: Path, text: str) -> None:
-    """Writes a file anew that no other user can read at any time: it holds the job's key."""
+    """Create a file that no other user can read at any time, since it holds the job's key."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(text.encode())
 
@@ -224,19 +235,20 @@ def _put(path: Path, value: Any) -> None:
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
-    """A note, or None where there is none, or a strange one."""
+    """Read a note of this kind; return None if it is missing or not valid."""
     try:
-        return _made(kind, read_json(path))
+        return _parsed(kind, read_json(path))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _made(kind: type[Any], value: Any) -> Any:
-    if not isinstance(value, dict) or value.keys() != {each.name for each in fields(kind)}:
+def _parsed(kind: type[Any], value: Any) -> Any:
+    """Make an object of a dataclass from JSON. Raise unless all its fields are there, each with the right type."""
+    if not isinstance(value, dict) or value.keys() != {member.name for member in fields(kind)}:
         raise ValueError("the note has other keys")
     hints = get_type_hints(kind)
     if kind is Generation:
-        value = value | {key: [_made(Share, each) for each in value[key]] for key in ("shares", "beside")}
+        value = value | {key: [_parsed(Share, share) for share in value[key]] for key in ("shares", "beside")}
     for key, hint in hints.items():
         if hint != list[Share]:
             of_kind(value[key], hint, key)

@@ -1,6 +1,6 @@
-"""How a process learns which rank it is: from torchrun, from srun, from mpirun, or by being alone.
+"""Finds the rank of this process as given by torchrun, srun or mpirun, and joins the other ranks.
 
-torch is imported only to join: the launcher asks for its place before torch is loaded.
+torch is imported only to join, since the launcher asks for its place before torch is loaded.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ if TYPE_CHECKING:
     from meshwright.device import Device
 
 
-OWN_RUN = "meshwright-"  # how the id of a run begins whose ranks our own launcher starts
+OWN_RUN = "meshwright-"  # The id of a run that our own launcher starts begins with this.
 LOOPBACK = "127.0.0.1"
-SIOCGIFCONF = 0x8912  # Linux: asks for all IPv4 addresses of all interfaces
-IFREQ_BYTES, MOST_ADDRESSES = 40, 1024  # of one answer on 64-bit systems; and how many there may be
-ROUTED = ("192.0.2.1", 9)  # an address kept for documentation, which every default route leads to
+SIOCGIFCONF = 0x8912  # On Linux, this ioctl returns all IPv4 addresses of all interfaces.
+IFREQ_BYTES, MOST_ADDRESSES = 40, 1024  # Bytes of one answer on 64-bit systems, and the most answers to ask for.
+ROUTED = ("192.0.2.1", 9)  # An address reserved for documentation. Every default route leads to it.
 JOB_AND_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-FIRST_PORT, PORTS = 10000, 20000  # below 32768, where Linux takes ports for outgoing connections at random
-# Variables of launchers of MPI: who they are, and the rank, world, local rank and local world that they give.
+# From 32768 on, Linux chooses ports for outgoing connections at random.
+FIRST_PORT, PORTS = 10000, 20000
+# Launchers of MPI, and the variables in which they pass the rank, world, local rank and local world.
 MPI = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpiexec of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )  # fmt: skip
-LOST = "MESHWRIGHT_LOST"  # in the environment of ranks that start after a loss: when that was
-DEVICE = "MESHWRIGHT_DEVICE"  # in the environment: the number of a rank's device, where it is not the rank's own
+LOST = "MESHWRIGHT_LOST"  # The variable with the times of a loss, for ranks that start after it.
+DEVICE = "MESHWRIGHT_DEVICE"  # The variable with the number of a rank's device, if it is not the local rank.
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among all: its rank, the world, and how many share its machine."""
+    """The position of this process among all: its rank, the world size, and the same on its machine."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    launched: bool = False  # by torchrun, srun, mpirun or our own launcher
-    device: int | None = None  # the number of its device on the machine; None: that of its local rank
+    launched: bool = False  # True if torchrun, srun, mpirun or our own launcher started this process.
+    device: int | None = None  # The number of its device on this machine; None: the local rank.
 
 
 def find_place(env: Mapping[str, str] = os.environ) -> Place:
-    """Returns the rank that the launcher gave this process."""
+    """Return the place that the launcher gave this process, from the environment."""
     place = Place()
     if "RANK" in env and "WORLD_SIZE" in env:
         place = _place_by_name(env)
-    # A batch script has SLURM_PROCID too; only srun makes steps.
+    # A batch script without srun has SLURM_PROCID too, but no step.
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         place = _place_in_step(env)
     else:
@@ -75,12 +76,14 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def _place_by_name(env: Mapping[str, str]) -> Place:
-    """Returns the place that torchrun, or a script, gives by RANK and WORLD_SIZE. A script that says nothing of this
-    machine's ranks is believed only where all of them can be here: on one machine, or under mpirun, which knows."""
+    """Return the place that torchrun or a script gives by RANK and WORLD_SIZE.
+
+    A script may leave out the ranks of this machine if mpirun knows them, or if all ranks can be on this machine.
+    """
     rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     device = _number(env, DEVICE) if DEVICE in env else None
-    local = next((each for each in MPI if each[4] in env), None)
-    if "LOCAL_WORLD_SIZE" in env or local is None:
+    mpi = next((names for names in MPI if names[4] in env), None)
+    if "LOCAL_WORLD_SIZE" in env or mpi is None:
         if "LOCAL_WORLD_SIZE" not in env and world > 1 and not is_loopback(env.get("MASTER_ADDR", LOOPBACK)):
             raise UserError(
                 "RANK and WORLD_SIZE are set, and LOCAL_WORLD_SIZE, the number of ranks on this machine, is not: set "
@@ -88,13 +91,16 @@ def _place_by_name(env: Mapping[str, str]) -> Place:
             )
         local_rank, local_world = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
     else:
-        local_rank, local_world = _number(env, "LOCAL_RANK", _number(env, local[3])), _number(env, local[4])
+        local_rank, local_world = _number(env, "LOCAL_RANK", _number(env, mpi[3])), _number(env, mpi[4])
     return Place(rank, world, local_rank, local_world, True, device)
 
 
 def _place_in_step(env: Mapping[str, str]) -> Place:
-    """Returns the place of a task of srun. A step may have fewer nodes and tasks than its job. Nodes with different
-    numbers of tasks all get the largest: every rank must take the machines to be of one size."""
+    """Return the place of a task of srun. A step may have fewer nodes and tasks than its job.
+
+    If nodes have different numbers of tasks, all get the largest number, since every rank must assume the same size of
+    machine.
+    """
     world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if world <= 1:
         return Place()
@@ -105,7 +111,7 @@ def _place_in_step(env: Mapping[str, str]) -> Place:
 
 
 def _place_in_mpi(env: Mapping[str, str]) -> Place:
-    """Returns the place that a launcher of MPI gives, or that of a process alone."""
+    """Return the place that a launcher of MPI gives, or the place of a single process."""
     for who, rank, world, local_rank, local_world in MPI:
         if rank not in env or world not in env or _number(env, world) <= 1:
             continue
@@ -116,6 +122,7 @@ def _place_in_mpi(env: Mapping[str, str]) -> Place:
             )
         numbers = [_number(env, name) for name in (rank, world, local_rank, local_world)]
         return Place(numbers[0], numbers[1], numbers[2], numbers[3], launched=True)
+    # With one of these, the world size is known to be 1.
     alone = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID"} & env.keys()
     if "PMIX_RANK" in env and not alone:
         raise UserError(
@@ -126,8 +133,11 @@ def _place_in_mpi(env: Mapping[str, str]) -> Place:
 
 
 def joined_place() -> Place | None:
-    """This process in a world that somebody else has joined already, and who has chosen its device unless a launcher
-    says which is its place on the machine."""
+    """Return the place of this process if the calling program has joined torch.distributed already; otherwise None.
+
+    The local rank is the one that the launcher gives, if there is one. Otherwise it is the number of the device that
+    the program has chosen.
+    """
     import torch.distributed as dist
 
     from meshwright.device import accelerator_count, current_index
@@ -142,8 +152,11 @@ def joined_place() -> Place | None:
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Returns where rank 0 listens. Under srun: the first node of the step, and a port that follows from the numbers of
-    the job and the step, so that two steps of a job don't meet."""
+    """Return the host and port at which rank 0 listens.
+
+    Under srun, the host is the first node of the step. The port follows from the numbers of the job and the step, so
+    that two steps of a job don't meet.
+    """
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"], int(env.get("MASTER_PORT", "29500"))
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
@@ -154,43 +167,44 @@ def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
             "MASTER_ADDR to its machine and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=HOST)"
         )
     job, step = (int(text) if (text := env.get(name, "")).isdecimal() else 0 for name in JOB_AND_STEP)
-    # 31 and 997 have no factor in common with the number of ports: neighbouring jobs and steps get different ones.
+    # 31 and 997 have no common factor with the number of ports, so neighbouring jobs and steps get different ports.
     return first_host(nodes or LOOPBACK), FIRST_PORT + (31 * job + 997 * step) % PORTS
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of this machine's network interface that has an address, or None if none has."""
+    """Return the name of this machine's network interface with this address; None if no interface has it."""
     with suppress(OSError, ValueError):
         return (_ipv6_interfaces() if ":" in address else _ipv4_interfaces()).get(ip_address(address))
     return None
 
 
 def _ipv4_interfaces() -> dict[IPv4Address | IPv6Address, str]:
-    """Returns the interface of each IPv4 address of this machine. An interface may have several."""
+    """Return the interface of each IPv4 address of this machine. An interface may have several addresses."""
     import fcntl
 
+    # The kernel fills an array of `struct ifreq`: 16 bytes of name, then the socket address. It returns the used bytes.
     answers = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
     where, size = answers.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        told = fcntl.ioctl(asked.fileno(), SIOCGIFCONF, struct.pack("iL", size, where))
-    data = answers.tobytes()[: struct.unpack("iL", told)[0]]
-    found: dict[IPv4Address | IPv6Address, str] = {}
-    for at in range(0, len(data), IFREQ_BYTES):
-        # A further address may be listed under a label of its own, such as eth0:1.
-        name = data[at : at + 16].split(b"\0")[0].decode().split(":")[0]
-        found[IPv4Address(data[at + 20 : at + 24])] = name
-    return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFCONF, struct.pack("iL", size, where))
+    data = answers.tobytes()[: struct.unpack("iL", answer)[0]]
+    interfaces: dict[IPv4Address | IPv6Address, str] = {}
+    for start in range(0, len(data), IFREQ_BYTES):
+        # A further address may be listed under a label such as eth0:1.
+        name = data[start : start + 16].split(b"\0")[0].decode().split(":")[0]
+        interfaces[IPv4Address(data[start + 20 : start + 24])] = name
+    return interfaces
 
 
 def _ipv6_interfaces(table: str = "/proc/net/if_inet6") -> dict[IPv4Address | IPv6Address, str]:
-    """Returns the interface of each IPv6 address of this machine."""
+    """Return the interface of each IPv6 address of this machine."""
     with open(table, encoding="ascii") as file:
         rows = [line.split() for line in file]
     return {IPv6Address(bytes.fromhex(row[0])): row[-1] for row in rows if row}
 
 
 def loopback() -> str:
-    """Returns the name of this machine's loopback interface."""
+    """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in ("lo", "lo0")), names[0] if names else "lo")
 
@@ -200,16 +214,16 @@ def is_loopback(address: str) -> bool:
 
 
 def outward_address() -> str | None:
-    """Returns the address from which this machine reaches others, or None if it has no route. A datagram socket that
-    is connected sends nothing: the system only looks up the route."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect(ROUTED)
-        return str(asked.getsockname()[0])
+    """Return the address from which this machine reaches others; None if it has no route."""
+    # Connecting a datagram socket sends nothing: the system only looks up the route.
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        unsent.connect(ROUTED)
+        return str(unsent.getsockname()[0])
     return None
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[07-09,12],x1` is gpu07, `rack[1-2]n[0-3]` is rack1n0."""
+    """Return the first name of a Slurm node list: gpu07 for `gpu[07-09,12],x1`, rack1n0 for `rack[1-2]n[0-3]`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", nodes)
     if not first:
         raise UserError(f"can't read the node list '{nodes}': set MASTER_ADDR and MASTER_PORT")
@@ -217,8 +231,11 @@ def first_host(nodes: str) -> str:
 
 
 def enter(place: Place, kind: str, backend: str, timeout: float, precision: str | None = None) -> tuple[Device, bool]:
-    """This rank's device, and the world joined, unless this process is alone or somebody did it already; whether
-    `leave` is ours to call. What the device can't do is told before."""
+    """Choose this rank's device and join the other ranks. Return the device, and whether `leave` must be called.
+
+    There is nothing to join if this process is alone, or if the calling program has joined already. Settings that the
+    device does not support are refused before.
+    """
     import torch.distributed as dist
 
     from meshwright.comm.group import CommError
@@ -243,7 +260,8 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     leave_errors_to_us(os.environ)
     limit = torch_limit(timeout)
-    # Ranks of our own launcher will meet, unless a node of theirs is lost; one of another's may never come.
+    # Ranks of our launcher meet unless a node is lost. With another launcher, a rank may never come, so the user
+    # must be able to interrupt the wait.
     own = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN)
     try:
         with nullcontext() if own else ends_at_once():
@@ -255,7 +273,7 @@ def enter(place: Place, kind: str, backend: str, timeout: float, precision: str 
             raise UserError(f"port {port} on {host} is taken: {fix}") from None
         missed = f"rank {place.rank} of {place.world} did not meet the others at {host}:{port}"
         reason = str(error).splitlines()[0]
-        if own:  # a loss, which a further start may mend
+        if own:  # A node was lost: another start may succeed.
             raise CommError(f"{missed} ({reason})") from None
         raise UserError(f"{missed} ({reason}): start all ranks, with the same MASTER_ADDR and MASTER_PORT") from None
     except UserError as error:
@@ -271,23 +289,26 @@ def leave() -> None:
 
 
 def address_of(address: str | None, most: int) -> str:
-    """Returns the address on which this machine's ranks are reached. With one machine nobody else can reach them. With
-    several it is the one that --address names, else that of the machine's name. Debian and Ubuntu give that name the
-    address 127.0.1.1, which other machines can't reach: then it is the address of the route to others."""
+    """Return the address at which this machine's ranks can be reached. `most`: the most machines of the run.
+
+    With one machine it is loopback, so that no other machine can reach them. With several machines it is the value of
+    --address, otherwise the address of the machine's name. Debian and Ubuntu give that name the address 127.0.1.1,
+    which other machines can't reach. Then it is the address of the default route.
+    """
     if most == 1 and not address:
         return LOOPBACK
     try:
-        found: str | None = socket.gethostbyname(address or socket.gethostname())
+        ip: str | None = socket.gethostbyname(address or socket.gethostname())
     except OSError as error:
         if address:
             raise UserError(f"--address {address} is not known ({error.strerror}): give an IP address") from None
-        found = None
-    if most > 1 and (found is None or is_loopback(found)) and not address:
-        found = outward_address()
-    if found is None:
-        what = "no address is known by which other machines reach this one"
-        raise UserError(f"{what}: give the one on whose network the ranks talk with --address IP")
-    if most > 1 and is_loopback(found):
-        # Several launchers on one machine may be meant, each at a loopback address of its own.
+        ip = None
+    if most > 1 and (ip is None or is_loopback(ip)) and not address:
+        ip = outward_address()
+    if ip is None:
+        problem = "no address is known by which other machines reach this one"
+        raise UserError(f"{problem}: give the one on whose network the ranks talk with --address IP")
+    if most > 1 and is_loopback(ip):
+        # Not an error: this may be a test with several launchers on one machine, each with its own loopback address.
         notice(f"meshwright: --address {address} is reached from this machine alone")
-    return found
+    return ip

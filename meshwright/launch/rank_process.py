@@ -1,4 +1,4 @@
-"""A rank as a process: it ends when its launcher is gone, and `ps` says which rank of which run it is. No torch."""
+"""Makes a rank's process end when its launcher is gone, and show its rank and run in `ps`. No torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from typing import NoReturn
 
 from meshwright.errors import notice
 
-LOOK_S = 1.0  # between two looks at who the parent is
-ORPHAN = 1  # exit code of a rank whose launcher is gone
+LOOK_S = 1.0  # Seconds between two checks of the parent process.
+ORPHAN = 1  # The exit code of a rank whose launcher is gone.
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-NAME_BYTES = 15  # of what Linux calls a process's name, beside its command line
+NAME_BYTES = 15  # The longest process name that Linux keeps, apart from the command line.
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends (Linux), even if it handles nothing."""
+    """Let the kernel kill this process when its parent ends, even if this process hangs. Linux only."""
     _prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def end_with_launcher(lifeline: Path | None = None) -> None:
-    """Ends this rank when its launcher is gone. `lifeline` is a FIFO that our own launcher holds open; the ranks of
-    another launcher are its children. The kernel sees to it where it can, and a thread everywhere."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # others may start ranks from a thread that ends before they do
+    """End this rank when its launcher is gone.
+
+    `lifeline` is a FIFO that our own launcher holds open. Ranks of another launcher are its children. The kernel ends
+    the rank if it can; a thread works on every system.
+    """
+    # The kernel's "parent" is a thread. Other launchers may start ranks from a thread that ends before the ranks do.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if lifeline is not None:
         _watch("lifeline", partial(_wait_for_end, lifeline))
@@ -40,23 +44,28 @@ def end_with_launcher(lifeline: Path | None = None) -> None:
 
 
 def _watch(what: str, body: Callable[[], None]) -> None:
+    """Run `body` in a thread, unless this process has such a thread already."""
     name = f"meshwright-{what}"
-    if all(thread.name != name for thread in threading.enumerate()):  # once in a process, whoever asks
+    if all(thread.name != name for thread in threading.enumerate()):
         threading.Thread(target=body, name=name, daemon=True).start()
 
 
 def _wait_for_end(lifeline: Path) -> None:
+    """End this process when no process holds the FIFO open for writing any longer."""
     try:
         handle = os.open(lifeline, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        _end()  # the launcher has removed it
+        # The launcher has removed it, so it has ended.
+        _end()
     while True:
-        select.select([handle], [], [])  # nobody writes, so this is the end of the last writer
+        # The launcher never writes. The FIFO becomes readable when its last writer has gone.
+        select.select([handle], [], [])
         if os.read(handle, 1) == b"":
             _end()
 
 
 def _wait_for_other_parent(parent: int) -> None:
+    """End this process when its parent has changed, which means that the original one has ended."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     _end()
@@ -69,8 +78,11 @@ def _end() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process at once, after an error. What was printed or logged is flushed first; nothing that waits for
-    other ranks, such as torch's teardown of process groups, is run."""
+    """End this process at once, after an error.
+
+    Output and logs are flushed first. Nothing that waits for other ranks is run, such as torch's teardown of process
+    groups.
+    """
     with suppress(Exception):
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -80,13 +92,14 @@ def end_process(code: int) -> NoReturn:
 
 
 def name_rank(rank: int, world: int, run: str = "") -> None:
-    """Names this process for `ps` and `top`, where the system allows it."""
+    """Name this process for `ps` and `top`, if the system allows it."""
     name = f"meshwright rank {rank}/{world} {run}".rstrip()
-    # Without a space: Slurm's proctrack/linuxproc reads the name as one word, and would not find the rank to signal it.
+    # No space in this name: Slurm's proctrack/linuxproc reads it as one word, and would not find the rank to signal it.
     _prctl(PR_SET_NAME, f"meshwright:{rank}/{world}".encode()[:NAME_BYTES])
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # where the words of the command line lie in memory
+        # The addresses of the command line's words in this process's memory. `ps` reads them there, so overwrite them.
+        start, end = int(fields[45]), int(fields[46])
         if 0 < start < end:
             text = name.encode()[: end - start - 1]
             ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -1,5 +1,8 @@
-"""A request to stop asks for a checkpoint and a clean end after the step under way: SIGTERM or SIGUSR1 of a scheduler,
-Ctrl-C (SIGINT), a terminal that is closed (SIGHUP). A second Ctrl-C ends at once."""
+"""Handles requests to stop: save a checkpoint and end cleanly after the current step.
+
+SIGTERM and SIGUSR1 come from a scheduler, SIGINT from Ctrl-C, SIGHUP from a terminal that is closed. A second Ctrl-C
+ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,46 @@ from typing import Any
 from meshwright.errors import begin_line, notice
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # who starts a process may have it ignore these, as nohup does
+OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # A process may be started to ignore these, for example by nohup.
 
-# A scheduler may signal a launcher and its ranks, and the launcher passes it on: within so many seconds all are one.
+# A scheduler may signal both a launcher and its ranks, and the launcher forwards its signal to them. Signals within
+# this many seconds count as one request.
 SAME_REQUEST_S = 5.0
-# A terminal sends Ctrl-C once to each process, so a second one is the user's. A wrapper that passes on what all got
-# already does so soon, also on a busy machine; a user who is quicker than that has to press once more.
+# A terminal sends Ctrl-C once to each process, so a second SIGINT is usually the user's. A wrapper may forward the
+# Ctrl-C that all processes got already, but it does so sooner than this, even on a busy machine. A user who presses
+# twice within this time must press once more.
 SAME_CTRL_C_S = 0.2
-BLOCKED_S = 1.0  # a main thread that has not handled a signal by then is waiting for something that may never come
+BLOCKED_S = 1.0  # A main thread that takes longer to handle a signal is blocked, perhaps forever.
 
 
 def taken_over(number: int) -> bool:
-    """Whether a process that stops on request has this signal to itself, or was started to ignore it."""
+    """Return True if a process that stops on request should handle this signal: it was not started to ignore it."""
     return number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class StopRequests:
-    """While entered, `seen` says whether one of the signals has come, to this one or an outer one. One that comes later
-    than the first request ends the process as usual, also while it waits for a peer and handles nothing."""
+    """A context manager that notes requests to stop.
 
-    handled = 0.0  # when the main thread of this process last handled a request
-    second = 0  # a Ctrl-C that came before the main thread has handled the first one: Python tells it of one
+    `seen` is true once a stop signal has come, to this object or to one that was entered before it. A further request
+    ends the process in the usual way, even if the main thread is blocked, for example in a wait for another rank.
+    """
+
+    handled = 0.0  # The time at which the main thread of this process last handled a request.
+    # A second Ctrl-C that came before the main thread handled the first one. Python calls the handler once for both.
+    second = 0
 
     def __init__(
         self, after: Any = None, speaks: bool = False, launched: bool = True, loses: Callable[[], str] | None = None
     ) -> None:
-        """`after`: how the signals are handled when this is left (None: as before). `speaks`: it tells of the first
-        request. `launched`: a launcher sends Ctrl-C too; otherwise a second one is the user's, and raises
-        KeyboardInterrupt, or says what is lost (`loses`) and ends a process that handles nothing."""
+        """Take the options; the signals are handled only while this is entered.
+
+        `after` is the handler to set on exit (None: the one before). `speaks`: print a notice at the first request.
+        `launched`: a launcher may forward Ctrl-C. Without a launcher, a second Ctrl-C is the user's: it raises
+        KeyboardInterrupt or, if the main thread is blocked, prints the sentence of `loses` about the lost work and ends
+        the process.
+        """
         self._seen = False
-        self._since: float | None = None  # when the first signal came; the end of a time limit is none
+        self._since: float | None = None  # The time of the first signal; a request without a signal has none.
         self._after, self._speaks, self._launched, self._loses = after, speaks, launched, loses
         self._before: dict[int, Any] = {}
         self._bell: tuple[socket.socket, socket.socket] | None = None
@@ -55,7 +68,7 @@ class StopRequests:
         return self._seen
 
     def request(self, signalled: float | None = None) -> None:
-        """Asks to stop; `signalled`: when a signal asked for it, if one did."""
+        """Ask to stop. `signalled` is the time of the signal, if one was the reason."""
         self._seen = True
         if self._since is None:
             self._since = signalled
@@ -70,14 +83,19 @@ class StopRequests:
         return self
 
     def _is_again(self, number: int, since: float, now: float) -> bool:
-        """Whether a signal is a request of its own, not the first one passed on."""
+        """Return True if a signal is a second request, rather than a copy of the first one."""
         mine = number == signal.SIGINT and not self._launched
         return now - since > (SAME_CTRL_C_S if mine else SAME_REQUEST_S)
 
     def _listen(self) -> None:
-        """Python calls `_note` between two of its own instructions only; a byte is written at once."""
+        """Start a thread that learns of signals at once.
+
+        Python calls `_note` only between two bytecode instructions of the main thread, which may be blocked in native
+        code. But it writes each signal's number to the wakeup descriptor at once.
+        """
         before = signal.set_wakeup_fd(-1)
-        if before != -1:  # an outer one listens already
+        # An outer StopRequests listens already.
+        if before != -1:
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
             return
         bell = self._bell = socket.socketpair()
@@ -85,18 +103,20 @@ class StopRequests:
         signal.set_wakeup_fd(bell[1].fileno(), warn_on_full_buffer=False)
 
         def forked() -> None:
-            """A child inherits where signals ring, and its own must not ring for its parent."""
+            """Detach a forked child from the descriptor that it inherits: its signals are not meant for its parent."""
             if self._bell is bell:
-                with suppress(ValueError):  # not forked by the main thread
+                # A child that was not forked by the main thread can't change the descriptor.
+                with suppress(ValueError):
                     signal.set_wakeup_fd(-1)
 
         os.register_at_fork(after_in_child=forked)
         threading.Thread(target=self._hear, args=(bell[0],), name="stop requests", daemon=True).start()
 
     def _hear(self, end: socket.socket) -> None:
+        """Print a notice at the first request, and end a blocked process at the second. This runs in a thread."""
         first: float | None = None
-        while heard := end.recv(1):
-            number, now = heard[0], time.monotonic()
+        while received := end.recv(1):
+            number, now = received[0], time.monotonic()
             if number not in STOP_SIGNALS:
                 continue
             if first is None:
@@ -105,13 +125,16 @@ class StopRequests:
                     begin_line()
                     notice("asked to stop: saves after this step (Ctrl-C again stops at once, and saves nothing)")
             elif self._is_again(number, first, now):
-                mine, unhandled = number == signal.SIGINT and not self._launched, StopRequests.handled < first
-                StopRequests.second = number if mine and unhandled and self._bell is not None else 0
+                by_user = number == signal.SIGINT and not self._launched
+                unhandled = StopRequests.handled < first
+                StopRequests.second = number if by_user and unhandled and self._bell is not None else 0
+                # Give the main thread time to handle the signal. If it does not, it is blocked.
                 time.sleep(BLOCKED_S)
                 if StopRequests.handled < now - BLOCKED_S:
                     if self._loses:
                         notice(self._loses())
                     os._exit(128 + number)
+                # The main thread had handled both signals as one before `second` was set, so send it again.
                 if StopRequests.second and self._bell is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
         end.close()
@@ -122,6 +145,7 @@ class StopRequests:
         if again or (self._since is not None and self._is_again(number, self._since, time.monotonic())):
             if number == signal.SIGINT and not self._launched:
                 raise KeyboardInterrupt
+            # End as if the signal had never been handled.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.request(time.monotonic())
@@ -129,21 +153,25 @@ class StopRequests:
     def __exit__(self, *error: object) -> None:
         if self._bell is not None:
             signal.set_wakeup_fd(-1)
-            self._bell[1].close()  # the other end hears that, and ends
+            # The thread at the other end receives nothing more, and ends.
+            self._bell[1].close()
             self._bell, StopRequests.second = None, 0
         for number, before in self._before.items():
             signal.signal(number, before if self._after is None else self._after)
 
 
 def _has_seen(handler: Any) -> StopRequests | None:
-    """The `StopRequests` of which this is the handler of the signals, if it was asked to stop."""
+    """Return the `StopRequests` whose method this signal handler is, if it was asked to stop; otherwise None."""
     requests = getattr(handler, "__self__", None)
     return requests if isinstance(requests, StopRequests) and requests.seen else None
 
 
 @contextmanager
 def stops_handled_by(handler: Any) -> Iterator[dict[int, Any]]:
-    """Meanwhile the signals have this handler, in the main thread, which alone can set it; gives those before it."""
+    """Handle the stop signals with `handler` until the context ends. Yield the handlers before it, by signal.
+
+    Only the main thread can set handlers. In another thread this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield {}
         return
@@ -157,8 +185,9 @@ def stops_handled_by(handler: Any) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Where nothing can be lost yet and a wait may be long, the first request ends the process."""
+    """Let the first request end the process, during a long wait in which nothing can be lost yet."""
     with stops_handled_by(signal.SIG_DFL) as before:
+        # A request that came before this wait counts too.
         for number, handler in before.items():
             if _has_seen(handler):
                 os.kill(os.getpid(), number)

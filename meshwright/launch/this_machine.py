@@ -1,5 +1,7 @@
-"""Whether a run fits into the memory of the devices at hand, said before any rank starts; and what would fit. torch is
-imported only to look at the devices."""
+"""Checks before any rank starts that a run fits into the memory of this machine's devices, and suggests what would fit.
+
+It also finds the planner's layout for `layout=auto` and elastic runs. torch is imported only to examine the devices.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,24 @@ from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, s
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds, size
 
-OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # what torch's and the system's errors say
-WAYS = 3  # that are named, and keys that one may change
+OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # Words in the errors of torch and the system.
+WAYS = 3  # The most suggestions in a message, and the most keys that a suggestion changes.
 
 
 def on_cpu(config: Config) -> bool:
-    """Whether ranks of this machine compute on its CPUs."""
+    """Return True if ranks of this machine compute on its CPUs."""
     from meshwright.device import accelerator_count
 
     return config.run.device == "cpu" or not accelerator_count()
 
 
 def here(config: Config, ranks: int) -> Job:
-    """The job of a config on this machine's devices, with the kernels that they have."""
+    """Return the job of a config on this machine's devices, with the kernels available on them."""
     return checked_job(config, ranks, host=on_cpu(config))
 
 
 def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
-    """What a rank has its memory from, and how many bytes of it."""
+    """Return the name of the memory that a rank uses, and the number of bytes that it may use."""
     from meshwright.device import Device, accelerator_count, host_memory_bytes
 
     if on_cpu(config):
@@ -49,11 +51,13 @@ def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
 
 
 def check_memory(config: Config, ranks: int, local_ranks: int | None = None) -> None:
-    """Refuses a run on this machine whose weights, gradients and states alone, which are known to the byte, do not fit;
-    warns of one whose peak, which is nearly known, does not."""
+    """Refuse a run that is certain not to fit on this machine, and warn of one that probably does not.
+
+    The size of weights, gradients and states is known to the byte: if these do not fit, raise. The peak is an estimate.
+    """
     need = largest(here(config, ranks))
-    what, room = room_of(config, local_ranks or ranks)
-    ways = f"{size(room)} ({what}): {ways_to_fit(config, ranks, room)}" if need.peak > room else ""
+    memory, room = room_of(config, local_ranks or ranks)
+    ways = f"{size(room)} ({memory}): {ways_to_fit(config, ranks, room)}" if need.peak > room else ""
     if need.states > room:
         raise UserError(f"a rank's weights, gradients and optimizer states take {size(need.states)}, and it has {ways}")
     if ways:
@@ -61,25 +65,30 @@ def check_memory(config: Config, ranks: int, local_ranks: int | None = None) -> 
 
 
 def ways_to_fit(config: Config, ranks: int, room: float) -> str:
-    """Up to three changes of the config that need no more than `room` bytes, those of the fewest keys first."""
-    found: list[str] = []
+    """Suggest up to three changes of the config with which a rank needs at most `room` bytes.
+
+    All suggestions change the same number of keys, which is the smallest possible.
+    """
+    ways: list[str] = []
     singles = list(changes(config, ranks))
     for count in range(1, WAYS + 1):
-        for several in combinations(singles, count):
-            keys = {key: value for each in several for key, value in each.items()}
+        for combination in combinations(singles, count):
+            keys = {key: value for change in combination for key, value in change.items()}
+            # Fewer keys than changes: two of them set the same key, so they can't be combined.
             need = _changed(config, ranks, keys) if len(keys) == count else None
             words = " ".join(f"{key}={value}" for key, value in keys.items())
             if need is not None and need.peak <= room:
-                found.append(f"{words} ({size(need.peak)})")
-            if len(found) == WAYS:
-                return f"try {either(found)}"
-        if found:
+                ways.append(f"{words} ({size(need.peak)})")
+            if len(ways) == WAYS:
+                return f"try {either(ways)}"
+        if ways:
             break
     more = f"`meshwright plan` finds a layout on more than {ranks} ranks" if ranks > 1 else "use more ranks"
-    return f"try {either(found)}" if found else f"no other zero.stage, recompute.mode or micro-batch fits: {more}"
+    return f"try {either(ways)}" if ways else f"no other zero.stage, recompute.mode or micro-batch fits: {more}"
 
 
 def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the changes of one key that may save memory."""
     c = config
     for stage in range(max(1, c.zero.stage + 1), 4):
         yield {"zero.stage": stage}
@@ -95,14 +104,15 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _changed(config: Config, ranks: int, keys: Mapping[str, Any]) -> Memory | None:
+    """Return the memory that a rank needs with these keys changed; None if the rules don't allow the change."""
     try:
         return largest(here(config_from(merged(to_mapping(config), nested(keys))), ranks))
     except UserError:
-        return None  # the rules don't allow it
+        return None
 
 
 def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error: BaseException) -> UserError | None:
-    """The sentence for a rank that ran out of memory; None for any other error."""
+    """Return an error that explains how to fit, for a rank that ran out of memory; None for any other error."""
     from meshwright.comm.group import CommError
     from meshwright.device import Device
 
@@ -111,33 +121,38 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
         return None
 
     device = Device.choose(config.run.device, 0)
-    what, room = room_of(config, local_ranks)
+    memory, room = room_of(config, local_ranks)
     held, planned = device.peak_bytes(), largest(here(config, ranks)).peak
     most = f"{size(held)} were held, " if held else ""
+    # The estimate was too low if the rank ran out of memory although the plan fits, so aim for less than was planned.
     return UserError(
-        f"rank {rank} ran out of memory ({most}planned were {size(planned)}, and it has {size(room)} of {what}): "
+        f"rank {rank} ran out of memory ({most}planned were {size(planned)}, and it has {size(room)} of {memory}): "
         f"{ways_to_fit(config, ranks, min(room, 0.95 * planned))}"
     )
 
 
-MARGIN = 0.94  # of a device's memory may be planned with
+MARGIN = 0.94  # A layout may use this share of a device's memory.
 
 
 def best_layout(config: Config, ranks: int, cluster: Cluster, limit_gib: float, fixed: Sequence[str] = ()) -> Candidate:
-    """The fastest layout that fits; the keys `fixed` stay as they are."""
+    """Return the fastest layout that fits. The keys in `fixed` keep their values."""
     host = cluster.device.units == 1
-    # A layout for other nodes than a config's own; in which order rings visit them changes no sum and no byte.
+    # The layout is for this machine's nodes, not for the ones in the config. The order in which rings visit the nodes
+    # changes no sum and no number of bytes, so it can be dropped.
     plain = replace(config, layout=replace(config.layout, node_size=0), comm=replace(config.comm, switches=()))
     job = Job(plain, ranks, own_stack(plain, host), min(cluster.node.devices, ranks), host=host)
     space: SearchSpace = space_of(plain, fixed_keys(list(fixed)))
-    found = search(job, cluster, limit_gib, space)
-    if not found.candidates:
-        raise why_nothing(job, cluster, found, limit_gib, space, list(fixed))
-    return found.candidates[0]
+    result = search(job, cluster, limit_gib, space)
+    if not result.candidates:
+        raise why_nothing(job, cluster, result, limit_gib, space, list(fixed))
+    return result.candidates[0]
 
 
 def words_of(base: Config, best: Candidate) -> list[str]:
-    """What the plan changes in a config, as words. How many ranks a node has, the run finds by itself."""
+    """Return the keys that the plan changes in a config, as words (key=value).
+
+    `layout.node_size` is left out: the run finds the number of ranks on a node by itself.
+    """
     before, after = to_mapping(base), to_mapping(best.job.config)
     sections = {"layout": None, "pipeline": None, "zero": None, "recompute": None, "train": ["micro_batch"],
                 "comm": ["switches"]}  # fmt: skip
@@ -154,8 +169,10 @@ def _written(value: Any) -> str:
 
 
 def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True) -> list[str]:
-    """The words with `layout=auto` replaced by the planner's choice for so many ranks of this machine's devices.
-    `config` is what the other words make."""
+    """Return the words with `layout=auto` replaced by the planner's choice for `ranks` ranks on this machine's devices.
+
+    `config` is the config that the other words make.
+    """
     given = without_auto(words)
     cluster, limit = devices_of(config, ranks)
     best = best_layout(config, ranks, cluster, limit, given)
@@ -168,7 +185,7 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
 
 
 def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
-    """The cluster that stands for these devices, and how many GiB a rank may plan with."""
+    """Return the cluster that describes this machine's devices, and the GiB that a rank's layout may use."""
     from meshwright.device import Device
 
     device = Device.find(config.run.device)
@@ -184,13 +201,16 @@ def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
 
 
 def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:
-    """The most ranks, up to this number, for which there is a layout with the same global batch, and what the best one,
-    by the planner's predicted time of a step, changes in the config."""
+    """Choose the layout for at most `ranks` ranks after a loss, with the same global batch.
+
+    Return the largest number of ranks that has a layout, and the keys that the layout with the shortest predicted step
+    changes in the config. `local` is the number of ranks on this machine.
+    """
     cluster, limit = devices_of(config, local)
-    why: UserError | None = None
+    first_error: UserError | None = None
     for count in range(ranks, 0, -1):
         try:
             return count, words_of(config, best_layout(config, count, cluster, limit))
         except UserError as error:
-            why = why or error
-    raise why or UserError("there is no rank left to go on with")
+            first_error = first_error or error
+    raise first_error or UserError("there is no rank left to continue with")

@@ -1,4 +1,4 @@
-"""The hook that lets a run choose how it sends gradients, after its first steps (`comm.reduce.adaptive`)."""
+"""A hook that measures the first steps of a run, then chooses how it sends gradients (`comm.reduce.adaptive`)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from meshwright.record.run_notes import write_event
 from meshwright.spec.schedule.table import MEANING, Op
 from meshwright.spec.schedule.trace import Recorder
 
-BEFORE, MEASURED = 3, 3  # steps of a process that are not measured, which make what later ones reuse; and that are
-ROUNDS = 3  # of each sum
+# Steps before the measured ones, and measured steps. The first steps of a process are slower: they make objects that
+# later steps reuse.
+BEFORE, MEASURED = 3, 3
+ROUNDS = 3  # Times that each sum is measured; the fastest counts.
 FORWARD = MEANING[Op.FORWARD].letter
 
 
 class Adapting(Hook):
-    """Measures, and chooses once: all ranks find the same numbers, so they choose alike."""
+    """Measures the candidates and chooses one, once per run. All ranks agree on the figures, so they choose alike."""
 
     def __init__(self, trainer: Trainer, folder: Path | None) -> None:
         reducer = trainer.data_parallel.reducer
         self.trainer, self.folder = trainer, folder
         self.reducer = reducer if isinstance(reducer, AdaptiveReducer) and reducer.choice is None else None
-        self.steps: list[float] = []
-        self.rooms: list[float] = []
-        self._taken = 0
+        self.steps: list[float] = []  # Seconds of each measured step.
+        self.rooms: list[float] = []  # Seconds of each measured step behind which communication can be hidden.
+        self._taken = 0  # Steps that this process has trained.
         self._recorder: Recorder | None = None
 
     def pauses(self, step: int) -> bool:
@@ -54,9 +56,11 @@ class Adapting(Hook):
             return
         self._taken += 1
         recorder, self._recorder = self._recorder, None
-        if recorder is None:  # somebody else may trace this step
+        # The step was not recorded: it came too early, or another hook traced it.
+        if recorder is None:
             return
         self.trainer.executor.recorder = None
+        # Sums of gradients hide behind backward. From ZeRO stage 2 on, part of that time is waiting: it hides nothing.
         spans = (s for s in recorder.spans() if s.track == "compute" and not s.name.startswith(FORWARD))
         waited = sum(self.trainer.ctx.ledger.waited.values()) if self.trainer.data_parallel.stage >= 2 else 0.0
         self.rooms.append(max(0.0, sum(span.end - span.start for span in spans) - waited))
@@ -68,52 +72,64 @@ class Adapting(Hook):
         assert self.reducer is not None
         ctx = self.trainer.ctx
         room = statistics.median(self.rooms) if ctx.config.comm.overlap.gradients else 0.0
-        room, step_s = -self._agreed(-room), self._agreed(statistics.median(self.steps))
+        # `_agreed` takes the maximum over all ranks, so this is the minimum.
+        room = -self._agreed(-room)
+        step_s = self._agreed(statistics.median(self.steps))
         with ctx.ledger.phase("startup"):
-            trials = [self._trial(each) for each in self.reducer.candidates]
+            trials = [self._trial(candidate) for candidate in self.reducer.candidates]
         trial = best(trials, room, step_s)
         self.reducer.choose(trial.config)
         self.reducer = None
         if self.trainer.writes and self.folder is not None:
             text = words(trial, trials[0], room)
-            seconds = {name_of(each.config): [each.seconds, each.making] for each in trials}
+            seconds = {name_of(tried.config): [tried.seconds, tried.making] for tried in trials}
             write_event(self.folder, "reduce", text, step, choice=trial.config.kind, ratio=trial.config.ratio,
                         room_s=room, seconds=seconds)  # fmt: skip
             notice(text)
 
     def _trial(self, config: ReduceConfig) -> Trial:
-        """Returns the seconds of one candidate's sums in a step, by those of this rank's largest bucket."""
+        """Return the seconds that a step's sums take with one candidate.
+
+        Only this rank's largest bucket is measured. Its time is scaled to the elements of all buckets.
+        """
         assert self.reducer is not None
         buckets = [bucket for buffer in self.reducer.buffers for bucket in buffer.buckets]
-        bucket = max(buckets, key=lambda each: each.stop - each.start, default=None)
+        largest = max(buckets, key=lambda bucket: bucket.stop - bucket.start, default=None)
         times = 0.0
-        if bucket is not None:
-            times = sum(each.stop - each.start for each in buckets) / (bucket.stop - bucket.start)
-            times *= self.trainer.micro_batches if bucket.stage >= 2 else 1
+        if largest is not None:
+            times = sum(bucket.stop - bucket.start for bucket in buckets) / (largest.stop - largest.start)
+            # From ZeRO stage 2 on, gradients are reduced after every micro-batch.
+            times *= self.trainer.micro_batches if largest.stage >= 2 else 1
+
         reducer: Reducer = PLAIN_REDUCER
         if config.kind != "plain":
-            reducer = trying = ExchangeReducer(replace(config, error_feedback="true"), 0)
-            if bucket is not None:
-                trying.residuals = {bucket: torch.zeros_like(self.reducer.residuals[bucket])}
-        seconds = self._timed(reducer, bucket, times, links=True)
-        making = self._timed(reducer, bucket, times, links=False) if config.kind != "plain" else 0.0
+            # A separate reducer with empty residuals, so that the measurement does not change those of the run.
+            reducer = tried = ExchangeReducer(replace(config, error_feedback="true"), 0)
+            if largest is not None:
+                tried.residuals = {largest: torch.zeros_like(self.reducer.residuals[largest])}
+        seconds = self._timed(reducer, largest, times, links=True)
+        making = self._timed(reducer, largest, times, links=False) if config.kind != "plain" else 0.0
         return Trial(config, seconds, min(making, seconds))
 
     def _timed(self, reducer: Reducer, bucket: Bucket | None, times: float, links: bool) -> float:
-        """Returns the seconds of so many sums of a bucket on the rank where they take longest. A rank that has nothing
-        to compress (None) takes part in the agreements all the same."""
+        """Return the seconds of one sum of a bucket times `times`, on the rank where that takes longest.
+
+        With `links` False, messages are made and read but not sent. A rank without a bucket (None) must call this
+        too, since it takes part in the collectives that synchronise the ranks.
+        """
         took = []
         for _ in range(ROUNDS):
             add_up = self._sum_of(reducer, bucket, links)
             self.trainer.ctx.device.synchronize()
-            self._agreed(0.0)  # all begin together
+            # This collective is a barrier: all ranks begin together.
+            self._agreed(0.0)
             begin = time.perf_counter()
             add_up()
             took.append(time.perf_counter() - begin)
         return self._agreed(min(took) * times)
 
     def _sum_of(self, reducer: Reducer, bucket: Bucket | None, links: bool) -> Callable[[], None]:
-        """Returns what sums random gradients of a bucket; where there is none, what does nothing."""
+        """Return a function that sums random gradients of a bucket; without a bucket, it does nothing."""
         if bucket is None:
             return lambda: None
         device, groups = self.trainer.ctx.device, self.trainer.data_parallel.groups(bucket.buffer)
@@ -134,10 +150,13 @@ def name_of(config: ReduceConfig) -> str:
 
 
 def words(trial: Trial, plain: Trial, room: float) -> str:
-    """Returns e.g. `gradients are sent as topk 0.05: plain sums would take 1.2 s of a step, of which 0.3 s are hidden,
-    these take 0.1 s and 0.02 s to be made`."""
-    would = f"plain sums take {plain.seconds:.3g} s of a step, of which {min(room, plain.seconds):.3g} s can be hidden"
+    """Return the sentence that explains the choice.
+
+    For example `gradients are sent as topk 0.05: plain sums take 1.2 s of a step, of which 0.3 s can be hidden; these
+    take 0.1 s, and 0.02 s to be made and read`.
+    """
+    before = f"plain sums take {plain.seconds:.3g} s of a step, of which {min(room, plain.seconds):.3g} s can be hidden"
     if trial.config.kind == "plain":
-        return f"gradients are sent as they are: {would}"
+        return f"gradients are sent as they are: {before}"
     these = f"these take {trial.seconds - trial.making:.3g} s, and {trial.making:.3g} s to be made and read"
-    return f"gradients are sent as {name_of(trial.config)}: {would}; {these}"
+    return f"gradients are sent as {name_of(trial.config)}: {before}; {these}"

@@ -1,4 +1,4 @@
-"""Every so many steps, by layer: the gradient's norm, the weights', and how large the update was beside them."""
+"""A hook that records gradient norms, weight norms and update ratios by layer, every `run.layers_every` steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ from meshwright.engine.sharding.remainders import plain
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
 
-SAMPLED = 4096  # elements of a parameter on a rank, evenly spaced, by which weights and updates are estimated
+# Weight and update norms are estimated from about this many evenly spaced elements of each parameter on each rank.
+SAMPLED = 4096
 
 
 def layer_of(name: str) -> str:
-    """The part of a parameter's global name that says its layer: `blocks.3` of `blocks.3.mlp.up.weight`."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else name.split(".")[0]
+    """Return the part of a parameter's global name that identifies its layer: `blocks.3` for `blocks.3.mlp.up.weight`.
+
+    For a name without a layer number it is the first part.
+    """
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return numbered[1] if numbered else name.split(".")[0]
 
 
 def natural(name: str) -> list[Any]:
+    """Return a key that sorts names with numbers by value: `blocks.9` before `blocks.10`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 class Piece(NamedTuple):
-    """The elements of one parameter that this rank counts."""
+    """The elements of one parameter that this rank contributes to the sums: `low` to `high` of its slot."""
 
     layer: str
     bucket: Bucket
@@ -43,23 +48,26 @@ class Piece(NamedTuple):
 
     @property
     def grads(self) -> Tensor:
-        """Its gradients, which may have memory only between backward and the next step."""
-        at = self.slot.start - self.bucket.share[0]
-        return self.bucket.own_grads[at + self.low : at + self.high]
+        """The gradients of these elements. Their memory may exist only from backward until the next step."""
+        offset = self.slot.start - self.bucket.share[0]
+        return self.bucket.own_grads[offset + self.low : offset + self.high]
 
     @property
     def stride(self) -> int:
         return max(1, (self.high - self.low) // SAMPLED)
 
     def sample(self) -> Tensor:
-        """Some of the master weights, as a copy."""
+        """Return a copy of every `stride`-th master weight as float64."""
         values = self.state.values(self.slot, self.low, self.high)[:: self.stride]
         return plain(values).detach().to(torch.float64, copy=True)
 
 
 class LayerNorms(Hook):
-    """Writes layers.jsonl. The gradient's norms are exact; weights and updates are estimated from a sample of each
-    parameter, so that no copy of the model is made."""
+    """Writes layers.jsonl.
+
+    Gradient norms are exact. Weight and update norms are estimated from a sample of each parameter: exact update norms
+    would need a copy of the model.
+    """
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None) -> None:
         self.trainer, self.folder, self.every = trainer, folder, trainer.ctx.config.run.layers_every
@@ -84,21 +92,24 @@ class LayerNorms(Hook):
         ctx = self.trainer.ctx
         with ctx.ledger.phase("metrics"):
             if not self.names:
-                own = json.dumps(sorted({piece.layer for piece in self.pieces})).encode()
-                told = [json.loads(text) for text in gather_bytes(ctx.mesh.world, own, ctx)]
-                self.names = sorted({name for names in told for name in names}, key=natural)
-            sums = self._sums() / ctx.layout.replicas  # of which each counts all parameters
+                local = json.dumps(sorted({piece.layer for piece in self.pieces})).encode()
+                by_rank = [json.loads(text) for text in gather_bytes(ctx.mesh.world, local, ctx)]
+                self.names = sorted({name for names in by_rank for name in names}, key=natural)
+            # Every replica counts all parameters, so the sum over the world has each as often as there are replicas.
+            sums = self._sums() / ctx.layout.replicas
             ctx.mesh.world.all_reduce(sums)
         self.before_update = []
         if self.folder and not result.skipped:
             self.folder.layers(line_of(result, self.names, sums.tolist()))
 
     def _sums(self) -> Tensor:
-        """By layer, the sums of squares of this rank's gradients, weights and updates."""
-        at = {name: number for number, name in enumerate(self.names)}
+        """Return the sums of squares of this rank's gradients, weights and updates. Shape: [layers, 3]."""
+        rows = {name: number for number, name in enumerate(self.names)}
         sums = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.trainer.ctx.device.torch)
         for piece, before in zip(self.pieces, self.before_update, strict=True):
-            now, row = piece.sample(), sums[at[piece.layer]]
+            now = piece.sample()
+            row = sums[rows[piece.layer]]
+            # Each sampled element stands for `stride` elements.
             row[0] += torch.linalg.vector_norm(piece.grads, dtype=torch.float64).square()
             row[1] += piece.stride * now.square().sum().to(sums.device)
             row[2] += piece.stride * (now - before).square().sum().to(sums.device)
@@ -117,7 +128,11 @@ def _pieces(trainer: Trainer) -> Iterator[Piece]:
 
 
 def line_of(result: StepResult, names: Sequence[str], sums: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The line of layers.jsonl. Gradients are stored with a factor, which the step's own norm takes out."""
+    """Return a line of layers.jsonl.
+
+    Gradients are stored with a common factor. Scaling the layers' norms so that together they make the step's gradient
+    norm removes it.
+    """
     total = math.fsum(row[0] for row in sums)
     scale = result.grad_norm / math.sqrt(total) if total > 0 else 0.0
     return {

@@ -1,4 +1,4 @@
-"""The main loop: step after step, and what happens beside them. Each of these things is a hook."""
+"""The main training loop, and the hooks that do everything else around its steps: recording, saving, validating, ..."""
 
 from __future__ import annotations
 
@@ -30,19 +30,23 @@ from meshwright.record.run_notes import FaultNotes, time_between_failures, write
 from meshwright.record.speed import Speed
 from meshwright.spec.schedule.trace import Recorder, trace_json, unpacked
 
-SAVING_SHARE = 0.01  # of a run's time that saving may take with checkpoint.every=auto
-MOST_FLIGHTS = 256  # ranks up to which a traced step leaves every rank's last calls
-TRACED = 3  # the third step of a process: the first ones make what later ones reuse
+SAVING_SHARE = 0.01  # With checkpoint.every=auto, saving may take this share of a run's time.
+MOST_FLIGHTS = 256  # Up to this many ranks, a traced step writes the last calls of every rank.
+# `run.trace` traces this step of a process. The first steps are not typical: they make objects that later steps reuse.
+TRACED = 3
 
 
+# Takes a result and a function that computes the step once more. Returns the result that counts.
 Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
 
 
 class Ahead:
-    """Launches step N + 1 before the host waits for step N's numbers. `pauses(step)` says after which steps somebody
-    needs the trainer as that step left it (to validate, to save): there nothing runs ahead. `settle` is shown every
-    result and may have a step computed again; no update is made from a step that is held back to the result that it
-    returns."""
+    """Launches step N + 1 before the host waits for step N's numbers.
+
+    `pauses(step)` returns True if a hook needs the trainer as that step leaves it (to validate or save): the next step
+    then waits. `settle` receives every result and may have a step computed again. While a step is held back, no step
+    makes an update until `settle` returns.
+    """
 
     def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
         self.trainer, self.pauses, self.settle = trainer, pauses, settle
@@ -50,8 +54,11 @@ class Ahead:
         self._stop = self._save = False
 
     def next(self, stop_requested: bool, save_requested: bool = False) -> StepResult:
-        """The next step's result. A request to stop or to save that is seen in a result whose successor already runs is
-        passed on to that one, so that the trainer stands where the last result says."""
+        """Return the next step's result.
+
+        If the following step already runs, a request to stop or save in this result is moved to that step's result. So
+        a result that asks to stop or save is always the trainer's newest step.
+        """
         current = self._waiting or self.trainer.launch(stop_requested, save_requested)
         self._waiting = None
         if self.trainer.runs_ahead and not (self._stop or self._save or self.pauses(current.result.step)):
@@ -61,17 +68,18 @@ class Ahead:
             if result.held:
                 self._drop()
             result = self.settle(result, partial(self._again, stop_requested, save_requested))
-        stop, save, stands = self._stop or result.stop, self._save or result.save, self._waiting is None
-        result.stop, result.save = stop and stands, save and stands
-        self._stop, self._save = stop, save and not stands
+        stop = self._stop or result.stop
+        save = self._save or result.save
+        newest = self._waiting is None
+        result.stop, result.save = stop and newest, save and newest
+        self._stop, self._save = stop, save and not newest
         return result
 
     def _again(self, stop_requested: bool, save_requested: bool) -> StepResult:
         return self.trainer.read(self.trainer.launch(stop_requested, save_requested))
 
     def _drop(self) -> None:
-        """Forgets a step that was begun after one that was held back, and so changed nothing. What it asked for is not
-        forgotten."""
+        """Discard a step that was launched after a held one, and so made no update. Keep its requests."""
         if self._waiting is not None:
             dropped, self._waiting = self.trainer.read(self._waiting), None
             self.trainer.take_back(dropped)
@@ -79,7 +87,7 @@ class Ahead:
 
 
 def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
-    """Trains from where the trainer stands to the last step, or until somebody asks to stop."""
+    """Train from the trainer's present step to the last one, or until a rank is asked to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
     ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
     stopped = False
@@ -97,7 +105,7 @@ def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settl
 
 
 class Recording(Hook):
-    """Writes each step's line, on the rank that writes, and tells the watcher."""
+    """Writes each step's line and notifies the watcher, on the rank that writes the run's folder."""
 
     def __init__(self, folder: RunFolder | None, watcher: Watcher | None, speed: Speed | None, world: int) -> None:
         self.folder, self.watcher, self.speed, self.world = folder, watcher, speed, world
@@ -115,7 +123,7 @@ class Recording(Hook):
 
 
 class GivingUp(Hook):
-    """Ends a run that only skips steps."""
+    """Ends a run that has skipped `max_skips` steps in a row."""
 
     def __init__(self, max_skips: int) -> None:
         self.skipped, self.max_skips = 0, max_skips
@@ -130,10 +138,12 @@ class GivingUp(Hook):
 
 
 class Saving(Hook):
-    """Checkpoints, every so many steps or so often, and at the end. The clock is that of the rank that writes the run,
-    whose wish reaches the others with the step's counts. `auto` saves so seldom that it takes a hundredth of the
-    time; in a run that has failed before, as often as is best for the stall of a save and the time between failures (by
-    Young and Daly, sqrt(2 x stall x time between failures)), if that is more often than every quarter of an hour."""
+    """Saves checkpoints after a number of steps or a time, and at the end.
+
+    The rank that writes the run measures the time. Its request reaches the other ranks with the step's counts. With
+    `checkpoint.every=auto`, saving may take a hundredth of the time. If the run has failed before, the interval is at
+    most sqrt(2 x stall of a save x time between failures), which is optimal according to Young and Daly.
+    """
 
     def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
         self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
@@ -141,45 +151,50 @@ class Saving(Hook):
         writes = config.every == "auto" and saver.trainer.writes
         self.between_failures = time_between_failures(saver.trainer.ctx.config.run.dir) if writes else math.inf
         self.saved_at = time.monotonic()
-        self.told: int | None = None  # the last save of which the run's events tell
+        self.noted_step: int | None = None  # The last save that has an event.
 
     def pauses(self, step: int) -> bool:
         return self.steps > 0 and step % self.steps == 0
 
     def wants_save(self) -> bool:
-        gone = time.monotonic() - self.saved_at
+        elapsed = time.monotonic() - self.saved_at
         if self.between_failures < math.inf and self.saver.blocked_s:
             best = math.sqrt(2 * self.saver.blocked_s * self.between_failures)
-            return gone >= min(self.seconds, best) and not self.saver.is_writing
-        return 0 < self.seconds <= gone and self.saver.blocked_s <= self.share * gone and not self.saver.is_writing
+            return elapsed >= min(self.seconds, best) and not self.saver.is_writing
+        due = 0 < self.seconds <= elapsed
+        return due and self.saver.blocked_s <= self.share * elapsed and not self.saver.is_writing
 
     def after(self, result: StepResult, last: bool) -> None:
-        self._tell()
+        self._note()
         if last or result.save or self.pauses(result.step):
             self.saved_at = time.monotonic()
             self.saver.save(last)
         if last:
-            self.saver.committed()  # before anything else can fail
-            self._tell()
+            # Wait for the last checkpoint here, before any later hook can fail.
+            self.saver.committed()
+            self._note()
 
-    def _tell(self) -> None:
-        """Notes a save that has become complete since the last step."""
+    def _note(self) -> None:
+        """Write an event for a save that has become complete since the last step."""
         saver = self.saver
-        if saver.trainer.writes and saver.complete_step not in (None, self.told):
-            self.told = saver.complete_step
+        if saver.trainer.writes and saver.complete_step not in (None, self.noted_step):
+            self.noted_step = saver.complete_step
             words = f"saved in {saver.took_s:.2g} s, for {saver.blocked_s:.2g} s of which training waited"
             folder = saver.trainer.ctx.config.run.dir
-            write_event(folder, "checkpoint", words, self.told, took_s=saver.took_s, blocked_s=saver.blocked_s)
+            write_event(folder, "checkpoint", words, self.noted_step, took_s=saver.took_s, blocked_s=saver.blocked_s)
 
 
 class TooManyFaults(Hook):
-    """Ends a run with the name of a rank that had too many faults, after all that was trained is saved."""
+    """Ends a run if one rank had too many faults, with an error that names it. All trained steps are saved first."""
 
     def __init__(self, notes: FaultNotes, saver: Saver) -> None:
         self.notes, self.saver = notes, saver
 
     def pauses(self, step: int) -> bool:
-        """No step may be begun after this one, or its update would be saved without its line in the metrics."""
+        """Pause if the run is about to end.
+
+        A step launched after this one would be saved with its update but without its line in the metrics.
+        """
         return self.notes.over is not None
 
     def after(self, result: StepResult, last: bool) -> None:
@@ -191,15 +206,18 @@ class TooManyFaults(Hook):
 
 
 class TimeLimit(Hook):
-    """Asks to stop so early that the last step is saved when the limit is reached, if all goes on as it did so far."""
+    """Asks to stop early enough that the last step is saved before `run.time_limit`, if steps and saves take no longer
+    than they did so far.
+    """
 
     def __init__(self, requests: StopRequests, saver: Saver, limit: float, began: float) -> None:
         self.requests, self.saver, self.end = requests, saver, began + limit if limit else math.inf
-        self.longest = 0.0  # of the steps so far, without the first, which makes what later ones reuse
+        self.longest = 0.0  # The longest step so far, except for the first one, which is not typical.
         self.seen = 0
 
     def before(self, step: int) -> None:
-        due = time.monotonic() + 2 * self.longest + self.saver.took_s >= self.end  # the next step may run already
+        # Two steps: the next one may already be running ahead.
+        due = time.monotonic() + 2 * self.longest + self.saver.took_s >= self.end
         if due and self.saver.trainer.writes and not self.requests.seen:
             notice("the end of run.time_limit is near: saves after this step")
             self.requests.request()
@@ -211,7 +229,7 @@ class TimeLimit(Hook):
 
 
 class Validating(Hook):
-    """The validation loss, every so many steps and after the run's last one."""
+    """Computes the validation loss every `run.eval_every` steps and after the run's last step."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None, watcher: Watcher | None) -> None:
         self.trainer, self.folder, self.watcher = trainer, folder, watcher
@@ -226,10 +244,11 @@ class Validating(Hook):
             self.validate()
 
     def catch_up(self) -> None:
-        """After a resume: validates if the run was ended between saving and validating."""
+        """Validate after a resume, if the run had ended between a save and the validation that belongs to it."""
         ctx, step = self.trainer.ctx, self.trainer.step_number
         if step and self.pauses(step):
             missing = self.folder is not None and not is_validated(self.folder.path, step)
+            # Only one rank knows the folder, and all must take part in a validation.
             if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
                 self.validate()
 
@@ -242,10 +261,10 @@ class Validating(Hook):
 
 
 class TracedStep(Hook):
-    """`run.trace`: traces one step, whose number is `number` (0: none), in the form of `meshwright simulate --trace`.
+    """Traces one step for `run.trace`, in the format of `meshwright simulate --trace`. `number` is the step; 0: none.
 
-    Of each pipeline rank one rank records; the one that writes the run's folder gets all their spans. Times are those
-    of the machines' clocks, which several machines must have set alike.
+    One rank of each pipeline stage records. The rank that writes the run's folder gathers their spans. Times are those
+    of the machines' clocks, so the clocks of several machines must agree.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -256,7 +275,7 @@ class TracedStep(Hook):
         self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
 
     def pauses(self, step: int) -> bool:
-        """Nothing else may run while the step is traced."""
+        """Pause around the traced step, so that no other step runs at the same time."""
         return self.number in (step, step + 1)
 
     def before(self, step: int) -> None:
@@ -264,7 +283,7 @@ class TracedStep(Hook):
             self.trainer.executor.recorder = Recorder(self.trainer.ctx.pp_rank, self.trainer.ctx.device)
 
     def after(self, result: StepResult, last: bool) -> None:
-        """Writes the file. One that can't be written is no reason to stop a run."""
+        """Write the trace. If the file can't be written, warn and continue: that is no reason to stop a run."""
         ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
         if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
             self._write_flight()
@@ -282,7 +301,7 @@ class TracedStep(Hook):
             warnings.warn(f"the step's trace can't be written to {self.path}: {error.strerror}", stacklevel=2)
 
     def _write_flight(self) -> None:
-        """Writes this rank's last calls, as after a hang."""
+        """Write this rank's last calls, as the watchdog does after a hang."""
         ctx, folder = self.trainer.ctx, self.path.parent / "flight"
         record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
         with contextlib.suppress(OSError):
@@ -291,7 +310,10 @@ class TracedStep(Hook):
 
 
 class MemorySaving(Hook):
-    """`checkpoint.memory_every`. Where the launcher has started no keepers, which it says once, there are no copies."""
+    """Copies the state into the memory of keeper processes every `checkpoint.memory_every` steps.
+
+    If the launcher has started no keepers, it says so once and makes no copies.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.every = trainer.ctx.config.checkpoint.memory_every
@@ -309,18 +331,21 @@ class MemorySaving(Hook):
 
 
 class Loss(TypedDict):
-    """When the last step before a loss was written, and when the launcher saw that ranks were gone."""
+    """The times of a loss of ranks, from the launcher: when the last step was written, and when the loss was seen."""
 
     last: float
     seen: float
 
 
 class Recovering(Hook):
-    """Writes one event with the first step after a loss: the seconds until the loss was seen (since the last finished
-    step), until the ranks were there again, until they had loaded their state, and of the step itself."""
+    """Writes one event after the first step that follows a loss of ranks.
+
+    It gives the seconds from the last finished step until the loss was seen, from there until the ranks had started
+    again, from there until they had loaded their state, and of the first step.
+    """
 
     def __init__(self, folder: str, ready: float, loaded: float, source: str, env: Mapping[str, str] = os.environ):
-        """`ready`: when this rank was about to load, `loaded`: when it had; `source`: from where."""
+        """Take the times at which this rank began (`ready`) and finished (`loaded`) loading, and the state's source."""
         self.folder, self.ready, self.loaded, self.source = folder, ready, loaded, source
         self.loss = _loss(env)
 
@@ -344,6 +369,7 @@ class Recovering(Hook):
 
 
 def _loss(env: Mapping[str, str]) -> Loss | None:
+    """Read the loss that the launcher noted in the environment; None if these ranks were not restarted after one."""
     try:
         loss: Loss = of_kind(parse_json(env[LOST]), Loss, LOST)
     except (KeyError, ValueError):
@@ -352,11 +378,12 @@ def _loss(env: Mapping[str, str]) -> Loss | None:
 
 
 class GarbageCollection(Hook):
-    """Collects after every `every`-th step on all ranks, and at no other time while it is entered. 0: Python decides.
+    """Collects garbage after every `every`-th step on all ranks and, as a context manager, at no other time.
 
-    Python collects when enough objects were made, which is at another moment on each rank, and every rank waits for the
-    one that does. What was built before training lives as long as the run, so it is frozen: no collection looks through
-    it again."""
+    With `every` 0, Python decides. Python collects after a number of allocations, so each rank would do it at a
+    different moment and all others would wait for it. Objects built before training live as long as the run, so they
+    are frozen: no collection examines them again.
+    """
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -371,7 +398,7 @@ class GarbageCollection(Hook):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leaves the collector as it was found: `pretrain` may be called by a program that goes on."""
+        """Restore the collector's settings: the program that called `pretrain` may continue after it."""
         if not self.every:
             return
         if not self._was_frozen:

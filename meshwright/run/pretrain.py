@@ -1,4 +1,4 @@
-"""`pretrain`: initialise, build model, optimizer and schedule, build datasets, train. The command only calls it."""
+"""`pretrain` trains a model as one rank of a job. `meshwright train` is a thin command around it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ DatasetsProvider = Callable[[Context, tuple[int, int, int]], tuple[Any, Any, Any
 
 SpeedOf = Callable[[Config, str, float | None], Speed]
 
-SHARED_S = 65.0  # until a network disk shows a new file: NFS may believe for a minute that it is not there
+# A network disk may take this long to show a new file: NFS may cache for a minute that a name does not exist.
+SHARED_S = 65.0
 
 
 def pretrain(
@@ -94,30 +95,30 @@ def pretrain(
     speed: SpeedOf | None = None,
     command: str | None = None,
 ) -> Trainer:
-    """Trains as one rank of a job and returns the trainer, whose `modules` are this rank's chunks.
+    """Train as one rank of a job. Return the trainer, whose `modules` are this rank's chunks.
 
-    - `model_provider(ctx, stage)` returns the module of one chunk. It needs `receives`, the named tensors it takes from
-      the chunk before (name -> (shape, dtype)); `needs`, the batch's fields it reads, is optional, as is the rest of
-      `models.stage.StageModule`. Its parameters are taken to be whole on every rank and are named by their stage in a
-      checkpoint, which then loads into the same pp x chunks only; one that has a `record` (`layout.params`) is drawn,
-      reduced and saved by that instead.
-    - `datasets_provider(ctx, (train, valid, test))` gets the samples that the run will ask for and returns three
-      objects with `sample(n) -> dict of arrays` (or None for valid and test).
-    - `forward_step(ctx, module, batch, received)` returns the named tensors to send on or, on the last stage, the
-      loss's sum, its token count and a dict of values to monitor. A `StageOutput` says all of that, from any stage:
-      tensors, terms of the loss, values to monitor.
-    - `loss_counts(sample)` says what each term of the loss counts in a sample, name -> count. A loss of one term needs
-      none. Several terms are each divided by their own count over the global batch, which must be known before the
-      first backward.
-    - `config` may be the path of a YAML file; `sections` adds dataclasses of your own to it (`config.extra`).
+    - `config` may be the path of a YAML file. `sections` adds your own dataclasses to it (`config.extra`).
+    - `model_provider(ctx, stage)` returns the module of one chunk. The module must have `receives`, the named tensors
+      that it takes from the chunk before (name -> (shape, dtype)). It may have `needs`, the batch's fields that it
+      reads, and the rest of `models.stage.StageModule`. By default, a parameter is whole on every rank and is named
+      after its stage in a checkpoint, so the checkpoint loads only into the same pp x chunks. A parameter with a
+      `record` (`layout.params`) is drawn, reduced and saved as the record says.
+    - `datasets_provider(ctx, (train, valid, test))` receives the numbers of samples that the run will use. It returns
+      three objects with `sample(n) -> dict of arrays` (or None for valid and test).
+    - `forward_step(ctx, module, batch, received)` returns the named tensors to send to the next stage. On the last
+      stage it returns the loss's sum, its token count and a dict of values to monitor. Any stage may return a
+      `StageOutput` instead, with tensors, terms of the loss and values to monitor.
+    - `loss_counts(sample)` returns the count of each term of the loss in a sample, name -> count. Only a loss of
+      several terms needs it: each is divided by its count over the global batch, which must be known before backward.
     - `process_groups`: torch process groups made elsewhere, by the layout's name of the axis.
-    - `reducer` sums the gradients of each bucket over the data-parallel ranks (`engine/sharding/reducers.py`); without
-      one, `comm.reduce` says how.
-    - `hooks` are called around every step (`engine.hooks.Hook`); `watcher` on the rank that writes the run alone.
-    - `speed(config, device name, its GiB)` gives the model's FLOPs and the device's rate, by which steps report TFLOP/s
-      and MFU; `command` is what run.json names as the command of the run (default: this process's own).
-    - A run whose folder holds checkpoints goes on from the newest; `source` (PATH[@STEP]) names another one, which in a
-      new run gives the weights alone.
+    - `reducer` sums each bucket's gradients over the data-parallel ranks (`engine/sharding/reducers.py`). By default,
+      `comm.reduce` chooses one.
+    - `source` (PATH[@STEP]) is the checkpoint to resume from. By default, a run resumes from the newest one in its
+      folder. In a new run, `source` provides the weights only.
+    - `hooks` are called around every step (`engine.hooks.Hook`), on every rank. `watcher` is called only on the rank
+      that writes the run.
+    - `speed(config, device name, its GiB)` returns the model's FLOPs and the device's rate, from which steps report
+      TFLOP/s and MFU. `command` is recorded in run.json as the run's command (default: that of this process).
     """
     began = time.monotonic()
     if not isinstance(config, Config):
@@ -135,7 +136,7 @@ def pretrain(
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
         about = About(watcher, hooks, speed_here(config, ctx.device, speed), provenance(ctx.device.name, command))
         run(trainer, source, about, began)
-    if own_world:  # after an error the process ends, and leaving could wait for peers that are gone
+    if own_world:  # Not in a `finally`: after an error, leaving could wait for peers that are gone.
         leave()
     return trainer
 
@@ -154,42 +155,48 @@ def join(config: Config, process_groups: dict[str, Any] | None) -> tuple[Context
 
 
 def connect(ctx: Context) -> None:
-    """Connects this rank's communicators before the model takes the device's memory."""
+    """Connect this rank's communicators before the model takes the device's memory."""
     wanted = communicators(ctx.config, ctx.layout, ctx.rank)
-    says = ctx.rank == 0 and ctx.device.module is not None  # a CPU's take milliseconds
-    ctx.mesh.warm_up(wanted, ctx.device.torch, notice if says else None)
+    # On a CPU this takes milliseconds, so there is nothing to announce.
+    reports = ctx.rank == 0 and ctx.device.module is not None
+    ctx.mesh.warm_up(wanted, ctx.device.torch, notice if reports else None)
 
 
 def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
-    """Returns the context with the base of a run with adapters, and what is left of `source`. The rank that writes
-    looks and tells the others, since a network disk may look different to each rank."""
+    """Return the context with the base model of a run with adapters in its config, and the source to resume from.
+
+    If `source` is the base model itself, there is nothing to resume from. Rank 0 looks for the base and broadcasts the
+    result, since a network disk may look different to each rank.
+    """
     config = ctx.config
     if not config.tune.adapts or config.tune.base:
         return ctx, source
     found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
-    words = json.dumps((found[0].tune.base, found[1])) if found else ""
-    base, left = json.loads(ctx.mesh.world.told(words, ctx.device.torch))
-    return replace(ctx, config=replace(config, tune=replace(config.tune, base=base))), left
+    text = json.dumps((found[0].tune.base, found[1])) if found else ""
+    base, remaining = json.loads(ctx.mesh.world.told(text, ctx.device.torch))
+    return replace(ctx, config=replace(config, tune=replace(config.tune, base=base))), remaining
 
 
 def build_modules(
     ctx: Context, model_provider: ModelProvider, draw: Callable[[nn.Module, int], None] = initialise
 ) -> list[nn.Module]:
-    """This rank's chunks, drawn from the seed and the global names alone."""
+    """Build this rank's chunks. Their weights depend only on the seed and the parameters' global names."""
     config, modules = ctx.config, []
     placement = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
     for index, ((rank, _), stage) in enumerate(zip(placement, stages_of(config), strict=True)):
         if rank == ctx.pp_rank:
-            torch.manual_seed(stream_seed(config.train.seed, "stage", index))  # stages must not begin alike
+            # A module may draw its own weights. With one seed for all stages, these would start with equal weights.
+            torch.manual_seed(stream_seed(config.train.seed, "stage", index))
             module = model_provider(ctx, stage).to(ctx.device.torch)
             if is_own(module):
                 check_own(ctx, module)
             for name, parameter in module.named_parameters():
                 if record_of(parameter) is None:
-                    # Two stages of a foreign module may use one name for different parameters.
+                    # Two stages of a foreign module may use one name for different parameters, so add the stage.
                     parameter.record = foreign_record(f"stage{index}.{name}", parameter)  # type: ignore[attr-defined]
             modules.append(module)
-            if ctx.mesh.is_first("dp", "cp", "tp") and not config.model.kind_facts.is_foreign:  # its folder has them
+            # The buffers of a foreign model are in the folder that it was loaded from.
+            if ctx.mesh.is_first("dp", "cp", "tp") and not config.model.kind_facts.is_foreign:
                 _warn_of_buffers(module, index)
     share_tied_parameters(modules)
     for module in modules:
@@ -200,15 +207,15 @@ def build_modules(
 
 
 def _warn_of_buffers(module: nn.Module, stage: int) -> None:
-    lost = sorted(set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)})
-    if lost:
-        text = f"buffers of stage {stage} are not saved in checkpoints: {', '.join(lost[:5])}"
+    unsaved = sorted(set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)})
+    if unsaved:
+        text = f"buffers of stage {stage} are not saved in checkpoints: {', '.join(unsaved[:5])}"
         fix = "register them with persistent=False, or make them parameters"
         print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
 
 
 class About(NamedTuple):
-    """Who looks at a run and what it notes of itself."""
+    """The observers of a run, and the facts that it records about itself in run.json (`notes`)."""
 
     watcher: Watcher | None
     hooks: Sequence[Hook]
@@ -222,9 +229,9 @@ def speed_here(config: Config, device: Device, speed: SpeedOf | None) -> Speed |
 
 
 def run(trainer: Trainer, source: str | None, about: About, began: float) -> None:
-    """Owns the run's folder, and trains in it. One rank writes it and drives the display."""
+    """Take ownership of the run's folder and train in it. One rank writes it and drives the display."""
     config = trainer.ctx.config
-    # Checkpoints in another folder may be those of another run too.
+    # A separate folder of checkpoints might also be in use by another run.
     folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
     with ExitStack() as held:
         agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
@@ -232,7 +239,7 @@ def run(trainer: Trainer, source: str | None, about: About, began: float) -> Non
 
 
 def run_owned(trainer: Trainer, source: str | None, about: About, began: float) -> None:
-    """Resumes, trains and closes the run."""
+    """Resume, train and close the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
     check_shared(trainer, checkpoint_folder(config))
@@ -244,7 +251,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         agree(ctx, lambda: begin_with_folder(trainer, trainer.modules, fresh))
         trainer.publish()
     ready = time.time()
-    come_from = resume(trainer, source)
+    resumed_from = resume(trainer, source)
     loaded = time.time()
     validating = trainer.valid_batches is not None
     make = partial(open_folder, trainer, source, validating, about.notes)
@@ -253,26 +260,27 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     if watcher:
         watcher.started(ctx)
     c, offload = config.checkpoint, config.zero.offload
-    # A copy of states that live on disk would need the memory that is not there.
+    # An asynchronous save copies the states into host memory. States that live on disk do not fit there.
     asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
     saver.companions = Path(config.run.dir) / companions.FOLDER
     saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
-    launched, loses = find_place().launched, partial(what_is_lost, config)
+    stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(what_is_lost, config))
     closing = folder.closed_after_error() if folder else nullcontext()
     garbage = GarbageCollection(config.train.gc_every)
-    with StopRequests(speaks=trainer.writes, launched=launched, loses=loses) as requests, closing, saver, garbage:
-        ending = TimeLimit(requests, saver, limit, began)
+    with stops as requests, closing, saver, garbage:
+        time_limit = TimeLimit(requests, saver, limit, began)
         recording = Recording(folder, watcher, about.speed, ctx.layout.world)
-        # In this order after each step: a step is recorded before it is saved, and saved before anything else can fail.
+        # Hooks run in this order after each step: a step is recorded before it is saved, and saved before anything else
+        # can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [ending, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        all_hooks = [time_limit, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), garbage, *about.hooks]
         if folder:
-            all_hooks.append(Recovering(config.run.dir, ready, loaded, come_from))
+            all_hooks.append(Recovering(config.run.dir, ready, loaded, resumed_from))
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
@@ -287,17 +295,18 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
 
 
 def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:
-    """The run's folder, with what travels with its model."""
+    """Open the run's folder, and copy into it the companion files of its model, such as the tokenizer."""
     config, step = trainer.ctx.config, trainer.step_number
-    begun = find_checkpoint(source) if source is not None and not step else None
+    origin = find_checkpoint(source) if source is not None and not step else None
     base = config.tune.base
-    begun = model_folder(base) if base else begun
+    origin = model_folder(base) if base else origin
     try:
         folder = Path(config.run.dir) / companions.FOLDER
-        companions.collect(config.data, begun, folder, source or base or None, digest(base) if base else "")
+        companions.collect(config.data, origin, folder, source or base or None, digest(base) if base else "")
     except OSError as error:
         raise refused(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
-    blend = getattr(trainer.train_batches.dataset, "sources", None)  # how many samples of each file, in a period
+    # For a blend: the number of samples of each file in a period.
+    blend = getattr(trainer.train_batches.dataset, "sources", None)
     more = dict(notes) | ({"sources": blend} if blend else {})
     return RunFolder(config, trainer.ctx.layout.world, step, validates, source, more)
 
@@ -308,10 +317,13 @@ def check_shared(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Raises on every rank unless each sees the folder that one rank made: a checkpoint would wait for ever for parts
-    that are written elsewhere. The file that they look for has a new name each time, since a network disk remembers for
-    a while that a name was not there."""
-    ctx, number = trainer.ctx, float(secrets.randbits(40)) if trainer.writes else 0.0
+    """Raise on every rank unless each one sees the folder that one rank made.
+
+    Otherwise a checkpoint would wait forever for parts that are written to another disk. The file that ranks look for
+    has a new name each time, since a network disk may cache for a while that a name does not exist.
+    """
+    ctx = trainer.ctx
+    number = float(secrets.randbits(40)) if trainer.writes else 0.0
     mark = folder / f".seen-by-all-{int(ctx.mesh.world.agreed(number, ctx.device.torch)):x}"
 
     def make() -> None:
@@ -322,8 +334,9 @@ def check_shared(
             raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
-        # The other ranks wait in a call, which the watchdog must not take for a hang.
-        end, pause = clock() + min(SHARED_S, ctx.config.comm.timeout / 2), 0.1
+        # Ranks that see the file already wait in a collective. Stop before the watchdog takes that for a hang.
+        end = clock() + min(SHARED_S, ctx.config.comm.timeout / 2)
+        pause = 0.1
         while not mark.exists():
             if clock() >= end:
                 fix = "put run.dir on a disk that all share"
@@ -338,7 +351,7 @@ def check_shared(
 
 
 def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
-    """Runs `action` on the ranks that have one; if it fails anywhere, every rank stops instead of waiting."""
+    """Run `action` on the ranks that have one. If it fails on any rank, all ranks stop instead of waiting for it."""
     result, error = None, None
     try:
         result = action() if action else None

@@ -1,7 +1,8 @@
-"""Past steps, computed again: from a checkpoint before them, on any layout, without touching the run's folder.
+"""Computes past steps of a run again from an earlier checkpoint, on any layout, without touching the run's folder.
 
-A step is a function of the weights, the seed and the number of samples consumed, all of which a checkpoint holds. So on
-the same layout a replayed step gives the recorded numbers bit for bit, unless something went wrong then or now."""
+A step is a function of the weights, the seed and the number of samples consumed, and a checkpoint holds all of them. So
+on the same layout a replayed step gives the recorded numbers bit for bit, unless something went wrong then or now.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ from meshwright.launch.processes import enter, find_place, leave
 from meshwright.record.checkpoint_format import find_checkpoint
 from meshwright.run.pretrain import agree, build_modules
 
-Lines = Mapping[int, Mapping[str, Any]]  # what a run has recorded of its steps
+Lines = Mapping[int, Mapping[str, Any]]  # The lines of metrics.jsonl by step.
 
 
 def replay(config: Config, step: int, checkpoint: Path | None, source: str | None, recorded: Lines) -> list[StepResult]:
-    """The steps from the checkpoint's next one to this one, as one rank of all. Without a checkpoint the run begins
-    anew, with the weights of `source` if it did so then. `config.run.dir` must not be the run's folder."""
+    """Compute the steps after `checkpoint` up to `step` again, as one rank of the job. Return their results.
+
+    Without a checkpoint, start a new run; `source` is the checkpoint from which the original run took its weights, if
+    any. `config.run.dir` must not be the run's folder.
+    """
     place, comm = find_place(), config.comm
     check(config, place.world, TRAINING_RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
@@ -47,8 +51,8 @@ def replay(config: Config, step: int, checkpoint: Path | None, source: str | Non
             agree(ctx, lambda: begin_with_folder(trainer, modules, fresh))
             trainer.publish()
         if checkpoint is not None or source is not None:
-            found = checkpoint or find_checkpoint(str(source))
-            load_checkpoint(trainer, found, model_only=checkpoint is None)
+            start = checkpoint or find_checkpoint(str(source))
+            load_checkpoint(trainer, start, model_only=checkpoint is None)
         while trainer.step_number < step:
             follow(trainer, recorded.get(trainer.step_number + 1, {}))
             results.append(trainer.step())
@@ -59,12 +63,16 @@ def replay(config: Config, step: int, checkpoint: Path | None, source: str | Non
 
 
 def follow(trainer: Trainer, line: Mapping[str, Any]) -> None:
-    """Has the next step be what the run made of it: a run that went back may have left out a batch, and may have made
-    no update from a step that stood out. (From one that is not finite none is made anyway.)"""
+    """Make the trainer's next step repeat the decisions that the run recorded in this step's line.
+
+    A run that went back to a checkpoint may have left out a batch of samples. A run may also have skipped the update of
+    a step whose finite loss or norm stood out. A step that is not finite never makes an update, so it needs nothing.
+    """
     consumed, gate = line.get("consumed"), trainer.gate
     if isinstance(consumed, int) and consumed >= 0:
         trainer.consumed = consumed
     finite = all(isinstance(line.get(name), float) for name in ("loss", "grad_norm"))
     gate.release()
     gate.active = line.get("skipped") is True and finite
+    # Any loss is above this bound, so an active gate always holds the step.
     gate.loss_bound = -math.inf

@@ -1,11 +1,12 @@
-"""`wrap`: an unmodified module for a loop of one's own, on any number of ranks.
+"""`wrap` distributes an unmodified module over any number of ranks, for use in your own training loop.
 
     model = meshwright.wrap(module, {"zero": {"stage": 3}, "train": {"global_batch": 64, "micro_batch": 4}}, loss=loss)
     for batch in batches:
         result = model.step(batch)
 
-Every rank builds the same module and gives each step its own samples. ZeRO divides it by blocks (the entries of its
-lists of modules); tp cuts it by a plan, whose styles are those of transformers (`spec/model/wrapped/parts.py`).
+Every rank builds the same module and passes its own samples to each step. ZeRO shards the module by blocks, which are
+the entries of its lists of modules. Tensor parallelism needs a plan with the styles of transformers
+(`spec/model/wrapped/parts.py`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from meshwright.record.checkpoint_format import find_checkpoint
 Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Any]]
 
-# What is known of a model's sizes, and how much of it validates, does not matter to a module that is brought.
+# Rules on the sizes of a model and on validation are left out: the caller's module and loop decide these.
 WRAPPED_RULES = [rule for rule in RULES if rule not in (*TENSOR_PARALLEL_RULES, eval_divides)]
 
-# Sections that a config may leave out here: the module says what the model is, and the loop brings the data.
+# Defaults for sections that a config may leave out: the module defines the model, and the loop provides the data.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "hidden": 1024, "heads": 1024, "vocab": 1, "seq": 1, "position": "none"},
     "data": {"prefixes": ["given"]},
@@ -53,19 +54,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class Wrapped:
-    """One rank's module, its optimizer and its place among the ranks."""
+    """A module on one rank, with its optimizer and its connection to the other ranks."""
 
     def __init__(self, trainer: Trainer, own_world: bool, watch: ExitStack) -> None:
-        """`watch`: closed at the end, it ends the watchdog."""
+        """Take over a trainer. `own_world`: `wrap` joined the ranks, so `close` leaves them. Closing `watch` ends the
+        watchdog.
+        """
         self.trainer, self._own_world, self._watch = trainer, own_world, watch
-        # A loop need not call `close`. Then the interpreter's end calls it: a thread in the store must not outlive it.
+        # A loop need not call `close`. Then the watchdog is ended when the interpreter exits, since its thread, which
+        # uses the store, must not outlive it.
         self._end_watch = weakref.finalize(self, _end_watch, watch)
         self._given = _Given()
         trainer.train_batches = self._given  # type: ignore[assignment]
 
     @property
     def module(self) -> nn.Module:
-        """The module itself, with this rank's part of its parameters."""
+        """The wrapped module, with this rank's shards of its parameters."""
         stage = self.trainer.modules[0]
         assert isinstance(stage, WrappedModule)
         return stage.net
@@ -76,11 +80,11 @@ class Wrapped:
 
     @property
     def samples(self) -> int:
-        """How many samples this rank gives to a step: its share of train.global_batch."""
+        """The number of samples that this rank passes to a step: its share of train.global_batch."""
         return global_batch(self.trainer.ctx.config, self.trainer.consumed) // self.trainer.ctx.mesh.samples.size
 
     def step(self, batch: Batch) -> StepResult:
-        """One update with this rank's samples: tensors whose first dimension counts them."""
+        """Make one update with this rank's samples: tensors whose first dimension is the number of samples."""
         config, trainer = self.trainer.ctx.config, self.trainer
         for name, value in batch.items():
             if value.shape[:1] != (self.samples,):
@@ -89,37 +93,40 @@ class Wrapped:
                     f"(train.global_batch={config.train.global_batch} over {trainer.ctx.mesh.samples.size} ranks)"
                 )
         device, size = trainer.ctx.device.torch, config.train.micro_batch
-        self._given.parts = [
-            {name: value[at : at + size].to(device) for name, value in batch.items()}
-            for at in range(0, self.samples, size)
+        self._given.micro_batches = [
+            {name: value[start : start + size].to(device) for name, value in batch.items()}
+            for start in range(0, self.samples, size)
         ]
         return trainer.step()
 
     def save(self, folder: str | Path) -> Path:
-        """Writes a checkpoint of the present step into `folder`, as `step-N`. Every rank calls it."""
+        """Write a checkpoint of the present step into `folder`, as `step-N`. Every rank must call this."""
         saver = Saver(self.trainer, Path(folder), False, "wait", 0)
         if self.trainer.writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
+        # A barrier: no rank writes before the folder exists.
         self.trainer.ctx.mesh.world.agreed(0.0, self.trainer.ctx.device.torch)
         with saver:
             saver.save(last=True)
             saver.wait()
+        # A barrier: no rank looks for the checkpoint before it is complete.
         self.trainer.ctx.mesh.world.agreed(0.0, self.trainer.ctx.device.torch)
         return find_checkpoint(str(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Goes on from a checkpoint, or from the newest of a folder of them, of any layout. Every rank calls it."""
+        """Resume from a checkpoint of any layout, or from the newest one in a folder. Every rank must call this."""
         load_checkpoint(self.trainer, find_checkpoint(str(folder)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights that this rank computes with, gathered. Every rank calls it together."""
-        found = state_dicts(self.trainer)[0]
-        return {name.removeprefix("net."): value for name, value in found.items() if name.startswith("net.")}
+        """Gather and return the weights that this rank computes with. All ranks must call this together."""
+        state = state_dicts(self.trainer)[0]
+        return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
 
     def close(self) -> None:
-        """Leaves the other ranks, if `wrap` joined them."""
+        """End the watchdog and, if `wrap` joined the ranks, leave them."""
         self.trainer.data_parallel.weights.wait_for_gathers()
-        # Not through the finalizer: the last error of an interactive session may be an old one.
+        # Close it here rather than in the finalizer, which reports the interpreter's last error to the other ranks: in
+        # an interactive session that may be an old one.
         if self._end_watch.detach() is not None:
             self._watch.close()
         if self._own_world:
@@ -127,22 +134,22 @@ class Wrapped:
 
 
 def _end_watch(watch: ExitStack) -> None:
-    """End the watchdog when the interpreter ends. It tells the other ranks of the error that ended this program."""
+    """End the watchdog when the interpreter exits. It reports the error that ended this program to the other ranks."""
     error = getattr(sys, "last_value", None)
     watch.__exit__(type(error) if error else None, error, None)
 
 
 class _Given:
-    """The micro-batches of a step that a loop brings, in the place of those that are read from data."""
+    """The micro-batches that a loop passes to a step. It replaces the trainer's batches, which are read from data."""
 
     loss_counts = None
     dataset = None
 
     def __init__(self) -> None:
-        self.parts: list[dict[str, Tensor]] = []
+        self.micro_batches: list[dict[str, Tensor]] = []
 
     def of_step(self, consumed: int, count: int, following: int | None = None) -> Callable[[int], dict[str, Tensor]]:
-        return lambda micro_batch: self.parts[micro_batch]
+        return lambda number: self.micro_batches[number]
 
 
 class _NoData:
@@ -157,12 +164,14 @@ def wrap(
     loss: Loss | None = None,
     process_groups: dict[str, Any] | None = None,
 ) -> Wrapped:
-    """Divides a module over the ranks of this job and returns it with `step`, `save` and `load`.
+    """Distribute a module over the ranks of this job. Return it with methods such as `step`, `save` and `load`.
 
-    - `config` may leave out what the module and the loop say: model and data.
-    - `plan` maps names of modules or parameters, with `*` for a number, to styles (`colwise`, `rowwise`, ...).
-    - `loss(module, batch)` returns the sum of the loss over a micro-batch and what it counts: a step's loss is the sum
-      over all ranks divided by the count over all. Without it, `module(**batch)` returns (or has as `loss`) a mean.
+    - `config` may leave out the model and the data, which the module and the loop define.
+    - `plan` maps names of modules or parameters, with `*` for a number, to tensor-parallel styles (`colwise`,
+      `rowwise`, ...).
+    - `loss(module, batch)` returns the loss summed over a micro-batch, and the count to divide it by. The loss of a
+      step is the sum over all ranks divided by the count over all ranks. Without `loss`, `module(**batch)` must return
+      a mean loss, or an object with a mean `loss`.
     """
     if not isinstance(config, Config):
         given = {name: dict(keys) for name, keys in (config or {}).items()}
@@ -182,7 +191,6 @@ def wrap(
 
 
 def _trainer_of(ctx: Context, stage: WrappedModule, loss: Loss) -> Trainer:
-
     def forward_step(ctx: Context, stage: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
         assert isinstance(stage, WrappedModule)
         total, count = stage.with_loose(lambda: loss(stage.net, batch))
@@ -193,11 +201,11 @@ def _trainer_of(ctx: Context, stage: WrappedModule, loss: Loss) -> Trainer:
 
 
 def check_alike(ctx: Context, module: nn.Module) -> None:
-    """Refuses modules that differ between ranks: shares of different weights would be gathered as one."""
+    """Refuse a module that differs between ranks: shards of different weights would be gathered into one parameter."""
     total = torch.zeros((), dtype=torch.int64)
     for name, value in module.named_parameters():
-        what = crc32(f"{name} {list(value.shape)} {value.dtype} {value.requires_grad}".encode())
-        total += what if value.is_meta else what + checksum(value.clone()).cpu()
+        description = crc32(f"{name} {list(value.shape)} {value.dtype} {value.requires_grad}".encode())
+        total += description if value.is_meta else description + checksum(value.clone()).cpu()
     if wrong := ctx.mesh.world.unlike_first(int(total), ctx.device.torch):
         ranks = f"{'rank' if len(wrong) == 1 else 'ranks'} {', '.join(map(str, wrong))}"
         fix = "seed every rank alike before the module is built (torch.manual_seed), or load the same weights"
@@ -205,9 +213,9 @@ def check_alike(ctx: Context, module: nn.Module) -> None:
 
 
 def mean_loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The loss of a module that returns its mean over a batch, counted by samples."""
-    found = module(**batch)
-    mean = found if isinstance(found, Tensor) else getattr(found, "loss", None)
+    """Compute the loss with a module that returns the mean over its samples. Return its sum and their number."""
+    output = module(**batch)
+    mean = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(mean, Tensor) or mean.dim():
         name = type(module).__name__
         raise UserError(f"{name} returns no loss: give `wrap` a function loss(module, batch), of sum and count")

@@ -1,1 +1,1 @@
-"""A page of one or several runs, live or as a file, made from their folders alone. No torch."""
+"""The live display, summary, status and web page of runs, made without importing torch."""

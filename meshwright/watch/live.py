@@ -1,6 +1,7 @@
-"""A run in the terminal: a live block that is redrawn in place, or one plain line every few steps if there is no
-terminal. Nothing here imports torch, and nothing here may stop a run: if the terminal goes away, only the display
-ends."""
+"""The display of a running job: a block that is redrawn in place, or a plain line every few steps without a terminal.
+
+Nothing here imports torch, and nothing here may stop a run: if the terminal goes away, only the display ends.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +32,21 @@ if TYPE_CHECKING:
     from meshwright.engine.step import StepResult
 
 REDRAWS_PER_SECOND = 4
-SPARKS = 40
-LABEL_WIDTH = 9  # columns before the values of the live block
-LEAST_BAR = 8  # columns that a bar or the curve of losses needs beside the words of its line
-HEAD_WIDTH = 200  # columns of a run's header in a file
-QUIET_S = 10.0  # after which a first step that is still computed gets a line; the next comes after twice the time
+SPARKS = 40  # The number of recent losses in the sparkline.
+LABEL_WIDTH = 9  # Columns before the values of the live block.
+LEAST_BAR = 8  # Columns that a progress bar or sparkline needs to share a line with text.
+HEAD_WIDTH = 200  # Width of a run's header, in columns, when the output is not a terminal.
+# Without a terminal, the first line about a first step still in progress appears after this time. The interval doubles
+# after each such line.
+QUIET_S = 10.0
 
 
 class Display:
-    """A `Watcher` that shows a run on `stream`. Use it as a context manager, so that an exception leaves the terminal
-    as it was; otherwise the terminal is restored when the process ends."""
+    """A `Watcher` that shows a run on `stream`.
+
+    Use it as a context manager, so that the terminal is restored after an exception. Otherwise it is restored when the
+    process ends.
+    """
 
     def __init__(self, config: Config, world: int, stream: TextIO | None = None) -> None:
         self.config, self.world = config, world
@@ -51,17 +57,18 @@ class Display:
         self.samples = consumed_after(config, self.steps)
         self.last: StepResult | None = None
         self.losses: deque[float] = deque(maxlen=SPARKS)
-        # Of the last steps of this process: number among them, tokens, seconds, and when it ended.
+        # For each recent step of this process: its number within the process, tokens, seconds, and end time.
         self.steps_seen: deque[tuple[float, float, float, float]] = deque(maxlen=RECENT + 1)
-        self.done = 0  # steps of this process
+        self.done = 0  # Steps that this process has trained.
         self.consumed = self.skipped = 0
         self.valid: Mapping[str, Any] | None = None
         self.validating = False
         self.begin = time.monotonic()
         self.live: Live | None = None
-        self._heard = threading.Event()  # set once the first step has ended, or the display
-        # Guards the figures, which the redrawing thread reads. It must not be held while printing: rich holds a lock of
-        # its own while its thread waits for this one, so that would deadlock.
+        # Set when the first step ends or the display closes: there is nothing left to wait for.
+        self._waiting_over = threading.Event()
+        # Guards the figures that the redrawing thread reads. Do not print while holding it: rich's thread holds rich's
+        # lock while it waits for this one, so printing would deadlock.
         self._lock = threading.Lock()
 
     def __enter__(self) -> Display:
@@ -75,20 +82,22 @@ class Display:
         device = getattr(getattr(ctx, "device", None), "kind", "")
         show(self.console, head(self.config, self.world, self.console.width, device))
         if self.terminal:
-            ours = self.stream is sys.stderr  # rich then prints other output above the block
+            # With redirection, rich prints the program's other output above the block instead of through it.
+            redirects = self.stream is sys.stderr
             self.live = Live(
                 console=self.console, get_renderable=self.block, refresh_per_second=REDRAWS_PER_SECOND,
-                vertical_overflow="crop", redirect_stderr=ours, redirect_stdout=ours and is_terminal(sys.stdout),
+                vertical_overflow="crop", redirect_stderr=redirects,
+                redirect_stdout=redirects and is_terminal(sys.stdout),
             )  # fmt: skip
             atexit.register(self.close)
             self.live.start(refresh=True)
         else:
-            threading.Thread(target=self._tell_of_waiting, daemon=True).start()
+            threading.Thread(target=self._report_waiting, daemon=True).start()
 
-    def _tell_of_waiting(self) -> None:
-        """Says, without a terminal that would show it, that the first step is being computed."""
+    def _report_waiting(self) -> None:
+        """Print now and then that the first step is still being computed; used if there is no live block to show it."""
         quiet = QUIET_S
-        while not self._heard.wait(quiet):
+        while not self._waiting_over.wait(quiet):
             quiet *= 2
             self._print(f"{self._first_step()} for {clock(time.monotonic() - self.begin)}")
 
@@ -96,7 +105,7 @@ class Display:
         return f"computing the first step, of up to {plural(self.config.train.global_batch, 'sample')},"
 
     def stepped(self, result: StepResult) -> None:
-        self._heard.set()
+        self._waiting_over.set()
         with self._lock:
             if self.last is None and result.step > 1:
                 self.consumed = consumed_after(self.config, result.step - 1)
@@ -109,6 +118,7 @@ class Display:
             every = self.config.run.eval_every
             self.validating = result.step == self.steps or bool(every and result.step % every == 0)
         bad = result.skipped or not math.isfinite(result.loss)
+        # Print outside the lock (see its comment).
         if self.terminal:
             if bad:
                 why = f"{result.why_skipped}, the update was skipped" if result.skipped else "the loss is not finite"
@@ -121,9 +131,10 @@ class Display:
     def validated(self, line: Mapping[str, Any]) -> None:
         with self._lock:
             self.valid, self.validating = line, False
-        each = "  ".join(f"{printable(name)} {decimals(loss, 4)}" for name, loss in line.get("sources", {}).items())
-        what = (f"loss {decimals(line['loss'], 4)}", "valid")
-        self._print((f"validation at step {line['step']}  ", "dim"), what, f"  {each}" if each else "")
+        sources = line.get("sources", {}).items()
+        by_source = "  ".join(f"{printable(name)} {decimals(loss, 4)}" for name, loss in sources)
+        mean = (f"loss {decimals(line['loss'], 4)}", "valid")
+        self._print((f"validation at step {line['step']}  ", "dim"), mean, f"  {by_source}" if by_source else "")
 
     def finished(self) -> None:
         self.close()
@@ -131,7 +142,8 @@ class Display:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         took = clock(time.monotonic() - self.begin)
         where = printable(self.config.run.dir)
-        earlier = reached > self.done  # an earlier process trained the others
+        # A resumed run: an earlier process trained the other steps.
+        earlier = reached > self.done
         if reached < self.steps:
             now = f", {plural(self.done, 'step')} in {took}" if earlier else f" after {took}"
             again = f"saved in {where}; run the same command to continue"
@@ -141,8 +153,8 @@ class Display:
             self._print(("finished ", "good"), f"{plural(self.done, 'step')}{skipped} in {took}{total}: {where}")
 
     def close(self) -> None:
-        """Stops redrawing and restores the cursor; a second call does nothing."""
-        self._heard.set()
+        """Stop redrawing and restore the cursor. A second call does nothing."""
+        self._waiting_over.set()
         live, self.live = self.live, None
         if live is not None:
             with self._lock:
@@ -151,15 +163,15 @@ class Display:
             atexit.unregister(self.close)
 
     def view(self, r: StepResult) -> tuple[RunView, Pace, str]:
-        """Return the values so far, the pace among them, and the time that is left in words."""
+        """Return the run's values so far, its pace, and the remaining time as text."""
         pace = pace_of(*zip(*self.steps_seen, strict=True))
         assert pace is not None
         view = RunView(r.step, self.steps, r.loss, r.grad_norm, pace, skipped=self.skipped)
         return view, pace, clock(view.seconds_left(time.monotonic() - self.steps_seen[-1][3]) or 0.0)
 
-    def _print(self, *pieces: str | tuple[str, str]) -> None:
-        """Prints one line, above the live block if there is one."""
-        show(self.console, Text.assemble(*pieces))
+    def _print(self, *parts: str | tuple[str, str]) -> None:
+        """Print one line, above the live block if there is one."""
+        show(self.console, Text.assemble(*parts))
 
     def _plain_line(self, r: StepResult) -> str:
         _, pace, left = self.view(r)
@@ -178,7 +190,7 @@ class Display:
         return "  ".join(parts)
 
     def block(self) -> Table:
-        """Returns the live block. No line is wider than the terminal: what does not fit stands in the next one."""
+        """Return the live block. Lines wrap so that none is wider than the terminal."""
         grid = Table.grid(expand=True)
         grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -218,15 +230,18 @@ class Display:
         return bar
 
     def _loss_line(self, r: StepResult, room: int) -> Text:
-        pieces = [Text(decimals(r.loss, 4), "loss" if math.isfinite(r.loss) else "bad")]
+        parts = [Text(decimals(r.loss, 4), "loss" if math.isfinite(r.loss) else "bad")]
         if self.validating and self.live:
-            pieces.append(Text("validating …", "valid"))
+            parts.append(Text("validating …", "valid"))
         elif self.valid is not None:
             value = (decimals(self.valid["loss"], 4), "valid")
-            pieces.append(Text.assemble("validation ", value, (f" at step {self.valid['step']}", "dim")))
-        left = room - sum(len(piece) + 2 for piece in pieces)
-        pieces.append(sparkline(list(self.losses)[-(left if left >= LEAST_BAR else max(1, room)) :]))
-        return lined(pieces, room, "  ")
+            parts.append(Text.assemble("validation ", value, (f" at step {self.valid['step']}", "dim")))
+
+        # If the rest of this line is too short for a sparkline, it gets the whole next line.
+        left = room - sum(len(part) + 2 for part in parts)
+        columns = left if left >= LEAST_BAR else max(1, room)
+        parts.append(sparkline(list(self.losses)[-columns:]))
+        return lined(parts, room, "  ")
 
     def _update(self, r: StepResult) -> list[Text]:
         parts = [

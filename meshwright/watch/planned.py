@@ -1,4 +1,4 @@
-"""What the planner says of a run: its bytes by axis, its memory, its step's time, and its pipeline. No torch."""
+"""The planner's predictions for a run: bytes by axis, memory, time of a step, and pipeline timeline. No torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.trace import spans_of
 
 Spans = list[list[Any]]
-MOST_KINDS = 16  # of steps, for which a mean is planned
+# `planned_means` plans every kind of step separately, which takes time, so it gives up above this number of kinds.
+MOST_KINDS = 16
 KINDS = ("parameters", "gradients", "master", "optimizer", "activations", "buffers")
 
 
 def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at: int) -> dict[str, dict[str, int]]:
-    """Calls and bytes by axis of one step, summed over all ranks: what metrics.jsonl calls `comm`."""
-    others = max(0, monitored - len(config.monitored))  # the plan knows those of the objective itself
-    found = predict_step(config, world, samples=samples, monitored=others, **at)
-    return {axis: dict(traffic._asdict()) for axis, traffic in found.items()}
+    """Return the planned calls and bytes of one step by axis, summed over all ranks, like `comm` in metrics.jsonl.
+
+    `samples` is the step's global batch, `monitored` its number of monitored values. `at` may give its `step` number.
+    """
+    # The planner itself adds the values that the training objective monitors.
+    others = max(0, monitored - len(config.monitored))
+    predicted = predict_step(config, world, samples=samples, monitored=others, **at)
+    return {axis: dict(traffic._asdict()) for axis, traffic in predicted.items()}
 
 
 def step_kind(config: Config, step: int) -> dict[str, int]:
-    """What the plan must know of a step's number: replicas synchronise in some steps, and ranks compare what they hold
-    alike in every `faults.check_every`-th one."""
+    """Return the `step` argument that the planner needs to tell this step from others; empty if all steps are alike.
+
+    Replicas synchronise only in some steps. In every `faults.check_every`-th step, ranks also compare the values that
+    they hold in common. All such steps send the same bytes, so the first one stands for all of them.
+    """
     every = config.faults.check_every
     if config.layout.replicas > 1:
         return {"step": step}
@@ -39,11 +47,14 @@ def step_kind(config: Config, step: int) -> dict[str, int]:
 
 
 def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By axis, the wire bytes that are planned of the mean of these steps, all ranks together: only of axes that can be
-    planned, and nothing where steps are of too many kinds, or some were skipped or summed in another way."""
+    """Return the planned mean wire bytes of these steps by axis, all ranks together.
+
+    Axes that can't be planned are left out. The result is empty if the steps are of too many kinds, if one was skipped,
+    or if one was in the warm-up of `comm.reduce`, which sums gradients in another way.
+    """
     kinds = Counter((int(line.get("global_batch") or 0), len(line.get("monitored") or {}),
                      *step_kind(config, line["step"]).values()) for line in lines)  # fmt: skip
-    found: dict[str, float] = defaultdict(float)
+    mean_bytes: dict[str, float] = defaultdict(float)
     warmup = config.comm.reduce.warmup_steps
     if len(kinds) > MOST_KINDS or any(line["step"] <= warmup or line.get("skipped") for line in lines):
         return {}
@@ -51,14 +62,18 @@ def planned_means(config: Config, world: int, lines: Sequence[Mapping[str, Any]]
         for (samples, monitored, *at), count in kinds.items():
             named = dict(zip(("step",), at, strict=False))
             for axis, traffic in planned_bytes(config, world, samples, monitored, **named).items():
-                found[axis] += traffic["wire_bytes"] * count / len(lines)
-    except Exception:  # a run may have what the planner does not know, and its summary is shown nevertheless
+                mean_bytes[axis] += traffic["wire_bytes"] * count / len(lines)
+    except Exception:
+        # The run may use a feature that the planner does not know. Its summary must be shown all the same.
         return {}
-    return {axis: count for axis, count in found.items() if axis not in unplanned_axes(config)}
+    return {axis: count for axis, count in mean_bytes.items() if axis not in unplanned_axes(config)}
 
 
 def hint_of(device: str, world: int, cluster: Cluster | None) -> str:
-    """Why no seconds are predicted for a run on such devices, or only usual ones, and what to do for it."""
+    """Return a sentence that explains how to get a prediction of step times for this machine.
+
+    It is shown if no cluster is known for the device, or only one with the figures of a typical CPU (`cluster`).
+    """
     measure = f"meshwright comm bench --nproc {world} --out here.yaml"
     why = f"{cluster.name} stands for any CPU" if cluster else f"no prediction for {device}"
     return f"{why}: measure this machine with `{measure}`, then give --cluster here.yaml"
@@ -70,7 +85,7 @@ def planned_memory(job: Job) -> dict[str, float]:
 
 
 def planned_step(config: Config, world: int, cluster: Cluster, node: int) -> tuple[dict[str, Any], SimulatedStep]:
-    """The predicted seconds of a step by part, and the step itself."""
+    """Return the predicted figures of a step, with its seconds by part, and the simulated step itself."""
     job = job_of(config, world, cluster_node=node, host=cluster.device.units == 1)
     step = step_of(job, cluster)
     cost = step.cost
@@ -79,15 +94,18 @@ def planned_step(config: Config, world: int, cluster: Cluster, node: int) -> tup
     rest = cost.step_s - sum(parts.values())
     if rest > 0:
         parts["waits and the rest"] = rest
-    found = {
+    figures = {
         "cluster": cluster.name, "step_s": cost.step_s, "mfu": cost.mfu, "parts": parts, "bubble": cost.bubble,
         "tokens_per_s": job.tokens / cost.step_s,
     }  # fmt: skip
-    return found, step
+    return figures, step
 
 
 def simulated_spans(config: Config, traced: Spans, step: SimulatedStep | None) -> dict[str, Any] | None:
-    """The timeline that the schedule has: with the planner's times, or with the mean times of the traced step."""
+    """Return the schedule's timeline, to be drawn beside the traced one; None if it can't be simulated.
+
+    It uses the planner's times if there is a planned `step`, otherwise the mean times in the traced step.
+    """
     if step is not None:
         spans = [[s.rank, s.track, s.name, s.start, s.end, s.args.get("chunk", 0)] for s in step_spans(step)]
         return {"how": "the planner's times", "spans": spans, "bubble": step.timeline.bubble}
@@ -100,27 +118,30 @@ def simulated_spans(config: Config, traced: Spans, step: SimulatedStep | None) -
 
 
 def _with_means(config: Config, traced: Spans) -> Simulation | None:
+    """Simulate the config's schedule, where each kind of action of a chunk takes its mean time in the traced step."""
     times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for rank, track, name, start, end, chunk in traced:
         if track == "compute":
             times[rank, chunk, name[:1]].append(end - start)
-    counts = {len(found) for found in times.values()}
+    counts = {len(durations) for durations in times.values()}
     pp, chunks = config.layout.pp, config.layout.chunks
     letters = {letter for _, _, letter in times}
-    whole = letters in ({"F", "B"}, {"F", "I", "W"}) and len(times) == len(letters) * pp * chunks
-    if len(counts) != 1 or not whole:  # a trace of something else
+
+    # Every chunk must have all its actions, each once per micro-batch. Otherwise the trace is of something else.
+    complete = letters in ({"F", "B"}, {"F", "I", "W"}) and len(times) == len(letters) * pp * chunks
+    if len(counts) != 1 or not complete:
         return None
     table = build(config.pipeline.schedule, pp, counts.pop(), chunks)
 
-    def mean(*of: str) -> Any:
-        return lambda rank, chunk: sum(sum(times[rank, chunk, each]) / len(times[rank, chunk, each]) for each in of)
+    def mean(*kinds: str) -> Any:
+        return lambda rank, chunk: sum(sum(times[rank, chunk, k]) / len(times[rank, chunk, k]) for k in kinds)
 
     backward = sorted(letters - {"F"})
     return simulate(table, mean("F"), mean(*backward), 0.0, mean("W") if "W" in letters else None)
 
 
 def bubble_of(spans: Sequence[Sequence[Any]], pp: int) -> float | None:
-    """The idle share of the pipeline's time in a timeline, without what follows the last backward."""
+    """Return the idle share of the pipeline's time in a timeline, from its first to its last computation."""
     computed = [(start, end) for _, track, _, start, end, _ in spans if track == "compute"]
     if not computed or pp < 2:
         return None

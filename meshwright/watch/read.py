@@ -1,6 +1,8 @@
-"""What a run's folder holds, read for its page: small files, and lines of JSON that may be cut off. No torch.
+"""Reads the files of a run's folder for its page, without importing torch: small JSON files, JSON lines and traces.
 
-Everything here may be written at this moment, by another version or by hand: what can't be read is left out."""
+A run may be writing these files at this moment, and another version or a user may have written them. Content that can't
+be read is left out.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 
 from meshwright.outside import parse_json, read_json
 
-MOST_LINES_BYTES = 32 << 20  # of events, validations and layers, the last so many bytes
-MOST_SPANS = 6000  # of a trace
+MOST_LINES_BYTES = 32 << 20  # Of events, validations and layers, only this many bytes at the end are read.
+MOST_SPANS = 6000  # Further spans of a trace are left out.
 
 
 def read_small(path: Path) -> dict[str, Any]:
-    """A JSON document, or nothing."""
+    """Return a file's JSON object; empty if it can't be read."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -25,27 +27,28 @@ def read_small(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that are JSON objects, each step's last one where they have steps."""
+    """Return the lines of a file that are JSON objects."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
+            # This may start in the middle of a line, which then fails to parse and is left out.
             file.seek(max(0, size - MOST_LINES_BYTES))
             texts = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    found = []
+    lines = []
     for text in texts:
         try:
             value = parse_json(text)
         except ValueError:
             continue
         if isinstance(value, dict):
-            found.append(value)
-    return found
+            lines.append(value)
+    return lines
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """The finite numbers of a mapping, by name."""
+    """Return the finite numbers of a mapping by name; empty if `value` is not a mapping."""
     items = value.items() if isinstance(value, Mapping) else ()
     return {str(name): float(n) for name, n in items if is_number(n)}
 
@@ -55,14 +58,18 @@ def is_number(value: Any) -> bool:
 
 
 def read_trace(path: Path) -> dict[str, Any] | None:
-    """The spans of a measured step: [rank, track, name, start, end, chunk] in seconds."""
+    """Return a traced step's name, number and spans: [rank, track, name, start, end, chunk], with times in seconds.
+
+    The file is a Chrome trace, whose times are in microseconds. Return None if it has no spans.
+    """
     document = read_small(path)
     events = document.get("traceEvents")
     spans = []
     for event in events if isinstance(events, list) else []:
         if not (isinstance(event, dict) and event.get("ph") == "X" and is_number(event.get("ts"))):
             continue
-        start, took = event["ts"] / 1e6, event.get("dur", 0)
+        start = event["ts"] / 1e6
+        took = event.get("dur", 0)
         chunk = event.get("args", {}).get("chunk", 0) if isinstance(event.get("args"), dict) else 0
         if is_number(took):
             name, track = str(event.get("name", "")), str(event.get("cat", ""))

@@ -1,4 +1,4 @@
-"""A run as one JSON document, from its folder alone: what its page draws. No torch."""
+"""Describes a run as one JSON document, from its folder alone, for the run's page. It does not import torch."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ from meshwright.watch.read import is_number, numbers, read_lines, read_small, re
 from meshwright.watch.run_parts import RunView, kind_words, layout_line, schedule_line
 from meshwright.watch.state import alerts_of, state_of
 
-DETAILED = 240  # lines that are read whole, evenly spaced over the run
-COMPARED = 24  # of the detailed lines, those whose bytes are compared with the plan
+DETAILED = 240  # Lines that are parsed whole, evenly spaced over the run.
+COMPARED = 24  # Lines whose bytes are compared with the plan, evenly spaced over the run.
 MOST_LAYER_POINTS = 160
 MOST_EVENTS = 400
-MOST_GRID = 4096  # ranks that the grid draws
-MOST_CALLS = 24  # of a rank's flight record
-SPREAD = ("loss", "grad_norm", "step_time_s", "tokens_per_s")
+MOST_GRID = 4096  # The grid draws at most this many ranks.
+MOST_CALLS = 24  # The page shows at most this many calls of a rank's flight record.
+SPREAD = ("loss", "grad_norm", "step_time_s", "tokens_per_s")  # Columns drawn with their lowest and highest values.
 
 
 class RunReport:
-    """One run. `document` is read again each time; `plan`, which takes longer and stays, once for each config."""
+    """The JSON documents of one run.
+
+    `document` reads the folder again on every call. `plan` takes longer and depends on the config alone (except for the
+    compared bytes), so it is computed once per config.
+    """
 
     def __init__(self, folder: str | Path, cluster: str | None = None) -> None:
         self.path, self.cluster = Path(folder), cluster
@@ -47,25 +51,29 @@ class RunReport:
         self.config, self.config_text = read_config(self.path)
         self._planned: tuple[Any, dict[str, Any]] | None = None
         self._known_bytes: dict[Any, dict[str, dict[str, int]]] = {}
-        self._seen: tuple[Any, ...] = ()  # what the state was last found from
+        self._state_inputs: tuple[Any, ...] = ()  # The last arguments of `state_of` after the folder.
 
     def version(self) -> tuple[Any, ...]:
-        """Changes whenever one of the files does that the page is made from, and when a run falls silent or is gone,
-        which changes no file."""
+        """Return a value that changes whenever the page does.
+
+        It depends on the files that the page is made from and on the run's state: a run that falls silent or is gone
+        changes no file.
+        """
         names = ("metrics.jsonl", "validation.jsonl", "layers.jsonl", "events.jsonl", "ranks.json", "run.json",
                  "trace.json", "config.yaml", "flight/hang.json")  # fmt: skip
-        found = []
+        stamps = []
         for name in names:
             try:
                 status = (self.path / name).stat()
-                found.append((status.st_size, status.st_mtime_ns))
+                stamps.append((status.st_size, status.st_mtime_ns))
             except OSError:
-                found.append((0, 0))
-        if not self._seen:
+                stamps.append((0, 0))
+        if not self._state_inputs:
             self.document()
-        return *found, state_of(self.path, *self._seen)["kind"]
+        return *stamps, state_of(self.path, *self._state_inputs)["kind"]
 
     def document(self) -> dict[str, Any]:
+        """Read the folder and return the document that the page draws."""
         self.config, self.config_text = read_config(self.path, (self.config, self.config_text))
         self.metrics.refresh()
         notes, lines = read_small(self.path / "run.json"), self.metrics.lines(DETAILED)
@@ -79,13 +87,13 @@ class RunReport:
             "trace": self._trace(),
         }  # fmt: skip
         hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
-        self._seen = (view.events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
-        run["state"] = state_of(self.path, *self._seen)
+        self._state_inputs = (view.events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
+        run["state"] = state_of(self.path, *self._state_inputs)
         run["alerts"] = alerts_of(view, run["ranks"], run["state"], len(self.metrics))
         return run
 
     def _recent_lines(self) -> list[dict[str, Any]]:
-        """The lines of the steps from which the speed is taken."""
+        """Return the lines of the steps over which the speed is measured."""
         pace = self.view.pace
         return self.metrics.lines(pace.count, since=pace.first) if pace else []
 
@@ -105,15 +113,15 @@ class RunReport:
     def _layout(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         layout, m = self.layout(notes), self.config.model
         words = (plural(m.layers, "layer"), f"hidden {m.hidden}", f"seq {m.seq}")
-        found: dict[str, Any] = {
+        described: dict[str, Any] = {
             "parameters": parameter_count(describe(m)),
             "model": " · ".join([*kind_words(self.config), *words]),
             "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
         }  # fmt: skip
         if layout is not None:
-            found |= {"world": layout.world, "words": layout_line(self.config, layout)}
-            found["schedule"] = schedule_line(self.config, layout)
-        return found
+            described |= {"world": layout.world, "words": layout_line(self.config, layout)}
+            described["schedule"] = schedule_line(self.config, layout)
+        return described
 
     def _view(self, last: Mapping[str, Any]) -> RunView:
         c, events = self.metrics.columns, read_events(self.path)
@@ -126,7 +134,9 @@ class RunReport:
 
     def _progress(self, view: RunView, last: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, Any]:
         c, config, pace = self.metrics.columns, self.config, view.pace
-        flops, mfu_of = _flops(last), (last.get("mfu") or 0.0) / (last.get("tflops") or 1.0)
+        flops = _flops(last)
+        # The MFU of one TFLOP/s: a line states both, so the page needs no device's peak.
+        mfu_of = (last.get("mfu") or 0.0) / (last.get("tflops") or 1.0)
         samples_s = float(np.nansum(c["global_batch"][pace.steps])) / (pace.step_s * pace.count) if pace else 0.0
         tflops = flops * samples_s / 1e12 if flops else None
         return {
@@ -144,8 +154,9 @@ class RunReport:
         }  # fmt: skip
 
     def _price(self, notes: Mapping[str, Any]) -> float | None:
-        """Dollars an hour of all devices, where the cluster is known."""
+        """Return the price of all devices in dollars per hour; None if the cluster is not known."""
         cluster, world = self._cluster(notes), self._world(notes)
+        # A device of one unit is a CPU core, for which no price is shown.
         return cluster.device.price_hour * world if cluster and world and cluster.device.units > 1 else None
 
     def _series(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -161,40 +172,43 @@ class RunReport:
         skipped = c["step"][c["skipped"] > 0]
         infinite = c["step"][~np.isfinite(c["loss"]) & (c["skipped"] == 0)]
         del c["skipped"], c["global_batch"]
-        found = thinned(c, SPREAD)
+        series = thinned(c, SPREAD)
         flops = [(_flops(line), line.get("mfu"), line.get("tflops")) for line in lines[-1:]]
         if flops and flops[0][0]:
-            found["tokens_to_tflops"] = flops[0][2] / (lines[-1]["tokens"] / lines[-1]["step_time_s"])
-            found["tflops_to_mfu"] = flops[0][1] / flops[0][2] if flops[0][1] else None
-        return found | {"began": float(began), "skipped": plain(skipped[-500:]), "not_finite": plain(infinite[-500:])}
+            series["tokens_to_tflops"] = flops[0][2] / (lines[-1]["tokens"] / lines[-1]["step_time_s"])
+            series["tflops_to_mfu"] = flops[0][1] / flops[0][2] if flops[0][1] else None
+        return series | {"began": float(began), "skipped": plain(skipped[-500:]), "not_finite": plain(infinite[-500:])}
 
     def _validations(self) -> list[dict[str, Any]]:
-        found = {}
+        """Return the validations by step. If a step was validated more than once, the last line counts."""
+        by_step = {}
         for line in read_lines(self.path / "validation.jsonl"):
             if isinstance(line.get("step"), int):
                 loss = line["loss"] if is_number(line.get("loss")) else None
-                found[line["step"]] = {"step": line["step"], "loss": loss, "sources": numbers(line.get("sources"))}
-        return [found[step] for step in sorted(found)]
+                by_step[line["step"]] = {"step": line["step"], "loss": loss, "sources": numbers(line.get("sources"))}
+        return [by_step[step] for step in sorted(by_step)]
 
     def _layers(self) -> dict[str, Any] | None:
         lines = [line for line in read_lines(self.path / "layers.jsonl") if isinstance(line.get("layers"), list)]
+        # Only lines that list the same layers as the newest one fit into one drawing.
         lines = [line for line in lines if line["layers"] == lines[-1]["layers"]]
         chosen = [lines[round(i)] for i in np.linspace(0, len(lines) - 1, min(MOST_LAYER_POINTS, len(lines)))]
         if not chosen:
             return None
         keys = ("grad_norm", "weight_norm", "update_ratio")
-        found = {key: [plain(np.array(line.get(key, []), np.float64)) for line in chosen] for key in keys}
+        columns = {key: [plain(np.array(line.get(key, []), np.float64)) for line in chosen] for key in keys}
         names = [str(name) for name in lines[-1]["layers"]]
-        return {"names": names, "steps": [line.get("step") for line in chosen]} | found
+        return {"names": names, "steps": [line.get("step") for line in chosen]} | columns
 
     def _ranks(self, notes: Mapping[str, Any]) -> dict[str, Any]:
-        found, layout = read_small(self.path / "ranks.json"), self.layout(notes)
-        keys = [key for key in ("busy_s", "waited_s", "data_s", "peak_bytes") if isinstance(found.get(key), list)]
-        ranks: dict[str, Any] = {key: [n for n in found[key] if is_number(n)][:MOST_GRID] for key in keys}
+        recorded = read_small(self.path / "ranks.json")
+        layout = self.layout(notes)
+        keys = [key for key in ("busy_s", "waited_s", "data_s", "peak_bytes") if isinstance(recorded.get(key), list)]
+        ranks: dict[str, Any] = {key: [n for n in recorded[key] if is_number(n)][:MOST_GRID] for key in keys}
         if layout is not None:
             world = min(layout.world, MOST_GRID)
             axes = [axis for axis in ("dp", "cp", "tp", "pp") if layout.axis_size(axis) > 1]
-            ranks |= {"step": found.get("step"), "world": layout.world, "axes": axes}
+            ranks |= {"step": recorded.get("step"), "world": layout.world, "axes": axes}
             ranks["at"] = [[layout.coordinate(rank)[axis] for axis in axes] for rank in range(world)]
             ranks["flight"] = [rank for rank in range(world) if self._flight_file(rank).is_file()]
         return ranks
@@ -203,16 +217,21 @@ class RunReport:
         return self.path / "flight" / f"rank-{rank}.json"
 
     def flight(self, rank: int) -> dict[str, Any]:
-        """A rank's last calls, where they were written: after a hang, or by a traced step."""
+        """Return a rank's last calls, newest first; none if they were not written after a hang or by a traced step."""
         record = read_small(self._flight_file(rank))
         keep = ("op", "axis", "number", "phase", "layer", "payload", "peer", "age_s", "held_s", "done")
         calls = [{k: call.get(k) for k in keep} for call in record.get("last", []) if isinstance(call, dict)]
         return {"rank": rank, "at": record.get("at"), "step": record.get("step"), "calls": calls[-MOST_CALLS:][::-1]}
 
     def _sources(self, notes: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The samples of each file so far. A blend holds its weights to within one sample, at any time."""
-        weights, steps = numbers(notes.get("sources")), self.metrics.columns["step"]
-        samples, total = consumed_after(self.config, int(steps[-1])) if len(steps) else 0, sum(weights.values())
+        """Return the samples and tokens consumed from each file so far.
+
+        They follow from the weights: at any time, a blend is within one sample of its weights.
+        """
+        weights = numbers(notes.get("sources"))
+        steps = self.metrics.columns["step"]
+        samples = consumed_after(self.config, int(steps[-1])) if len(steps) else 0
+        total = sum(weights.values())
         tokens = int(np.nansum(self.metrics.columns["tokens"]))
         return [
             {"name": name, "share": w / total, "samples": samples * w / total, "tokens": tokens * w / total}
@@ -224,52 +243,57 @@ class RunReport:
         return list(prefixes) if len(prefixes) == 1 else []
 
     def _trace(self) -> dict[str, Any] | None:
-        found = read_trace(self.path / "trace.json")
-        if found and (since := self._since()) and found["step"] and found["step"] <= since:
-            found["earlier"] = f"traced at step {found['step']}, before the layout changed at step {since}"
-        elif found:
-            found["bubble"] = planned.bubble_of(found["spans"], self.config.layout.pp)
-        return found
+        trace = read_trace(self.path / "trace.json")
+        if trace and (since := self._since()) and trace["step"] and trace["step"] <= since:
+            trace["earlier"] = f"traced at step {trace['step']}, before the layout changed at step {since}"
+        elif trace:
+            trace["bubble"] = planned.bubble_of(trace["spans"], self.config.layout.pp)
+        return trace
 
     def _since(self) -> int:
         return layout_since(read_events(self.path))
 
-    # What the planner says.
+    # The planner's figures.
 
     def _cluster(self, notes: Mapping[str, Any]) -> Cluster | None:
         return load_cluster(self.cluster) if self.cluster else _known_cluster(str(notes.get("device") or ""))
 
     def plan(self) -> dict[str, Any]:
-        """Planned beside recorded. It is the same for all lines of one config."""
+        """Return the planner's figures, and the planned bytes beside the recorded ones.
+
+        All but the comparison depend on the config, the cluster, the world and the trace, and are cached by them.
+        """
         notes, lines = read_small(self.path / "run.json"), self.metrics.lines(COMPARED)
         trace = self.path / "trace.json"
         key = (self.config_text, self.cluster, notes.get("world"), trace.stat().st_mtime_ns if trace.exists() else 0)
         if self._planned is None or self._planned[0] != key:
             self._planned = (key, self._plan(notes))
-        found, world = dict(self._planned[1]), self._world(notes)
-        found["comm"] = self._compared(lines, world) if world else {}
-        return found
+        figures = dict(self._planned[1])
+        world = self._world(notes)
+        figures["comm"] = self._compared(lines, world) if world else {}
+        return figures
 
     def _plan(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         config, world, cluster = self.config, self._world(notes), self._cluster(notes)
         if world is None:
             return {}
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         traced, step = self._trace(), None
         try:
             host = cluster.device.units == 1 if cluster else config.run.device == "cpu"
-            found["memory"] = planned.planned_memory(job_of(config, world, host=host))
+            figures["memory"] = planned.planned_memory(job_of(config, world, host=host))
             if cluster:
                 node = min(cluster.node.devices, world)
-                found["step"], step = planned.planned_step(config, world, cluster, node)
-                found["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
+                figures["step"], step = planned.planned_step(config, world, cluster, node)
+                figures["room_bytes"] = cluster.device.memory_gib * 2**30 if not host else None
             if not cluster or (host and not self.cluster):
-                found["hint"] = planned.hint_of(str(notes.get("device") or "this device"), world, cluster)
+                figures["hint"] = planned.hint_of(str(notes.get("device") or "this device"), world, cluster)
             drawn = traced and "earlier" not in traced
-            found["simulated"] = planned.simulated_spans(config, traced["spans"], step) if traced and drawn else None
-        except Exception as error:  # the page shows what it can
-            found["why_not"] = str(error)
-        return found
+            figures["simulated"] = planned.simulated_spans(config, traced["spans"], step) if traced and drawn else None
+        except Exception as error:
+            # The planner may not support this run. The page then shows the figures made so far, and the reason.
+            figures["why_not"] = str(error)
+        return figures
 
     def _bytes(self, world: int, samples: int, monitored: int, step: int) -> dict[str, dict[str, int]]:
         at = planned.step_kind(self.config, step)
@@ -279,24 +303,29 @@ class RunReport:
         return self._known_bytes[key]
 
     def _compared(self, lines: list[dict[str, Any]], world: int) -> dict[str, Any]:
-        """By axis, the recorded and the planned bytes of the last step, and the first step of this layout where they
-        differ."""
+        """Return for each axis the recorded and the planned bytes of the last step, and the first step where they
+        differ among those of the present layout.
+        """
         axes: dict[str, Any] = {}
         varies = planned.unplanned_axes(self.config)
-        warmup = self.config.comm.reduce.warmup_steps  # in which gradients are summed in another way
+        # During the warm-up, gradients are summed in another way.
+        warmup = self.config.comm.reduce.warmup_steps
         begin = max(warmup, self._since())
         for line in lines:
             comm, samples = line.get("comm"), line.get("global_batch")
             if not isinstance(comm, dict) or not isinstance(samples, int) or line["step"] <= begin:
                 continue
-            if line.get("skipped"):  # it has no new weights to send
+            # A skipped step has no new weights to send.
+            if line.get("skipped"):
                 continue
             try:
-                wanted = self._bytes(world, samples, len(line.get("monitored") or {}), line["step"])
-            except Exception as error:  # a run of another version may have what this planner does not know
+                expected = self._bytes(world, samples, len(line.get("monitored") or {}), line["step"])
+            except Exception as error:
+                # The run may be of another version, with a feature that this planner does not know.
                 return {"why_not": str(error)}
-            for axis in sorted({*comm, *wanted}):
-                seen, plan = numbers(comm.get(axis)), numbers(wanted.get(axis))
+            for axis in sorted({*comm, *expected}):
+                seen = numbers(comm.get(axis))
+                plan = numbers(expected.get(axis))
                 before = axes.get(axis, {}).get("differs_at")
                 differs = None if axis in varies or seen == plan else line["step"]
                 axes[axis] = {"recorded": seen, "planned": plan, "differs_at": before or differs,
@@ -310,36 +339,39 @@ def _known_cluster(device: str) -> Cluster | None:
 
 
 def _details(lines: list[dict[str, Any]], recent: list[dict[str, Any]]) -> dict[str, Any]:
-    """Columns over the lines that were read whole: phases, exposed seconds, the spread over ranks, monitored values;
-    and the mean of the phases over the recent ones."""
-    found: dict[str, Any] = {"step": [line.get("step") for line in lines]}
+    """Return columns over the lines that were parsed whole, and the mean of each phase over the recent steps.
+
+    The columns are phases, exposed seconds, monitored values, losses, the spread over ranks, and the load of experts.
+    """
+    columns: dict[str, Any] = {"step": [line.get("step") for line in lines]}
     groups = {"phases": "phases", "exposed": "exposed_s", "monitored": "monitored", "losses": "losses"}
     for name, key in groups.items():
         parts = [numbers(line.get(key)) for line in lines]
         names = list(dict.fromkeys(n for part in parts for n in part))
-        found[name] = {n: [part.get(n) for part in parts] for n in names}
+        columns[name] = {n: [part.get(n) for part in parts] for n in names}
     for key in ("busy_s", "waited_s", "data_s", "peak_bytes"):
         rows = [numbers(line["ranks"].get(key)) if isinstance(line.get("ranks"), dict) else {} for line in lines]
         if any(rows):
-            found[key] = {part: [row.get(part) for row in rows] for part in ("min", "median", "max", "rank")}
-    found["recent_phases"] = {
+            columns[key] = {part: [row.get(part) for row in rows] for part in ("min", "median", "max", "rank")}
+    columns["recent_phases"] = {
         name: statistics.fmean(values)
-        for name in found["phases"]
+        for name in columns["phases"]
         if (values := [n for line in recent if (n := numbers(line.get("phases")).get(name)) is not None])
     }
-    found["experts"] = {key: [_busiest(line, key) for line in lines] for key in ("busiest", "busiest_rank")}
-    found["experts"] = {key: values for key, values in found["experts"].items() if any(values)}
-    return found
+    columns["experts"] = {key: [_busiest(line, key) for line in lines] for key in ("busiest", "busiest_rank")}
+    columns["experts"] = {key: values for key, values in columns["experts"].items() if any(values)}
+    return columns
 
 
 def _busiest(line: Mapping[str, Any], key: str) -> float | None:
+    """Return the largest of a line's figures for each block with experts; None if it has none."""
     experts = line.get("experts")
     values = experts.get(key) if isinstance(experts, dict) else None
     return max((v for v in values if is_number(v)), default=None) if isinstance(values, list) else None
 
 
 def _counted(line: Mapping[str, Any]) -> str | None:
-    """What of a step its loss is a mean over, where that is not all tokens."""
+    """Describe the number of items in a step over which its loss is a mean; None if that is all its tokens."""
     unit = next((unit for unit in COUNTED if is_number(line.get(unit))), None)
     if unit is None or not line.get("tokens"):
         return None
@@ -351,7 +383,7 @@ def _last(column: Any) -> float | None:
 
 
 def _flops(line: Mapping[str, Any]) -> float | None:
-    """A sequence's FLOPs, from what a line says of them."""
+    """Return the model's FLOPs for one sample, computed from a line's TFLOP/s; None if it has none."""
     if not (is_number(line.get("tflops")) and line.get("global_batch")):
         return None
     return float(line["tflops"] * 1e12 * line["step_time_s"] / line["global_batch"])

@@ -1,5 +1,7 @@
-"""The summary of a run, from the files of its folder alone: the loss curve, the speed, where the time went, and how
-many bytes went over which axis. No torch."""
+"""Prints the summary of a run from the files of its folder alone, without importing torch.
+
+It shows the loss curve, the speed, the time spent in each phase, and the bytes sent over each axis.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ from meshwright.spec.traffic.counts import COUNTED, LEARNED, PHASES
 from meshwright.watch.loss_curve import Point, curve, finite
 from meshwright.watch.run_parts import RunView, head, lined, phase_bar
 
-PAGE_LABEL_WIDTH = 12  # columns that the labels take
+PAGE_LABEL_WIDTH = 12  # Columns for the labels.
 MIN_WIDTH, MAX_WIDTH = 40, 120
-MOST_FAULTS = 6  # that are listed
+MOST_FAULTS = 6  # The summary lists at most this many faults.
 
-# What is sent over each axis.
+# The data sent over each axis, for the reader of the summary.
 CARGO = {
     "tp": "activations and their gradients, in every layer",
     "tp.kv": "gradients of the key-value heads that several ranks hold",
@@ -56,11 +58,13 @@ CARGO = {
 
 
 class Look(NamedTuple):
+    """The abilities of the stream that a summary is printed to."""
+
     terminal: bool
     colour: bool
 
 
-# Of a config, its ranks and lines of metrics.jsonl: by axis, the wire bytes that are planned of their mean.
+# Maps (config, number of ranks, lines of metrics.jsonl) to the planned mean wire bytes of these steps by axis.
 Plan = Callable[[Config, int, Sequence[Mapping[str, Any]]], Mapping[str, float]]
 
 
@@ -96,7 +100,10 @@ def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> It
 
 
 def _grid(*right: str) -> Table:
-    """Returns a table without lines: a column of labels, then right-aligned columns headed by their names."""
+    """Return an empty table without rules: a column of labels, then right-aligned columns.
+
+    `right` gives the headings of all columns, that of the labels first.
+    """
     grid = Table(box=None, show_header=bool(right), header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     grid.add_column(right[0] if right else "", min_width=PAGE_LABEL_WIDTH - 2, no_wrap=True)
     for name in right[1:]:
@@ -119,7 +126,7 @@ def _losses(train: Sequence[Point], valid: Sequence[Point]) -> Table:
 
 
 def _links(run: RunRecord) -> Iterator[tuple[str, Text]]:
-    """Says so where steps took longer because slow links were emulated."""
+    """Warn that steps took longer because slow links were emulated, if they were."""
     emulate = run.config.comm.emulate
     if emulate.on:
         yield "links", Text(emulate.words(run.config.layout.node_size or run.world or 1), "bad")
@@ -146,7 +153,8 @@ def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
     times = [float(s.get("step_time_s") or 0.0) for s in run.steps]
     tokens, samples = (sum(int(s.get(key) or 0) for s in run.steps) for key in ("tokens", "global_batch"))
     words = ""
-    for unit in (each for each in COUNTED if any(each in s for s in run.steps)):
+    for unit in (unit for unit in COUNTED if any(unit in s for s in run.steps)):
+        # A line without the unit is of a step whose loss is a mean over all tokens.
         counted = sum(int(s.get(unit, s.get("tokens")) or 0) for s in run.steps)
         words = f"   {count(counted)} learned" if unit == LEARNED else f"   {counted:,} {unit}"
     seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
@@ -161,13 +169,14 @@ def _phases(run: RunRecord, width: int, look: Look) -> Iterator[tuple[str, Text]
         total = sum(float(s.get("step_time_s") or 0.0) for s in run.recent)
         room = min(width, PLAIN_WIDTH) - PAGE_LABEL_WIDTH
         bar, legend = phase_bar(spent, total, room, look.colour)
-        if look.terminal:  # in a file it would be a row of letters
+        # Without colour the bar is a row of letters, which is no help in a file.
+        if look.terminal:
             yield "time", bar
         yield "" if look.terminal else "time", lined(legend, room, "  ")
 
 
 def _faults(view: RunView) -> Iterator[tuple[str, Text]]:
-    """What went wrong, the newest first."""
+    """List the faults of the run, the newest first."""
     events = view.noted(*KINDS)
     for label, event in zip(["faults", *[""] * (MOST_FAULTS - 1)], reversed(events), strict=False):
         at = "" if event.get("step") is None else f"step {event['step']}: "
@@ -189,7 +198,7 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
 
 
 def _traffic(run: RunRecord, width: int, plan: Plan | None) -> Iterator[RenderableType]:
-    """Returns the bytes of a mean step by axis of the layout, and in a small world also by link."""
+    """Show the bytes of a mean step by axis of the layout and, for a small world, also by link."""
     axes = traffic_per_step(run.recent)
     if not run.recent:
         return
@@ -236,7 +245,7 @@ def _planned(sent: float, planned: float | None) -> Text:
 
 
 def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of several ranks; none for an axis that the layout does not know."""
+    """Return an axis's groups of at least two ranks; none if the layout does not have this axis."""
     try:
         return tuple(group for group in layout.groups(axis) if len(group) > 1) if layout else ()
     except UserError:
@@ -244,7 +253,7 @@ def _groups(layout: Layout | None, axis: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _axis_notes(run: RunRecord, axis: str, width: int) -> Iterator[str]:
-    """Says what is sent over an axis, and between which ranks."""
+    """Describe the data sent over an axis and the ranks that it is sent between."""
     if axis in CARGO:
         yield CARGO[axis]
     groups = _groups(run.layout, axis)
@@ -257,28 +266,33 @@ def _axis_notes(run: RunRecord, axis: str, width: int) -> Iterator[str]:
 
 
 def _written(words: str, groups: Sequence[Sequence[int]], between: str, width: int) -> str:
-    """Formats the groups with their ranks, as many as fit; the last one is always shown."""
+    """Format as many groups with their ranks as fit into `width`. The last group is always shown."""
+    # (groups, ranks per group) to show, from everything to the least.
     limits = [(len(groups), max(3, *map(len, groups))), *((most, 8) for most in (12, 8, 6, 4, 3)), (3, 4)]
     texts = [" ".join([words, *written(groups, *limit, between)]) for limit in limits]
     return next((text for text in texts if len(text) <= width), texts[-1])
 
 
 def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], float]:
-    """Returns the wire bytes per step from rank to rank: a collective goes round its group as a ring, a pipeline
-    from stage to stage and back. The run's folder has only the sum per axis, which is spread evenly over its links."""
+    """Return the wire bytes per step for each pair (from rank, to rank).
+
+    A collective is a ring around its group; a pipeline sends from stage to stage and back. The run's folder has only
+    the sum for each axis, which is spread evenly over the axis's links.
+    """
     sent: dict[tuple[int, int], float] = defaultdict(float)
     for axis, counts in axes.items():
-        ways: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         for group in _groups(layout, axis):
             if axis == "pp":
                 placement = placement_of(config.pipeline.schedule, layout.pp, config.layout.chunks)
                 places = [group[rank] for rank, _ in placement]
-                pairs = [(a, b) for a, b in zip(places, places[1:], strict=False) if a != b]
-                ways += [*pairs, *((b, a) for a, b in pairs)]
+                # Neighbouring chunks may be on the same rank, which sends nothing between them.
+                forward = [(a, b) for a, b in zip(places, places[1:], strict=False) if a != b]
+                pairs += [*forward, *((b, a) for a, b in forward)]
             else:
-                ways += zip(group, (*group[1:], group[0]), strict=True)
-        for way in ways:
-            sent[way] += counts["wire_bytes"] / len(ways)
+                pairs += zip(group, (*group[1:], group[0]), strict=True)
+        for pair in pairs:
+            sent[pair] += counts["wire_bytes"] / len(pairs)
     return dict(sent)
 
 

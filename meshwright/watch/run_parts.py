@@ -1,4 +1,4 @@
-"""What the views of a run share: its values, the header, the sparkline and the bar of phases. No torch."""
+"""Parts shared by all views of a run: its values, the header, the sparkline and the bar of phases. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.engine.step import StepResult
     from meshwright.record.speed import Pace
 
-DRAWN_RANKS = 16  # up to this many ranks the head draws the layout
+DRAWN_RANKS = 16  # The header draws the layout of at most this many ranks.
 BARS = "▁▂▃▄▅▆▇█"
 BAD = "×"
 DOT = " · "
@@ -32,8 +32,10 @@ DOT = " · "
 
 @dataclass(frozen=True)
 class RunView:
-    """The values that the live display, the summary, `status` and the page of a run show, each in its own way.
-    `counted` says what the loss is a mean over, where that is not all tokens."""
+    """The values of a run that its live display, summary, `status` and page all show, each in its own form.
+
+    `counted` describes the items that the loss is a mean over; None if it is a mean over all tokens.
+    """
 
     step: int
     steps: int
@@ -59,8 +61,9 @@ class RunView:
 
 
 def head(config: Config, world: int | None, width: int, device: str = "") -> Table:
-    """Returns the header: what runs, where and how. No line is wider than `width`."""
-    m, t, name = config.model, config.train, Text("meshwright", "title")
+    """Return the header of a run: its model, layout, precision, batches and folder. No line is wider than `width`."""
+    m, t = config.model, config.train
+    name = Text("meshwright", "title")
     room = width - len(name) - 2
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     number = f"{count(parameter_count(describe(m)))} parameters  "
@@ -68,15 +71,16 @@ def head(config: Config, world: int | None, width: int, device: str = "") -> Tab
     shape = [*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"]
     grid.add_row(name, lined([Text.assemble((number, "bold"), (shape[0], "dim")), *_dim(shape[1:])], room, DOT))
     precision = t.precision + (f" on {device}" if device else "")
-    how = [precision, f"{t.global_batch * m.seq:,} tokens per step", plural(t.steps, "step"), printable(config.run.dir)]
+    tokens = f"{t.global_batch * m.seq:,} tokens per step"
+    settings = [precision, tokens, plural(t.steps, "step"), printable(config.run.dir)]
     if world is not None:
         layout = layout_of(config, world)
         drawing = _dim([small_drawing(layout)] if 1 < world <= DRAWN_RANKS else [])
         grid.add_row("", lined([Text(layout_line(config, layout), "bold"), *drawing], room))
         if layout.cp > 1:
             grid.add_row("", lined(_dim(context_words(config)), room, DOT))
-        how.insert(0, schedule_line(config, layout))
-    grid.add_row("", lined(_dim(how), room, DOT))
+        settings.insert(0, schedule_line(config, layout))
+    grid.add_row("", lined(_dim(settings), room, DOT))
     return grid
 
 
@@ -85,27 +89,28 @@ def _dim(words: Sequence[str]) -> list[Text]:
 
 
 def kind_words(config: Config) -> list[str]:
-    """What a model is beside a decoder whose weights are all trained: its kind, its experts, its adapters."""
-    experts, tune, found = config.model.experts, config.tune, []
+    """Describe how a model differs from a dense GPT whose weights are all trained: its kind, experts and adapters."""
+    experts, tune = config.model.experts, config.tune
+    words = []
     if config.model.kind != "gpt":
-        found.append(config.model.kind)
+        words.append(config.model.kind)
     if experts.count:
-        found.append(f"{experts.count} experts, {experts.top_k} a token")
+        words.append(f"{experts.count} experts, {experts.top_k} a token")
     if tune.adapts:
         trained = sum(record.numel for record in model_of(config).records(ALONE).values() if record.trained)
-        found.append(f"{tune.kind} of rank {tune.rank} trains {count(trained)}")
-    return found
+        words.append(f"{tune.kind} of rank {tune.rank} trains {count(trained)}")
+    return words
 
 
 def context_words(config: Config) -> list[str]:
-    """Says how ranks share a sequence, and how evenly."""
+    """Describe how ranks share a sequence, and how evenly."""
     pairs = causal_pairs(config.context.order, config.model.seq, config.layout.cp)
     even = f"the busiest of {config.layout.cp} ranks has {balance(pairs):.3f} times the mean pairs of a text"
     return [f"sequences shared by {config.context_kind} in {config.context.order} order", even]
 
 
 def layout_line(config: Config, layout: Layout) -> str:
-    """Formats the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
+    """Format the layout as `8 ranks = dp 2 × tp 2 × pp 2`."""
     axes = [a for a in ("replicas", "dp", "cp", "tp", "pp") if a not in ("replicas", "cp") or layout.axis_size(a) > 1]
     sizes = " × ".join(f"{axis} {layout.axis_size(axis)}" for axis in axes)
     sizes += f" ({config.layout.grid} grid)" if config.layout.grid else ""
@@ -115,7 +120,10 @@ def layout_line(config: Config, layout: Layout) -> str:
 
 
 def small_drawing(layout: Layout) -> str:
-    """Draws `[0 1] [2 3] → [4 5] [6 7]`: a replica is a box of tensor-parallel ranks, arrows go from stage to stage."""
+    """Draw the layout as `[0 1] [2 3] → [4 5] [6 7]`.
+
+    Each box is the tensor- and context-parallel ranks of one replica; arrows lead from one pipeline stage to the next.
+    """
     stages: list[list[str]] = [[] for _ in range(layout.pp)]
     for group in layout.groups("tp-cp"):
         stages[layout.coordinate(group[0])["pp"]].append(f"[{' '.join(map(str, group))}]")
@@ -132,8 +140,10 @@ def schedule_line(config: Config, layout: Layout) -> str:
 
 
 def rate_words(r: StepResult, pace: Pace) -> list[str]:
-    """The model's FLOP/s and, where the device's peak is known, MFU, at the run's pace; and the most memory that a rank
-    held so far."""
+    """Return the model's FLOP/s at the run's pace, the MFU if the device's peak is known, and the peak memory of any
+    rank so far, as words.
+    """
+    # The figures are those of one step. Scale them to the run's mean speed, which the display shows beside them.
     share = pace.tokens_per_s * r.step_time_s / r.tokens if r.tokens else 1.0
     words = [] if r.tflops is None else [flops(share * r.tflops)]
     words += [] if r.mfu is None else [f"MFU {percent(share * r.mfu)}"]
@@ -142,7 +152,7 @@ def rate_words(r: StepResult, pace: Pace) -> list[str]:
 
 
 def rank_words(r: StepResult) -> list[str]:
-    """How long ranks computed, who longest, and for which axes they waited."""
+    """Describe how long ranks computed, which one took longest, and the axes on which they waited most."""
     busy = r.ranks.summary().get("busy_s") if r.ranks else None
     if busy is None:
         return []
@@ -153,7 +163,7 @@ def rank_words(r: StepResult) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> Text:
-    """Draws bars from the lowest to the highest value; values that are not finite are crossed out."""
+    """Draw each value as a bar scaled between the lowest and the highest. A cross marks values that are not finite."""
     finite = [v for v in values if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     line = Text()
@@ -166,28 +176,32 @@ def sparkline(values: Sequence[float]) -> Text:
     return line
 
 
-def lined(pieces: Sequence[str | Text], room: int, gap: str = "   ") -> Text:
-    """Returns the pieces beside each other, and from where one does not fit into `room` columns on in the next line."""
-    found, column = Text(), 0
-    for piece in pieces:
-        if column and column + len(gap) + len(piece) > room:
-            found.append("\n")
+def lined(parts: Sequence[str | Text], room: int, gap: str = "   ") -> Text:
+    """Join the parts with `gap` between them. A part that would exceed `room` columns starts a new line."""
+    text, column = Text(), 0
+    for part in parts:
+        if column and column + len(gap) + len(part) > room:
+            text.append("\n")
             column = 0
         elif column:
-            found.append(gap, "dim" if gap.strip() else "")
+            text.append(gap, "dim" if gap.strip() else "")
             column += len(gap)
-        found.append(piece)
-        column += len(piece)
-    return found
+        text.append(part)
+        column += len(part)
+    return text
 
 
 def phase_bar(phases: Mapping[str, float], total: float, width: int, colour: bool) -> tuple[Text, list[Text]]:
-    """Draws the seconds of a step as one bar, with a thin line for time outside all phases, and a legend. Without
-    colour each phase is drawn by its initial. Every phase has a style of its name."""
+    """Draw the seconds of a step as one bar with a legend.
+
+    A thin line shows time outside all phases. Without colour each phase is drawn with its initial letter. The style of
+    each phase is named after it.
+    """
     whole = max(total, sum(phases.values())) or 1.0
     bar, legend, reached = Text(), [], 0.0
     for name, spent in phases.items():
         reached += spent / whole
+        # Draw up to the rounded sum of the shares, so that rounding errors do not add up along the bar.
         bar.append(("━" if colour else name[:1]) * (round(reached * width) - len(bar)), name)
         legend.append(Text.assemble((name, name), (f" {percent(spent / whole, 0)}", "dim")))
     return bar.append("─" * (width - len(bar)), "dim"), legend

@@ -1,8 +1,8 @@
-"""Serves the page of some runs on this machine alone. No torch.
+"""Serves the page of some runs to this machine alone, without importing torch.
 
-Only loopback addresses are listened on, and only requests that name one as their host are answered: a web page of
-somebody else that was pointed at this address (DNS rebinding) gets nothing. There are four paths, none of which is a
-file's."""
+The server listens on a loopback address and answers only requests whose host is one. So another site's web page whose
+domain name resolves to this address (DNS rebinding) gets nothing. There are four paths, and none of them names a file.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def _parts() -> tuple[str, str, str]:
 
 
 def policy() -> str:
-    """What the page may do: run its own script, and ask the server that it came from for data. Nothing else, of nobody
-    else."""
+    """Return the page's content security policy.
+
+    The page may run only its own script, recognised by its hash, and request data only from its own server.
+    """
     digest = base64.b64encode(hashlib.sha256(_parts()[2].encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -46,7 +48,7 @@ def policy() -> str:
 
 
 def in_script(value: Any) -> str:
-    """JSON that can't end the element it stands in."""
+    """Return JSON that is safe inside a script element: it can't contain the tag that ends the element."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 
@@ -56,18 +58,19 @@ def page(title: str, data: Any, live: bool) -> str:
         "POLICY": escape(policy(), quote=True), "TITLE": escape(title), "STYLE": style, "SCRIPT": script,
         "DATA": in_script(data), "LIVE": "live" if live else "file",
     }  # fmt: skip
-    head, *pieces = html.split("{{")
-    for piece in pieces:
-        name, _, rest = piece.partition("}}")
-        head += filled[name] + rest
-    return head
+    # Not a chain of `replace`: a value that contains a placeholder must not be filled in.
+    text, *parts = html.split("{{")
+    for part in parts:
+        name, _, rest = part.partition("}}")
+        text += filled[name] + rest
+    return text
 
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Runs:
-    """The runs of a page. One request at a time reads their folders."""
+    """The runs shown on a page. A lock lets one request at a time read their folders."""
 
     def __init__(self, reports: Sequence[RunReport]) -> None:
         self.reports, self._lock = list(reports), threading.Lock()
@@ -92,8 +95,9 @@ class Runs:
 
 
 def whole_page(runs: Runs) -> str:
-    """A page to send: everything is in it, the ranks' last calls too."""
+    """Return the page as a single file that works without the server: it also contains the ranks' last calls."""
     documents, plans = runs.documents(), runs.plans()
+    # At most 64 ranks of each run, to limit the size of the file.
     flights = [
         {str(rank): runs.flight(number, rank) for rank in document["ranks"].get("flight", [])[:64]}
         for number, document in enumerate(documents)
@@ -109,7 +113,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Report an error of a request, except if the browser closed the connection during the answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -124,26 +128,26 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "meshwright", ""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are nobody's business."""
+        """Discard the log lines that the base class would write to stderr for every request."""
 
     def do_GET(self) -> None:
         if not self._is_local():
             self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for its own machine alone\n")
             return
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         runs = self.server.runs
         try:
-            if asked.path == "/":
+            if url.path == "/":
                 data = {"runs": runs.documents()}
                 self._send(HTTPStatus.OK, "text/html", page(runs.title, data, live=True).encode())
-            elif asked.path == "/data.json":
+            elif url.path == "/data.json":
                 self._send_json(lambda: runs.documents(), runs.version())
-            elif asked.path == "/plans.json":
+            elif url.path == "/plans.json":
                 self._send_json(lambda: runs.plans(), None)
-            elif asked.path == "/flight.json":
+            elif url.path == "/flight.json":
                 try:
-                    wanted = {name: int(values[0]) for name, values in parse_qs(asked.query).items()}
-                    run, rank = wanted["run"], max(0, wanted["rank"])
+                    query = {name: int(values[0]) for name, values in parse_qs(url.query).items()}
+                    run, rank = query["run"], max(0, query["rank"])
                 except (KeyError, ValueError):
                     run, rank = -1, 0
                 if 0 <= run < len(runs.reports):
@@ -152,10 +156,12 @@ class Handler(BaseHTTPRequestHandler):
                     self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
-        except (UserError, OSError) as error:  # the folder is gone, or half written
+        except (UserError, OSError) as error:
+            # The folder is gone or half written. The page asks again later.
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
 
     def _is_local(self) -> bool:
+        """Return True if both the host and the origin, if one is given, are this server's loopback address."""
         port = self.server.server_address[1]
         allowed = {f"{host}:{port}" for host in HOSTS}
         origin = self.headers.get("Origin")

@@ -1,9 +1,9 @@
-"""How a run stands, in one screen: from its folder alone, by the figures of its page. No torch.
+"""Collects the status of a run for one screen, from its folder alone and with the figures of its page. No torch.
 
-*Goodput* is the time that counted over the time the run was under way. What counted are the steps that the run keeps:
-not those that a resume trained again or will have to, nor skipped ones. Under way is all time from a start to the last
-sign of life before the next one, and the time in which a launcher started ranks again; time between two jobs is told
-beside it.
+*Goodput* is the productive time over the active time. The productive time is that of the steps that the run has kept:
+not of steps that were trained again after a resume, or will have to be, and not of skipped steps. A run is active from
+each start to the last sign of life before the next one, and while a launcher restarts its ranks. Time between two jobs
+is reported separately.
 """
 
 from __future__ import annotations
@@ -30,45 +30,51 @@ from meshwright.watch.report import RunReport
 from meshwright.watch.state import slow_rank
 
 FAULTS = ("restart", "failure", FAULT)
-UNNAMED = "unnamed"  # where nothing says which rank it was
+UNNAMED = "unnamed"  # The key of faults that can't be attributed to a rank.
+# Matches the ranks in the texts of events, such as "rank 3" or "ranks [1, 2] and 5 more".
 _RANKS = r"\branks? \[?(\d+(?:, \d+)*)(?: and \d+ more)?\]?"
 
 Event = Mapping[str, Any]
 
 
 def config_at(report: RunReport) -> Config:
-    """The run's config, with the run's folder where it is now: it may have been moved, or be named from elsewhere."""
+    """Return the run's config with `run.dir` set to the folder's present path.
+
+    The recorded path may be wrong: the folder may have been moved, or the path may be relative to another directory.
+    """
     config = report.config
     return replace(config, run=replace(config.run, dir=str(report.path)))
 
 
 def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
-    """All that the screen shows. With `verify` every byte of the newest checkpoint is read and checked."""
+    """Return the values that the status screen shows. `verify`: read and check every byte of the newest checkpoint."""
     run, plan = report.document(), report.plan()
     view, progress, planned, config = report.view, run["progress"], plan.get("step"), config_at(report)
     alive = run["state"]["kind"] in ("running", "silent")
     keys = ("step", "steps", "loss", "grad_norm", "step_time_s", "tokens_per_s", "recent_steps", "counted", "mfu",
             "seconds_left", "skipped", "not_finite")  # fmt: skip
-    found: dict[str, Any] = {"run": run["name"], "folder": str(report.path), "state": run["state"]}
-    found |= {"complete": complete_step(config) is not None, **{key: progress[key] for key in keys}}
-    found["checkpoint"] = newest_checkpoint(config, verify)
-    found["not_saved"] = 0 if alive else max(0, found["step"] - saved_step(config))
-    found["seconds_left"] = view.seconds_left(again=found["not_saved"])
-    found["planned"] = _planned(planned, progress["tokens_per_s"])
-    found["hint"] = plan.get("hint") or plan.get("why_not")
-    found["goodput"] = goodput(report, view.events, time.time() if alive else None, found["not_saved"])
-    found["restarts"], found["resumes"] = (len(view.noted(kind)) for kind in ("restart", "resume"))
-    found["trained_again"] = sum(event.get("lost", 0) for event in view.events)
-    found["faults"] = faults_by_rank(view.events, read_small(report.path / "flight" / "hang.json"))
-    found["bad_steps"] = [
+    status: dict[str, Any] = {"run": run["name"], "folder": str(report.path), "state": run["state"]}
+    status |= {"complete": complete_step(config) is not None, **{key: progress[key] for key in keys}}
+    status["checkpoint"] = newest_checkpoint(config, verify)
+    # The steps after the newest checkpoint are lost unless a process still trains.
+    status["not_saved"] = 0 if alive else max(0, status["step"] - saved_step(config))
+    status["seconds_left"] = view.seconds_left(again=status["not_saved"])
+    status["planned"] = _planned(planned, progress["tokens_per_s"])
+    status["hint"] = plan.get("hint") or plan.get("why_not")
+    status["goodput"] = goodput(report, view.events, time.time() if alive else None, status["not_saved"])
+    status["restarts"], status["resumes"] = (len(view.noted(kind)) for kind in ("restart", "resume"))
+    status["trained_again"] = sum(event.get("lost", 0) for event in view.events)
+    status["faults"] = faults_by_rank(view.events, read_small(report.path / "flight" / "hang.json"))
+    status["bad_steps"] = [
         {"time": e["time"], "step": e.get("step"), "kind": e["kind"], "text": str(e.get("text", ""))}
         for e in view.noted(BAD_STEP, ROLLBACK)
     ]  # fmt: skip
     slow = slow_rank(run["ranks"].get("busy_s") or [])
-    found["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
+    status["slow_rank"] = {"rank": slow[0], "text": slow[1]} if slow else None
+    # Each rank's newest event counts. It ends in "again" if the rank has become as fast as the others again.
     last = {str(event.get("rank")): str(event.get("text", "")) for event in view.noted(SLOW)}
-    found["slow"] = [text for text in last.values() if not text.endswith("again")]
-    return found
+    status["slow"] = [text for text in last.values() if not text.endswith("again")]
+    return status
 
 
 def _planned(step: Mapping[str, Any] | None, tokens_per_s: float | None) -> dict[str, Any] | None:
@@ -81,68 +87,79 @@ def _planned(step: Mapping[str, Any] | None, tokens_per_s: float | None) -> dict
 def goodput(
     report: RunReport, events: Sequence[Event], now: float | None, not_saved: int = 0
 ) -> dict[str, float | None]:
-    """Seconds that counted and seconds under way, their quotient, and the seconds between jobs. `now` is the time if
-    the run is alive; otherwise it ends with its last sign of life, and its last `not_saved` steps are lost."""
+    """Return the productive seconds, the active seconds, their quotient, and the seconds between jobs.
+
+    `now` is the present time if the run is alive. Otherwise (None) the run ended with its last sign of life, and its
+    last `not_saved` steps are lost.
+    """
     columns = report.metrics.columns
     kept = (columns["skipped"] != 1) & (np.arange(len(columns["step"])) < len(columns["step"]) - not_saved)
-    counted = float(np.nansum(columns["step_time_s"][kept]))
+    productive = float(np.nansum(columns["step_time_s"][kept]))
+
+    # The run was certainly alive at these times, also at the ends of steps that were lost later.
     lost = [line["time"] for line in read_lines(report.path / "lost.jsonl") if is_number(line.get("time"))]
     steps = columns["time"][np.isfinite(columns["time"])].tolist()
     signs = sorted([*steps, *lost, *(event["time"] for event in events)] + ([now] if now else []))
-    begun = [n for n, event in enumerate(events) if event.get("kind") in BEGINS]
-    if not begun:
-        return {"share": None, "counted_s": counted, "under_way_s": None, "between_s": 0.0}
-    first, between = events[begun[0]]["time"], 0.0
-    for n in begun[1:]:
-        if events[n - 1].get("kind") not in ("restart", "reshape"):  # a launcher that starts ranks again is under way
+    starts = [n for n, event in enumerate(events) if event.get("kind") in BEGINS]
+    if not starts:
+        return {"share": None, "counted_s": productive, "under_way_s": None, "between_s": 0.0}
+
+    first, between = events[starts[0]]["time"], 0.0
+    for n in starts[1:]:
+        # A start right after one of these events is by a launcher that restarts its ranks, so the job is the same.
+        if events[n - 1].get("kind") not in ("restart", "reshape"):
             at = events[n]["time"]
             between += at - max((sign for sign in signs if sign < at), default=at)
-    under_way = signs[-1] - first - between
-    share = min(1.0, counted / under_way) if under_way > 0 else None
-    return {"share": share, "counted_s": counted, "under_way_s": under_way, "between_s": between}
+    active = signs[-1] - first - between
+    share = min(1.0, productive / active) if active > 0 else None
+    return {"share": share, "counted_s": productive, "under_way_s": active, "between_s": between}
 
 
 def faults_by_rank(events: Sequence[Event], hang: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """What went wrong, by the rank that it is laid to."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """Return the faults by the rank that they are attributed to, sorted by rank with `UNNAMED` last."""
+    faults: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("kind") in FAULTS:
-            said = {"time": event["time"], "step": event.get("step"), "kind": event["kind"]}
+            fault = {"time": event["time"], "step": event.get("step"), "kind": event["kind"]}
             text = str(event.get("text", ""))
             for rank in [str(event["rank"])] if isinstance(event.get("rank"), int) else ranks_in(text):
-                found[rank].append(said | {"text": text})
+                faults[rank].append(fault | {"text": text})
     if hang.get("text"):
         for rank in ranks_in(str(hang["text"])):
-            when = {"time": hang.get("time"), "step": hang.get("step"), "kind": "hang"}
-            found[rank].append(when | {"text": str(hang["text"])})
-    return dict(sorted(found.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0])))
+            fault = {"time": hang.get("time"), "step": hang.get("step"), "kind": "hang"}
+            faults[rank].append(fault | {"text": str(hang["text"])})
+    # Ranks are text here: the length comes first so that "10" is sorted after "9".
+    return dict(sorted(faults.items(), key=lambda item: (not item[0].isdecimal(), len(item[0]), item[0])))
 
 
 def ranks_in(text: str) -> list[str]:
-    """The ranks that a sentence names as the cause: those that did not arrive, or else the first that it names."""
+    """Return the ranks that a sentence names as the cause: the ones that did not arrive, otherwise the first named."""
     named = re.search(_RANKS + " did not arrive", text) or re.search(_RANKS, text)
     return named.group(1).split(", ") if named else [UNNAMED]
 
 
 def newest_checkpoint(config: Config, verify: bool) -> dict[str, Any] | None:
-    """The newest checkpoint: whether the seal of its index is right and its files have their sizes, and with `verify`
-    whether every byte is as it was written."""
-    found = list_checkpoints(checkpoint_folder(config))
-    if not found:
+    """Describe the newest checkpoint; None if there is none.
+
+    `sealed` is true if the seal of its index is right and all files have their sizes. With `verify`, also check that
+    every byte is as it was written. `why` explains the damage, if there is any.
+    """
+    checkpoints = list_checkpoints(checkpoint_folder(config))
+    if not checkpoints:
         return None
-    step, path = found[-1]
-    said: dict[str, Any] = {"step": step, "path": str(path), "sealed": False, "verified_bytes": None, "why": None}
+    step, path = checkpoints[-1]
+    newest: dict[str, Any] = {"step": step, "path": str(path), "sealed": False, "verified_bytes": None, "why": None}
     try:
         index = read_index(path)
-        said["sealed"] = True
-        said["verified_bytes"] = verify_checkpoint(path, index) if verify else None
+        newest["sealed"] = True
+        newest["verified_bytes"] = verify_checkpoint(path, index) if verify else None
     except DamagedCheckpoint as error:
-        said["why"] = str(error)
-    return said
+        newest["why"] = str(error)
+    return newest
 
 
 def saved_step(config: Config) -> int:
-    """The step from which the run would go on: that of its newest checkpoint whose index is right, or 0."""
+    """Return the step that the run would resume from: that of its newest checkpoint with an intact index, or 0."""
     for step, path in reversed(list_checkpoints(checkpoint_folder(config))):
         with suppress(DamagedCheckpoint):
             read_index(path)
@@ -151,8 +168,10 @@ def saved_step(config: Config) -> int:
 
 
 def is_complete(folder: str | Path, steps: int | None = None) -> bool:
-    """Whether nothing is left to do in this run, of its own number of steps or of another one; a folder without a run
-    has everything left."""
+    """Return whether the run has trained all its steps, or the given number of them.
+
+    Return False for a folder without a run.
+    """
     if not (Path(folder) / "config.yaml").is_file():
         return False
     config = config_at(RunReport(folder))

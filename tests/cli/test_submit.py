@@ -165,7 +165,7 @@ def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
 
 
 def test_the_job_is_requeued_until_the_run_is_complete(here: Path) -> None:
-    assert run_slurm(here, "save 00000010") == (0, "goes on from step-00000010: the job is requeued\n", True)
+    assert run_slurm(here, "save 00000010") == (0, "continues from step-00000010: the job is requeued\n", True)
     code, said, again = run_slurm(here, "exit 0")
     assert (code, again) == (1, False) and "no newer checkpoint" in said, "it would go round for ever"
     assert run_slurm(here, "save 00000020; exit 75")[2], "a hang ended it, and it had got further"

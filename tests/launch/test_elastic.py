@@ -142,7 +142,7 @@ def test_the_device_of_a_lost_rank_rests_and_comes_back(tmp_path: Path, quick: l
     assert node.words == [[], ["layout.tp=3"], []]
     assert [team.attempt for team in node.teams] == [0, 1, 2] and len({team.job for team in node.teams}) == 1
     assert [kind for kind, _ in node.told] == ["restart", "reshape"]
-    assert "its device, 1, rests" in node.told[0][1] and "goes on with 2 of 4 ranks" in node.told[0][1]
+    assert "its device, 1, rests" in node.told[0][1] and "continues with 2 of 4 ranks" in node.told[0][1]
     assert "MESHWRIGHT_LOST" in node.teams[1].env and "MESHWRIGHT_LOST" not in node.teams[2].env
 
 

@@ -20,8 +20,8 @@ function tipLine(name, value, paint) {
 }
 
 class LineChart {
-  /* options: height, label, format (of y), xFormat, log, zero, stacked, xName; `draw(series, marks)` gives it something to show.
-     A series has name, colour, x, y and, if it likes, lo, hi (a band), dots, dashed, thin, quiet (not in the tip). */
+  /* options: height, label, format (of y), xFormat, log, zero, stacked, xName; `draw(series, marks)` sets the data.
+     A series has name, colour, x, y and, optionally, lo, hi (a band), dots, dashed, thin, quiet (not in the tip). */
   constructor(options) {
     this.options = { height: 220, format: (v) => trimmed(v, 4), xFormat: whole, xName: "step", ...options };
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": this.options.label || "chart" });
@@ -104,7 +104,7 @@ class LineChart {
       }
     }
     seen.sort((a, b) => a - b);
-    /* A few outliers are cut off rather than flatten all the rest. */
+    /* Cut off a few outliers, which would otherwise flatten all other values. */
     const share = this.options.cut || 0.002, cut = Math.floor(seen.length * share);
     let bottom = seen[this.options.cut ? 0 : cut], top = seen[seen.length - 1 - cut];
     if (!finite(bottom)) { bottom = this.options.log ? 0.1 : 0; top = 1; }
@@ -204,7 +204,7 @@ class LineChart {
     pen.fill(); pen.globalAlpha = 1;
   }
 
-  /* Each series lies on the one before it. */
+  /* Stack each series on the one before it. */
   pile() {
     this.series.forEach((one, number) => {
       const below = number ? this.series[number - 1].top : one.x.map(() => 0);

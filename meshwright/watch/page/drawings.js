@@ -1,4 +1,4 @@
-/* What is no line over steps: bars, the pipeline's timeline, the grid of ranks, the heat of layers. */
+/* Drawings that are not lines over steps: bars, the pipeline's timeline, the grid of ranks, the heat map of layers. */
 const PHASE_COLOURS = { data: "p-data", forward: "p-forward", backward: "p-backward", reduce: "p-reduce", optimizer: "p-optimizer" };
 const PART_COLOURS = ["p-forward", "p-rest", "p-reduce", "p-backward", "valid", "bad", "p-optimizer", "p-data"];
 
@@ -16,7 +16,7 @@ function stackBar(parts, whole, paints, format) {
   return bar;
 }
 
-/* A timeline: one row per pipeline rank, computes filled, what follows the pipeline in outline. */
+/* A timeline with one row per pipeline rank: computation is filled, and work after the pipeline is an outline. */
 class Timeline {
   constructor(label) {
     this.canvas = el("canvas", { role: "img", "aria-label": label, tabindex: 0 });
@@ -78,7 +78,7 @@ class Timeline {
   }
 }
 
-/* From quiet to loud, in steps of the given share of the range. */
+/* Return the colour for a share of the range, from 0 to 1, interpolated between fixed stops. */
 function heat(share) {
   const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
   const stops = dark ? [[28, 38, 56], [58, 96, 190], [128, 110, 230], [240, 140, 90], [255, 224, 130]] : [[233, 238, 247], [120, 158, 240], [112, 84, 216], [217, 84, 60], [120, 20, 40]];

@@ -19,13 +19,13 @@ function logo() {
 function themeButton() {
   const order = ["", "dark", "light"], names = { "": "auto", dark: "dark", light: "light" };
   let now = "";
-  try { now = localStorage.getItem("theme") || ""; } catch { /* a file's page may have no storage */ }
+  try { now = localStorage.getItem("theme") || ""; } catch { /* a page opened as a file may have no storage */ }
   const button = el("button", { type: "button", "aria-label": "colours", onclick: () => { now = order[(order.indexOf(now) + 1) % 3]; set(); update(); } });
   function set() {
     if (now) document.documentElement.dataset.theme = now; else delete document.documentElement.dataset.theme;
     button.textContent = { "": "◐", dark: "●", light: "○" }[now];
     button.title = `colours: ${names[now]}`;
-    try { localStorage.setItem("theme", now); } catch { /* then it is forgotten */ }
+    try { localStorage.setItem("theme", now); } catch { /* the choice is then forgotten */ }
   }
   set();
   return button;

@@ -1,4 +1,4 @@
-/* The panels. Each is made once and updated with the view: all runs, their plans, and which of them is looked at. */
+/* The panels. Each is made once and updated with the view: all runs, their plans, and the selected run. */
 const panels = [];
 
 function panel(id, title, size, explanation, make) {
@@ -35,7 +35,7 @@ const X_FORMATS = { step: whole, tokens: count, time: clock };
 
 function xOf(run, kind) { return run.series.step ? (kind === "step" ? run.series.step : run.series[kind]) : []; }
 
-/* What happened, as marks on the step axis (or where the axis is another, at the place of that step). */
+/* The run's events as marks on the step axis; on another axis, at the position of their step. */
 function marksOf(run, kind) {
   const at = (step) => { const i = nearest(run.series.step || [], step); return i < 0 ? null : xOf(run, kind)[i]; };
   const marks = [];

@@ -1,4 +1,4 @@
-/* Numbers for people, and elements made without HTML: whatever is shown is text, so that nothing of it can be markup. */
+/* Formats numbers, and makes elements without parsing HTML: all values are text nodes, so no value can become markup. */
 const SVG = "http://www.w3.org/2000/svg";
 
 function el(tag, attributes, ...children) {
@@ -94,7 +94,7 @@ function median(values) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
-/* A running mean that forgets with the given share; it starts unbiased. */
+/* An exponential moving average with the given share for the past, corrected for its start at zero. */
 function smoothed(values, share) {
   if (!share) return values;
   let mean = 0, weight = 0;
