@@ -174,6 +174,7 @@ def _written(
             logits = theirs(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0, -1]
         else:
             logits = theirs(input_ids=torch.tensor([context])).logits[0, -1]
+        # Logits beyond the vocabulary are padding.
         token = int(logits[: model.vocab].argmax())
         wrote.append(token)
         if number < len(ours) and token != ours[number]:

@@ -35,6 +35,7 @@ def true_gradients(trainer: Trainer) -> Pairs:
 
 def divided_gradients(trainer: Trainer, totals: Totals, normalisation: Normalisation) -> Pairs:
     """Return (record, gradient) of every local parameter, from the gradient sums that backward left in the buffers."""
+    # The buffers hold sums over tokens of all ranks. The update divides by the same number.
     sums = Sums.read(sums_over_world(trainer.ctx, totals, trainer.terms).tolist(), trainer.terms)
     divisor = normalisation.weight * max(normalisation.count(sums.tokens), 1.0)
     pairs = []

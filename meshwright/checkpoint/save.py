@@ -184,6 +184,8 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float, co
     for path in parts:
         path.unlink()
     fmt.sync_folder(aside)
+    # A folder counts as a checkpoint only under its final name. The rename is one atomic step, so a crash never leaves
+    # an incomplete checkpoint.
     if final.exists():  # An earlier attempt at this save failed after its rename.
         shutil.rmtree(aside)
     else:

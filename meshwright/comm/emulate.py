@@ -27,8 +27,8 @@ from meshwright.config.comm import EmulateConfig
 
 
 def hops(op: str, size: int) -> float:
-    """Return the number of link latencies that a call pays in sequence. A ring needs one less than it has ranks, and an
-    all_reduce goes round it twice."""
+    """Return the number of link latencies that a call pays in sequence. A ring of n ranks has n - 1. An all_reduce goes
+    round twice, and an all_to_all pays log2(n)/n of a ring's latencies."""
     ring = size - 1.0
     return {"all_reduce": 2 * ring, "all_to_all": ring / size * math.log2(size), "send": 1.0}.get(op, ring)
 

@@ -61,7 +61,7 @@ class RecordedCall:
             return self.ended is None and self.since is not None
         try:
             reached = bool(event.query())
-        except RuntimeError:  # the device can't answer: it failed, or it captures a graph
+        except RuntimeError:  # The device can't answer: it failed, or it captures a graph.
             return False
         # The main thread may have reused the event for a later call meanwhile. Then its answer is not about this call.
         return not reached and self.event is event

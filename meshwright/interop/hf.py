@@ -90,6 +90,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle
             stored = weights.stored_as(name, dtype)
             kind, size = SAFETENSORS_DTYPES[stored]
             index.tensors[f"param/{name}"] = {"shape": list(whole), "dtype": kind}
+            # The checksums are known only after the blocks have been written.
             for start, shape in blocks_of(whole, size):
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))

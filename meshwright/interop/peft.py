@@ -113,6 +113,8 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
     linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
                for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
+
+    # PEFT's scale is alpha / rank, or alpha / sqrt(rank) with rslora.
     written: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.base, "inference_mode": True,
         "r": config.rank, "lora_alpha": config.scale * (math.sqrt(config.rank) if config.rslora else config.rank),
@@ -241,6 +243,7 @@ class PeftFolder:
         adapters, c = {}, self.config
         parameters = targeted(self.folder, family, records, c.get("target_parameters") or [])
         experts = {family.stacked_parameter(name): record.shape[0] for name, record in records.items()}
+        # The factors are removed from `tensors`, so that only parameters that are trained whole remain there.
         for name in [each.removesuffix(f".{DOWN}") for each in self.tensors if each.endswith(DOWN)]:
             try:
                 down, up = self.tensors.pop(f"{name}.{DOWN}"), self.tensors.pop(f"{name}.{UP}")
@@ -284,7 +287,7 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     if strange := sorted(set(theirs) - taken):
         raise UserError(f"{source} adapts {strange[0]}, which no {family.model_type} here has as a linear layer")
     trained_parts = sorted({_part_of(name) for name in _trained_whole(family, model, records, folder.tensors)})
-    # Adapters of experts have no dropout.
+    # Adapters of experts can't have dropout, as in PEFT.
     of_experts = {name for _, name, _, _, weight in _pieces(model) if len(records[weight].shape) > 2}
     dropout = 0.0 if of_experts.intersection(pieces) else float(folder.config.get("lora_dropout", 0.0))
     tune = TuneConfig(
@@ -396,6 +399,7 @@ def _our_tensors(
                 at = slice(part.start - first, part.start - first + part.count)
                 up[at, : one.up.shape[1]] = one.up[part.theirs].to(dtype) * (one.scale / tune.scale)
                 if one.norms is not None:
+                    # PEFT stores the norms themselves, we store their difference from the base's.
                     own = row_norms(base, records[weight], part.start, part.count, dtype)
                     norms[at] = one.norms.flatten()[part.theirs].to(dtype) - own
             yield f"{prefix}.{name}.lora_a", down
