@@ -1,1 +1,1 @@
-"""Measurements: the links and ranks of a machine, and one device's training step beside its least time."""
+"""Benchmarks of a machine's links and ranks, and of one device's training step against its lower bound."""

@@ -22,13 +22,13 @@ from meshwright.errors import UserError
 from meshwright.launch.processes import Place, enter, find_place, leave
 from meshwright.spec.traffic.ledger import bus_factor
 
-TIMEOUT = 600.0  # seconds until a hanging call is reported
-PAYLOAD_SHARE = 8  # the largest payload may take 1/8 of a device's memory
+TIMEOUT = 600.0  # The seconds until a hanging call is reported.
+PAYLOAD_SHARE = 8  # The largest payload may take 1/8 of a device's memory.
 
 
 @contextlib.contextmanager
 def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
-    """Yields this rank's mesh, in a world that is left when the context ends."""
+    """Join the world and yield this rank's mesh, device and place. Leave the world when the context ends."""
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
@@ -39,7 +39,8 @@ def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
 
 
 def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
-    """Returns all that the command prints, the same on every rank; the planner's cluster is under `cluster`."""
+    """Measure everything and return the command's output, the same on every rank. `cluster` holds the planner's
+    cluster."""
 
     def say(text: str) -> None:
         if mesh.rank == 0 and not quiet:
@@ -49,6 +50,7 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
     if not device.is_cpu and largest > device.memory_bytes() // PAYLOAD_SHARE:
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
     points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
+    # Read the ledger now: measuring the rates adds further calls to it.
     ledger = counted(mesh, request.axes)
     rates = measure_rates(mesh, device, local_world, request.seconds, say)
     inside, across = fit_links(points)
@@ -64,14 +66,14 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
 
 
 def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns what this rank's ledger counted on the measured axes, by op."""
+    """Return this rank's ledger counts on the measured axes, by axis and op."""
     names = {mesh.group(axis).axis: axis for axis in axes}
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    by_axis: dict[str, dict[str, dict[str, int]]] = {}
     for entry, tally in mesh.ledger.entries.items():
         if entry.axis in names:
             counts = {"calls": tally.calls, "payload_bytes": tally.payload_bytes, "wire_bytes": tally.wire_bytes}
-            found.setdefault(names[entry.axis], {})[entry.op] = counts
-    return found
+            by_axis.setdefault(names[entry.axis], {})[entry.op] = counts
+    return by_axis
 
 
 def measurement_json(point: Measurement) -> dict[str, Any]:

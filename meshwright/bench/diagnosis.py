@@ -1,4 +1,4 @@
-"""What a machine and a world of ranks must be like before a long run, judged from what each rank found. No torch."""
+"""Judge whether machines and ranks are fit for a long run, from the facts that each rank gathered. No torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from typing import Any, NamedTuple
 from meshwright.errors import plural
 from meshwright.show.units import seconds, size
 
-LARGEST_OFFSET_S = 1.0  # between two machines' clocks, by which events and traces of several are ordered
-LEAST_FREE = 0.9  # of a device's memory, before anything of ours is on it
+# The largest offset between two machines' clocks. Events and traces of several machines are ordered by these clocks.
+LARGEST_OFFSET_S = 1.0
+# The least free share of a device's memory before we allocate anything.
+LEAST_FREE = 0.9
 LEAST_WRITE_MB_S = 20.0
-LEAST_CORES = 4  # of a rank with an accelerator: Python, autograd, the data's reader, NCCL's threads
-SLOW_LINK = 0.5  # of the profile's rate, or of the median of such links
-SLOW_DEVICE = 1.25  # times the median of the same kind of device
-CHECKPOINTS = 3  # that a run's disk must hold: two that are kept, and the one that is being written
-SAVING_S = 600.0  # a checkpoint that takes longer to write is not worth much
-
-
+# The cores that a rank with an accelerator needs: for Python, autograd, the data reader and NCCL's threads.
+LEAST_CORES = 4
+# A link is slow below this share of the profile's rate, or of the median rate of such links.
+SLOW_LINK = 0.5
+# A device is slow if it takes this many times the median of devices of its kind.
+SLOW_DEVICE = 1.25
+# The number of checkpoints that a run's disk must hold: two that are kept, and the one being written.
+CHECKPOINTS = 3
+# A checkpoint that takes longer to write is of little use.
+SAVING_S = 600.0
 LOOPBACKS = ("lo", "lo0")
 
 
 @dataclass
 class Facts:
-    """What one rank found. `links` are GB/s by the rank at the other end; `burn` are checksums of the same products,
-    round after round."""
+    """The facts that one rank gathered.
+
+    `links` are GB/s by the rank at the other end. `burn` holds a checksum for each round of the same products.
+    """
 
     rank: int
     host: str
@@ -36,48 +43,50 @@ class Facts:
     device_free: float = 0.0
     host_free: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
-    clock: float = 0.0  # seconds that its clock is ahead of rank 0's
+    clock: float = 0.0  # The seconds that its clock is ahead of rank 0's.
     sees_folder: bool = True
     disk_free: float = 0.0
     write_mb_s: float = 0.0
-    port: str = ""  # why none can be opened; empty: one can
+    port: str = ""  # The reason why no port can be opened; empty if one can.
     links: dict[str, float] = field(default_factory=dict)
     burn: list[int] = field(default_factory=list)
     round_s: float = 0.0
     backend: str = ""  # nccl, gloo or hccl
-    interface: str = ""  # of this machine, by which it reaches rank 0
-    named_interface: str = ""  # the one that the environment names for the back end; empty: it chooses by itself
-    cores: int = 0  # that this rank has for itself; 0: less than one
+    interface: str = ""  # The local network interface that leads to rank 0.
+    named_interface: str = ""  # The interface that the environment sets for the back end; empty if it chooses itself.
+    cores: int = 0  # The cores for this rank alone; 0 if less than one.
 
 
 class Wanted(NamedTuple):
-    """What the run needs, where a config says so, and the profile's rates in GB/s (0: not known)."""
+    """The needs of a run, if a config is given, and the profile's rates in GB/s. 0 stands for an unknown value."""
 
     checkpoint_bytes: float = 0.0
-    states_bytes: float = 0.0  # of a rank: weights, gradients and states
+    states_bytes: float = 0.0  # A rank's weights, gradients and optimizer states.
     link_gb_s: float = 0.0
     network_gb_s: float = 0.0
     folder: str = "."
 
 
 class Check(NamedTuple):
+    """The result of one check."""
+
     name: str
     ok: bool
     text: str
 
 
 def judge(facts: Sequence[Facts], wanted: Wanted) -> list[Check]:
-    """All checks; the text of one that failed names what is off, and whose it is."""
+    """Return the results of all checks. The text of a failed one names the problem and the ranks or machines."""
     judges: list[tuple[str, Callable[[Sequence[Facts], Wanted], tuple[list[str], str]]]] = [
         ("versions", _versions), ("devices", _devices), ("cores", _cores), ("memory", _memory), ("disk", _disk),
         ("folder", _folder), ("clocks", _clocks), ("ports", _ports), ("network", _network), ("links", _links),
         ("burn-in", _burn),
     ]  # fmt: skip
-    found = []
-    for name, one in judges:
-        off, fine = one(facts, wanted)
-        found.append(Check(name, not off, "; ".join(off) or fine))
-    return found
+    checks = []
+    for name, judge_one in judges:
+        problems, summary = judge_one(facts, wanted)
+        checks.append(Check(name, not problems, "; ".join(problems) or summary))
+    return checks
 
 
 def _most(values: Sequence[Hashable]) -> Any:
@@ -90,7 +99,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _apart(facts: Sequence[Facts], value: Callable[[Facts], Hashable]) -> dict[Any, list[int]]:
-    """The ranks by their value, where that is not what most have."""
+    """Return the ranks whose value differs from the most frequent one, by their value."""
     usual = _most([value(one) for one in facts])
     apart: dict[Any, list[int]] = {}
     for one in facts:
@@ -113,7 +122,8 @@ def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     off = [f"{_ranks(ranks)}: {name}, the others {usual}" for name, ranks in _apart(facts, lambda f: f.device).items()]
     used = [one for one in facts if one.device_bytes and one.device_free < LEAST_FREE * one.device_bytes]
     off += [
-        f"rank {one.rank}'s on {one.host} has {size(one.device_free)} of {size(one.device_bytes)} free: who uses it?"
+        f"the device of rank {one.rank} on {one.host} has only {size(one.device_free)} of {size(one.device_bytes)} "
+        "free: see which process uses it"
         for one in used
     ]
     hosts = len({one.host for one in facts})
@@ -122,7 +132,7 @@ def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
 
 
 def _cores(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
-    """Judges the cores of ranks with an accelerator, whose host must launch ahead of it."""
+    """Judge the cores of ranks with an accelerator: their host must launch work ahead of the device."""
     few = [one for one in facts if one.device_bytes and one.cores < LEAST_CORES]
     off = []
     for host in dict.fromkeys(one.host for one in few):
@@ -137,6 +147,7 @@ def _memory(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     local = Counter(one.host for one in facts)
     off = []
     for one in {one.host: one for one in facts}.values():
+        # Ranks on CPUs share the memory of their host.
         room = one.device_bytes or one.host_free / local[one.host]
         if wanted.states_bytes > room:
             off.append(f"{one.host} has {size(room)} for a rank, whose states take {size(wanted.states_bytes)}")
@@ -172,7 +183,7 @@ def _folder(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
 
 def _clocks(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     wrong = {one.host: one for one in facts if abs(one.clock) > LARGEST_OFFSET_S}
-    off = [f"the clock of {host} is {one.clock:+.1f} s beside rank 0's: synchronise it" for host, one in wrong.items()]
+    off = [f"the clock of {host} is {one.clock:+.1f} s off rank 0's: synchronise it" for host, one in wrong.items()]
     return off, f"within {seconds(max(abs(one.clock) for one in facts))} of each other"
 
 
@@ -182,8 +193,10 @@ def _ports(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
 
 
 def _network(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
-    """The interface that NCCL or Gloo takes: one that the environment names, or its own choice, which on a machine with
-    several networks, or with containers, may be one that leads nowhere."""
+    """Judge the network interface that NCCL or Gloo uses: the one set in the environment, or its own choice.
+
+    On a machine with several networks or with containers, its own choice may be an interface that leads nowhere.
+    """
     if len(facts) == 1:
         return [], "one rank needs none"
     machines = {one.host: one for one in facts}
@@ -198,6 +211,7 @@ def _network(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
 
 
 def _chosen(one: Facts) -> str:
+    """Return a sentence about the interface that the back end of a machine uses."""
     if one.named_interface:
         return f"{one.backend} uses {one.named_interface.removeprefix('=')} ({_variable(one)})"
     way = f"{one.interface} leads to rank 0" if one.interface else "the way to rank 0 is not known"
@@ -206,7 +220,7 @@ def _chosen(one: Facts) -> str:
 
 
 def _variable(one: Facts) -> str:
-    """The environment variable that names a back end's interface."""
+    """Return the environment variable that sets a back end's interface."""
     return f"{(one.backend or 'nccl').upper()}_SOCKET_IFNAME"
 
 
@@ -214,22 +228,23 @@ def _links(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     if len(facts) == 1:
         return [], "one rank has none"
     hosts = {one.rank: one.host for one in facts}
+    # The links by whether they connect two machines.
     kinds: dict[bool, list[tuple[int, int, float]]] = {}
     for one in facts:
         for other, rate in one.links.items():
             if one.rank < int(other):
                 kinds.setdefault(hosts[one.rank] != hosts[int(other)], []).append((one.rank, int(other), rate))
     off, fine = [], []
-    for across, found in sorted(kinds.items()):
+    for across, links in sorted(kinds.items()):
         known = wanted.network_gb_s if across else wanted.link_gb_s
-        usual = known or statistics.median(rate for _, _, rate in found)
+        usual = known or statistics.median(rate for _, _, rate in links)
         against = "the profile's" if known else "a median of"
         where = "between machines" if across else "within a machine"
         off += [
             f"rank {a} to {b} ({hosts[a]} to {hosts[b]}): {rate:.2g} GB/s, {against} {usual:.2g} GB/s"
-            for a, b, rate in found if rate < SLOW_LINK * usual
+            for a, b, rate in links if rate < SLOW_LINK * usual
         ]  # fmt: skip
-        fine.append(f"{min(rate for _, _, rate in found):.2g} GB/s at least {where} ({against} {usual:.2g})")
+        fine.append(f"{min(rate for _, _, rate in links):.2g} GB/s at least {where} ({against} {usual:.2g})")
     return off, ", ".join(fine)
 
 
@@ -237,6 +252,7 @@ def _burn(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     off = []
     for device in sorted({one.device for one in facts}):
         same = [one for one in facts if one.device == device]
+        # All ranks compute the same products, so devices of one kind must get the same checksum in every round.
         usual = _most([sum_ for one in same for sum_ in one.burn] or [0])
         for one in same:
             if wrong := sum(sum_ != usual for sum_ in one.burn):

@@ -1,4 +1,4 @@
-"""One rank of `meshwright doctor`: what it finds on its machine, and together with the others."""
+"""One rank of `meshwright doctor`: it gathers facts about its machine, and about the network with the other ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ DISK_BYTES = 64 * 2**20
 BARRIERS = 5
 ROUNDS = 5
 MOST_SUMS = 1000
-SHOWN_S = 10.0  # a network disk may take a while to show a new file
-SIDE = 512  # of the burn-in's matrices
-PRODUCTS = 32  # in a round
+SHOWN_S = 10.0  # A network disk may take a while to show a new file.
+SIDE = 512  # The size of the burn-in's square matrices.
+PRODUCTS = 32  # The products in a round of the burn-in.
 WAIT = timedelta(seconds=120)
 
 
 def examine(request: Request, folder: Path, burn_s: float) -> list[Facts]:
-    """Examines this rank; the first one gets what all have found, the others nothing."""
+    """Examine this rank. Return the facts of all ranks on rank 0, and an empty list on the others."""
     with joined(request) as (mesh, device, place):
         facts = Facts(mesh.rank, socket.gethostname(), device.name)
         _look_at_machine(facts, device)
@@ -70,16 +70,16 @@ def _look_at_machine(facts: Facts, device: Device) -> None:
 
 
 def _look_at_network(facts: Facts, backend: str) -> None:
-    """Notes by which interface this rank reaches the first, and which one the environment names for the back end."""
+    """Record the interface that leads to rank 0, and the one that the environment sets for the back end."""
     facts.backend, facts.named_interface = backend, os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        # Nothing is sent: connecting only has the system choose the way.
-        asked.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
-        facts.interface = interface_of(asked.getsockname()[0]) or ""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing. It only makes the system choose a route.
+        probe.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
+        facts.interface = interface_of(probe.getsockname()[0]) or ""
 
 
 def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], first_on_machine: bool) -> None:
-    """Whether this rank sees what the first one wrote and, on one rank of each machine, how fast it writes."""
+    """Record whether this rank sees a file of rank 0 and, on one rank of each machine, how fast it writes."""
     mark = folder / ".doctor"
     if facts.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,13 @@ def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], fi
 
 
 def _write_speed(path: Path) -> float:
-    """MB/s of a file that is flushed to disk."""
-    piece, begun = os.urandom(2**20), time.perf_counter()
+    """Return the MB/s of writing a file that is flushed to disk, or almost 0 if it can't be written."""
+    # Random bytes, since a file system may compress others.
+    chunk, begun = os.urandom(2**20), time.perf_counter()
     try:
         with path.open("wb") as file:
-            for _ in range(DISK_BYTES // len(piece)):
-                file.write(piece)
+            for _ in range(DISK_BYTES // len(chunk)):
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         return DISK_BYTES / 1e6 / (time.perf_counter() - begun)
@@ -116,8 +117,11 @@ def _write_speed(path: Path) -> float:
 
 
 def _clock_offset(world: Group, device: Device) -> float:
-    """How far this rank's clock is ahead of rank 0's, in seconds: the median of times that all take as they leave the
-    same call. What of it is due to leaving it at different moments is milliseconds."""
+    """Return the seconds that this rank's clock is ahead of rank 0's.
+
+    All ranks read their clocks as they leave the same collective; the result is the median over several. They leave it
+    within milliseconds of each other.
+    """
     offsets = []
     for _ in range(BARRIERS):
         world.agreed(0.0, device.torch)
@@ -129,33 +133,34 @@ def _clock_offset(world: Group, device: Device) -> float:
 
 
 def _links(world: Group, device: Device) -> dict[str, float]:
-    """GB/s to this rank's neighbours, by their numbers: first all pairs that begin with an even rank, at once, then the
-    others."""
-    found: dict[str, float] = {}
+    """Return the GB/s to this rank's neighbours, by their rank. All pairs that begin with an even rank are measured at
+    once, then all others."""
+    rates: dict[str, float] = {}
     if world.size == 1:
-        return found
+        return rates
     x = torch.ones(LINK_BYTES // 4, device=device.torch)
     for odd in (0, 1):
         lower = (world.index - odd) % 2 == 0
         other = world.index + 1 if lower else world.index - 1
-        there = 0 <= other < world.size
+        has_partner = 0 <= other < world.size
         took = []
         for _ in range(ROUNDS):
             world.agreed(0.0, device.torch)
             begun = time.perf_counter()
-            if there:
+            if has_partner:
+                # The pair must use opposite orders, or both ends would wait to send.
                 for call in (world.send, world.receive) if lower else (world.receive, world.send):
                     call(x, other).wait()
                 device.synchronize()
             took.append((time.perf_counter() - begun) / 2)
-        if there:
-            found[str(other)] = LINK_BYTES / 1e9 / min(took)
-    return found
+        if has_partner:
+            rates[str(other)] = LINK_BYTES / 1e9 / min(took)
+    return rates
 
 
 def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
-    """Computes the same products again and again for so many seconds: a checksum of each round's result, and the median
-    seconds of a round."""
+    """Compute the same products again and again for `duration` seconds. Return (a checksum of each round's result, the
+    median seconds of a round)."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(SIDE, SIDE, generator=generator).to(device.torch)
     factor = (torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5).to(device.torch)
@@ -173,16 +178,18 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
 
 
 def _gathered(facts: Facts, world: int) -> list[Facts]:
-    """What all ranks found, on the first; only JSON goes through the store."""
-    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MOST_SUMS]  # those that are alike say no more
+    """Return the facts of all ranks on rank 0, and an empty list on the others. Only JSON goes through the store."""
+    # Equal checksums beyond the first ones add no information.
+    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MOST_SUMS]
     store = open_store() if world > 1 else None
     if store is None:
         return [facts]
     store.set_timeout(WAIT)
     store.set(f"doctor/{facts.rank}", json.dumps(asdict(facts)))
     if facts.rank:
-        store.get("doctor/seen")  # the store may be the first rank's
+        # The store may live in rank 0's process, so wait until rank 0 has read the facts of all ranks.
+        store.get("doctor/seen")
         return []
-    found = [Facts(**json.loads(store.get(f"doctor/{rank}"))) for rank in range(world)]
+    all_facts = [Facts(**json.loads(store.get(f"doctor/{rank}"))) for rank in range(world)]
     store.set("doctor/seen", "1")
-    return found
+    return all_facts

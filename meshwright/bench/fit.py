@@ -1,9 +1,9 @@
-"""Measured collectives as points, and the links behind them: latency and bandwidth by a robust fit. No torch.
+"""Fit the latency and bandwidth of links to measured times of collectives. No torch.
 
-A time is the planner's own sum (plan/efficiency.py): a start, a latency for each hop round the ring, and the bytes on
-the wire over the link's rate. All ops over one class of links share the latency; the rate is each op's own, because
-back ends differ in how well they do each (Gloo's reduce_scatter takes longer than its all_reduce of the same tensor).
-No rate is above what was measured.
+The model of a time is the planner's sum (plan/efficiency.py): a start, a latency for each hop round the ring, and the
+bytes on the wire over the link's rate. All ops over one class of links share the latency. Each op has a separate rate,
+because back ends are not equally good at all of them (Gloo's reduce_scatter takes longer than its all_reduce of the
+same tensor). No rate exceeds the measured ones by more than MAX_RATE_RATIO.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 from meshwright.plan.efficiency import START, adapter_share
 from meshwright.spec.traffic.ledger import bus_factor
 
-MIN_COEFFICIENT = 1e-15  # seconds per byte or per hop: the smallest coefficient that a fit may return
-# A fitted rate is at most this many times that of the fastest measured call, whose latency may account for the gap.
+# The smallest coefficient that a fit may return, in seconds per byte or per hop.
+MIN_COEFFICIENT = 1e-15
+# A fitted rate is at most this many times that of the fastest measured call. The latency may account for the gap.
 MAX_RATE_RATIO = 1.1
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One op with one payload over all groups of an axis at once; `seconds` is the slowest rank's median call."""
+    """The time of one op with one payload over all groups of an axis at once. `seconds` is the median time of a call on
+    the slowest rank."""
 
     axis: str
     op: str
     ranks: int
-    per_node: int  # ranks of a group on one node
+    per_node: int  # The ranks of a group on one node.
     payload: int
     seconds: float
 
@@ -49,24 +51,24 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links. `rates` are the bytes per second that one rank sends, by op; across nodes, when it uses its own
-    share of the node's adapters alone. Errors are relative to the measured times."""
+    """A class of links. `rates` are the bytes per second that one rank sends, by op. Across nodes they assume that each
+    rank uses only its share of the node's adapters. Errors are relative to the measured times."""
 
     latency: float
     rates: dict[str, float]
-    error: float  # the median
+    error: float  # The median error.
     worst: float
     points: int
 
     @property
     def rate(self) -> float:
-        """The rate of all_reduce, the op that training needs most, or else the median of the others."""
+        """The rate of all_reduce, which training uses most, or else the median of the other ops."""
         return self.rates.get("all_reduce") or float(np.median(list(self.rates.values())))
 
 
 def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
-    """Returns the latencies inside a node and across nodes that one call takes: once round the ring, twice for an
-    all_reduce, unless there are several nodes, where an all_reduce has the latency of a tree."""
+    """Return the number of latencies that one call pays (inside a node, across nodes). A call goes round the ring once,
+    and an all_reduce twice. Over several nodes an all_reduce takes the latency of a tree."""
     nodes = -(-ranks // per_node)
     if op == "send":
         return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
@@ -77,8 +79,8 @@ def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
 
 
 def fit_link(points: Sequence[Measurement], inside_latency: float | None = None) -> Link:
-    """Fits one class of links. Across nodes, `inside_latency` is the latency of the hops that stay in a node; without
-    it, all hops count the same."""
+    """Fit one class of links. Across nodes, `inside_latency` is the known latency of the hops that stay in a node.
+    Without it, all hops count the same."""
     ops = sorted({p.op for p in points})
     rows, times = np.zeros((len(points), 1 + len(ops))), np.zeros(len(points))
     for i, p in enumerate(points):
@@ -92,45 +94,48 @@ def fit_link(points: Sequence[Measurement], inside_latency: float | None = None)
         rows[i, 1 + ops.index(p.op)] = p.payload * share
         times[i] = max(p.seconds - START - known, 1e-9)
     measured = np.array([p.seconds for p in points])
-    found = robust(rows, times, measured)
-    # Where times hardly grow with the size, or even fall, least squares finds a rate that no call came close to.
+    coefficients = robust(rows, times, measured)
+    # If times hardly grow with the size, or even fall, least squares finds a rate far above that of any call.
     fastest = (rows[:, 1:] / measured[:, None]).max(axis=0)
-    found[1:] = np.maximum(found[1:], 1.0 / (MAX_RATE_RATIO * fastest))
-    errors = np.abs(rows @ found - times) / measured
-    rates = {op: 1.0 / float(found[1 + i]) for i, op in enumerate(ops)}
-    return Link(float(found[0]), rates, float(np.median(errors)), float(errors.max()), len(points))
+    coefficients[1:] = np.maximum(coefficients[1:], 1.0 / (MAX_RATE_RATIO * fastest))
+    errors = np.abs(rows @ coefficients - times) / measured
+    rates = {op: 1.0 / float(coefficients[1 + i]) for i, op in enumerate(ops)}
+    return Link(float(coefficients[0]), rates, float(np.median(errors)), float(errors.max()), len(points))
 
 
 def robust(rows: NDArray[np.float64], values: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns positive coefficients that give `values` from `rows`, by least squares on errors relative to `scale`.
-    Outliers count less (Huber's weights), since a busy machine makes single times long."""
+    """Return positive coefficients c with rows @ c close to `values`, by least squares on errors relative to `scale`.
+    Outliers have smaller weights (Huber's), since a busy machine makes single times long."""
     weights = np.ones(len(values))
-    found = np.full(rows.shape[1], MIN_COEFFICIENT)
+    coefficients = np.full(rows.shape[1], MIN_COEFFICIENT)
+    # Iteratively reweighted least squares.
     for _ in range(30):
-        found = _above_zero(rows * (weights / scale)[:, None], values * weights / scale)
-        errors = np.abs(rows @ found - values) / scale
+        coefficients = _above_zero(rows * (weights / scale)[:, None], values * weights / scale)
+        errors = np.abs(rows @ coefficients - values) / scale
         limit = max(2.0 * float(np.median(errors)), 1e-6)
         weights = np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
-    return found
+    return coefficients
 
 
 def _above_zero(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solves least squares. Coefficients below zero are held at nearly nothing, and the others are fitted again."""
+    """Solve least squares with positive coefficients. Those below MIN_COEFFICIENT are fixed there, and the others are
+    fitted again."""
     free = np.ones(rows.shape[1], dtype=bool)
-    found = np.full(rows.shape[1], MIN_COEFFICIENT)
+    coefficients = np.full(rows.shape[1], MIN_COEFFICIENT)
     while free.any():
+        # Scale the columns: bytes and hops differ by many orders of magnitude.
         size = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-300)
-        part = np.linalg.lstsq(rows[:, free] / size, values, rcond=None)[0] / size
-        if (part > MIN_COEFFICIENT).all():
-            found[free] = part
+        solution = np.linalg.lstsq(rows[:, free] / size, values, rcond=None)[0] / size
+        if (solution > MIN_COEFFICIENT).all():
+            coefficients[free] = solution
             break
         places = np.flatnonzero(free)
-        free[places[part <= MIN_COEFFICIENT]] = False
-    return found
+        free[places[solution <= MIN_COEFFICIENT]] = False
+    return coefficients
 
 
 def fit_links(points: Sequence[Measurement]) -> tuple[Link | None, Link | None]:
-    """Fits the links inside a node and across nodes; None where no group used them."""
+    """Fit the links inside a node and across nodes. A class that no group used is None."""
     near, far = [p for p in points if not p.across], [p for p in points if p.across]
     inside = fit_link(near) if near else None
     return inside, fit_link(far, inside.latency if inside else None) if far else None

@@ -1,6 +1,8 @@
-"""The least time that a step could take on this device, measured in this process: every matrix product alone, attention
-alone, and the optimizer's bytes at the speed of a copy. The same work is also timed back to back, as a step runs it:
-under such a load a card at its power limit lowers its clock."""
+"""A lower bound for the time of a step on this device, measured in this process.
+
+It is the sum of every matrix product alone, attention alone, and the optimizer's bytes at the speed of a copy. The same
+work is also timed back to back, as a step runs it: under such a load a card at its power limit lowers its clock.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,26 @@ from meshwright.nn.experts.grouped import grouped_product, grouped_weight_grad
 from meshwright.spec.layout.rows import ORDERS
 from meshwright.spec.model.part import Product
 
-# fp32 master, gradient and two moments read; master and moments written. A bf16 weight is one half of its master.
+# Bytes per parameter: the update reads the fp32 master, gradient and two moments, and writes the master and moments.
+# The bf16 weight is one half of its master, so it adds nothing.
 OPTIMIZER_BYTES = 28
 BIG = 8192
-LOAD_S = 0.5  # seconds of work before timing under load, and while timing
-REST_S = 0.5  # seconds of rest after which a card's clock has recovered
-# Each call is repeated for at least this long: ten of a small model's products end before the clock settles.
+LOAD_S = 0.5  # The seconds of work before timing under load, and while timing.
+REST_S = 0.5  # The seconds of rest after which a card's clock has recovered.
+# The least time for which each call is repeated. Ten products of a small model end before the clock settles.
 MIN_TIMED_MS = 25.0
 
-Calls = list[tuple[int, Callable[[], Any]]]  # (times per micro-batch, call)
+# Each entry is (calls per micro-batch, call).
+Calls = list[tuple[int, Callable[[], Any]]]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds per micro-batch, except `optimizer_ms`, which is per step. `loaded_ms` times all products and
-    attention back to back, `products_loaded_ms` the products alone back to back. `rested_ms` times each of them ten
-    times after a rest: the first milliseconds, at a clock that the card can't hold for longer."""
+    """The measured lower bounds, in milliseconds per micro-batch, except `optimizer_ms`, which is per step.
+
+    `loaded_ms` times all products and attention back to back, and `products_loaded_ms` only the products. `rested_ms`
+    times each call ten times after a rest, i.e. its first milliseconds at a clock that the card can't sustain.
+    """
 
     rested_ms: float
     products_ms: float
@@ -54,11 +60,13 @@ class Floor:
     copy_gb_s: float
 
     def step_ms(self, micro_batches: int, loaded: bool = False) -> float:
-        each = (self.products_loaded_ms if loaded else self.products_ms) + self.attention_ms
-        return micro_batches * each + self.optimizer_ms
+        """Return the lower bound for a step, with the products alone or `loaded`, i.e. back to back."""
+        per_micro_batch = (self.products_loaded_ms if loaded else self.products_ms) + self.attention_ms
+        return micro_batches * per_micro_batch + self.optimizer_ms
 
 
 def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
+    """Measure the lower bounds for a config on this device."""
     rate = product_rate(device, dtype)
     elements = 1 << (30 if not device.is_cpu else 22)
     speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
@@ -75,13 +83,14 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
 
 
 def product_rate(device: Device, dtype: torch.dtype) -> float:
+    """Return the TFLOP/s of a large square product."""
     side = BIG if not device.is_cpu else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
 
 
 def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> Calls:
-    """Returns all products of a micro-batch, each with both gradients. Rows of experts are divided evenly."""
+    """Return all products of a micro-batch, each with both gradients. All experts get equally many rows."""
     calls: Calls = []
     for p in wanted:
         x, y = draw(device, dtype, p.m, p.k), draw(device, dtype, p.m, p.n)
@@ -101,14 +110,16 @@ def product_calls(wanted: list[Product], device: Device, dtype: torch.dtype) -> 
 
 
 def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callable[[], Any]:
-    """Returns the forward and backward of one layer's attention, by the fastest back end of the device: of ranks that
-    share sequences, one rank's share of it, piece by piece and nothing else."""
+    """Return a call of one layer's attention, forward and backward, by the fastest back end of the device.
+
+    If ranks share sequences, it is one rank's share of the work: the kernels of its tiles, without communication.
+    """
     m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
-    if grid := config.layout.grid:  # which deals sequences to some of its ranks and heads to others
+    if grid := config.layout.grid:  # A grid distributes sequences over one axis and heads over the other.
         tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
     if cp > 1 and not config.context_plan.inner:
-        return partial(_each, _pieces(config, device, dtype, heads, kv))
+        return partial(_run_all, _tiles(config, device, dtype, heads, kv))
     if cp > 1:
         heads, kv = heads // cp, max(1, kv // cp)
     q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
@@ -122,20 +133,20 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
             torch.autograd.grad(y, (q, k, v), grad)
 
-    ways: list[Callable[[], None]] = [both]
+    calls: list[Callable[[], None]] = [both]
     if not device.is_cpu:
-        ways += [partial(both, each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)]
+        calls += [partial(both, backend) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)]
     times = []
-    for way in ways:
+    for call in calls:
         try:
-            times.append(median_ms(device, way))
-        except RuntimeError:  # this device or this torch has no such back end
+            times.append(median_ms(device, call))
+        except RuntimeError:  # This device or this version of torch lacks the back end.
             times.append(float("inf"))
-    return ways[times.index(min(times))]
+    return calls[times.index(min(times))]
 
 
-def _pieces(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: int) -> list[Callable[[], Any]]:
-    """Returns the kernels of the first of the ranks that share sequences, forward and backward of each piece."""
+def _tiles(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: int) -> list[Callable[[], Any]]:
+    """Return the attention kernels of the first context-parallel rank: forward and backward of each tile."""
     m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
     given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
@@ -144,21 +155,21 @@ def _pieces(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: 
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
     k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))
     calls: list[Callable[[], Any]] = []
-    for _, p in (piece for sight in sights for piece in sight.split):
-        at, to = (..., slice(p.top, p.bottom), slice(None)), (..., slice(p.left, p.right), slice(None))
-        out, sums = kernel(q[at], k[to], v[to], p.causal)
-        calls.append(partial(kernel, q[at], k[to], v[to], p.causal))
-        calls.append(partial(kernel_backward, grad[at], q[at], k[to], v[to], out, sums, p.causal))
+    for _, tile in (tile for sight in sights for tile in sight.split):
+        at, to = (..., slice(tile.top, tile.bottom), slice(None)), (..., slice(tile.left, tile.right), slice(None))
+        out, sums = kernel(q[at], k[to], v[to], tile.causal)
+        calls.append(partial(kernel, q[at], k[to], v[to], tile.causal))
+        calls.append(partial(kernel_backward, grad[at], q[at], k[to], v[to], out, sums, tile.causal))
     return calls
 
 
-def _each(calls: list[Callable[[], Any]]) -> None:
+def _run_all(calls: list[Callable[[], Any]]) -> None:
     for call in calls:
         call()
 
 
 def alone(device: Device, calls: Calls, least_ms: float = MIN_TIMED_MS) -> float:
-    """Times each call by itself, one after the other, on a device that has rested before the first."""
+    """Return the milliseconds per micro-batch of all calls, each timed by itself. The device rests before the first."""
     if not device.is_cpu:
         device.synchronize()
         time.sleep(REST_S)
@@ -171,7 +182,7 @@ def alone(device: Device, calls: Calls, least_ms: float = MIN_TIMED_MS) -> float
 
 
 def under_load(device: Device, calls: Calls) -> float:
-    """Times all calls back to back, once the device has been busy with them for a while."""
+    """Return the milliseconds per micro-batch of all calls back to back, after the device has run them for a while."""
 
     def back_to_back() -> None:
         for count, call in calls:

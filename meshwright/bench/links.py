@@ -1,4 +1,4 @@
-"""The times of every collective and of sends on the real groups of a layout, over a range of sizes."""
+"""Time every collective, and sends, on the real groups of a layout, over a range of sizes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.device import Device
 
-ROUNDS, SLOW_ROUNDS = 5, 3  # rounds of each measurement; fewer for calls that exceed their time budget
-ELEMENT = 4  # bytes: float32
-MAX_CALLS = 2000  # per round
+# The rounds of each measurement, and of calls that exceed their time budget.
+ROUNDS, SLOW_ROUNDS = 5, 3
+ELEMENT = 4  # The bytes of a float32.
+MAX_CALLS = 2000  # The most calls per round.
 
 
 def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
-    """Returns the seconds per call of `work` on the slowest rank: the median of a few rounds that all ranks begin
+    """Return the seconds per call of `work` on the slowest rank: the median of a few rounds that all ranks begin
     together. `seconds` is the approximate time budget for all rounds."""
     work()
     once = world.agreed(_round(world, device, work, 1), device.torch)
@@ -32,8 +33,9 @@ def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float)
 
 
 def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) -> float:
+    """Return the seconds per call of a round on this rank."""
     device.synchronize()
-    world.agreed(0.0, device.torch)  # a barrier: all ranks begin at once
+    world.agreed(0.0, device.torch)  # A barrier: all ranks begin at once.
     begin = time.perf_counter()
     for _ in range(calls):
         work()
@@ -42,13 +44,13 @@ def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) ->
 
 
 def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
-    """Returns one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
-    whole, piece = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
+    """Return one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
+    whole, shard = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
     other = _filled(payload // ELEMENT if op == "all_to_all" else 0, device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole),
-        "all_gather": lambda: group.all_gather(whole, piece),
-        "reduce_scatter": lambda: group.reduce_scatter(piece, whole),
+        "all_gather": lambda: group.all_gather(whole, shard),
+        "reduce_scatter": lambda: group.reduce_scatter(shard, whole),
         "all_to_all": lambda: group.all_to_all(other, whole),
         "broadcast": lambda: group.broadcast(whole),
         "send": lambda: there_and_back(group, whole),
@@ -57,7 +59,7 @@ def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[],
 
 
 def there_and_back(group: Group, x: Tensor) -> None:
-    """Sends to a neighbour and back, in pairs of ranks. The last rank of an odd number has no partner."""
+    """Send to a neighbour and back, in pairs of ranks. The last rank of an odd number has no partner."""
     other = group.index ^ 1
     if other >= group.size:
         return
@@ -66,7 +68,8 @@ def there_and_back(group: Group, x: Tensor) -> None:
 
 
 def _filled(elements: int, device: Device) -> Tensor:
-    """Returns zeros that were really written: untouched memory is one page of zeros, which is never fetched."""
+    """Return zeros that were really written. The system maps untouched memory to one page of zeros, which is never
+    fetched."""
     return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
 
 
@@ -74,11 +77,12 @@ def measure_links(
     mesh: Mesh, device: Device, axes: Sequence[str], ops: Sequence[str], sizes: Sequence[int], seconds: float,
     say: Callable[[str], None],
 ) -> list[Measurement]:  # fmt: skip
-    """Times every op with every size, on all groups of an axis at the same time, as a training step uses them."""
+    """Time every op with every size, on all groups of an axis at the same time, as a training step uses them."""
     layout, points = mesh.layout, []
     for axis in axes:
         group = mesh.group(axis)
-        unit = ELEMENT * group.size  # payloads are rounded up so that they divide evenly among the ranks
+        # Payloads are rounded up to a multiple of this, so that they divide evenly among the ranks.
+        unit = ELEMENT * group.size
         node = layout.node_size or layout.world
         # The group that spans the most nodes decides which links its axis uses.
         per_node = min(max(sum(r // node == n for r in ranks) for n in {r // node for r in ranks})
@@ -88,6 +92,6 @@ def measure_links(
             for size in sizes:
                 payload = -(-size // unit) * unit
                 took = timed(mesh.world, device, call_of(op, group, payload, device), seconds)
-                each = took / 2 if op == "send" else took  # a send is timed as a round trip
-                points.append(Measurement(axis, op, group.size, per_node, payload, each))
+                one_way = took / 2 if op == "send" else took  # A send is timed as a round trip.
+                points.append(Measurement(axis, op, group.size, per_node, payload, one_way))
     return points

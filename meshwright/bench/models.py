@@ -1,4 +1,4 @@
-"""The models that `meshwright bench step` knows, and what a step of one must compute and move. No torch."""
+"""The models of `meshwright bench step`, and the work of a step: its products, parameters and FLOPs. No torch."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def bench_config(
     model: str, precision: str = "bf16", micro_batches: int = 1, micro_batch: int = MICRO_BATCH, seq: int = 0,
     **sections: Any,
 ) -> Config:  # fmt: skip
-    """Returns the config of the run that a bench measures; `sections` override it. `seq` is the model's, unless
-    given."""
+    """Return the config of the run that a benchmark measures. `sections` override it. `seq`: the context length; 0
+    keeps the model's."""
     train = {"precision": precision, "micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
     train |= {"steps": 10**6} | sections.pop("train", {})
     shape = LLAMA_ARCHITECTURE | BENCH_MODELS[model] | ({"seq": seq} if seq else {})
@@ -87,7 +87,7 @@ def bench_config(
 
 
 def job_of_bench(config: Config) -> Job:
-    """Returns the bench's job on as few ranks as its layout needs."""
+    """Return the benchmark's job on the smallest number of ranks that its layout allows."""
     return job_of(config, ranks_of(config), COMPILED)
 
 
@@ -96,27 +96,30 @@ def ranks_of(config: Config) -> int:
 
 
 def work_of(config: Config) -> list[tuple[Work, int]]:
-    """Returns the work of the first rank's units for one micro-batch, with the number of units of each kind."""
+    """Return the work of the first rank's units for one micro-batch, with the number of units of each kind."""
     job = job_of_bench(config)
     units = [pair for stage in job.chunks[0] for pair in job.units(stage)]
     return [(unit_work(unit, job.at, job.batch, job.kernels), count) for unit, count in units]
 
 
 def products(config: Config) -> list[Product]:
-    """Returns the products with weights of the first rank and one micro-batch."""
+    """Return the products with weights of the first rank for one micro-batch."""
     return [replace(p, count=count * p.count) for work, count in work_of(config) for p in work.products]
 
 
 def products_in_pieces(config: Config) -> dict[str, bool]:
-    """Returns which products of the first rank's blocks communicate while they multiply, by name: all of them, where
-    tp ranks divide rows, are long enough or not (`spec/model/pieces.py`)."""
+    """Return, by name, whether each product of the first rank's blocks is cut into chunks to overlap communication.
+
+    A product is cut if tp ranks divide the rows and it is long enough (`spec/model/pieces.py`). The result is empty if
+    the layout never cuts any.
+    """
     job = job_of_bench(config)
     if not (job.at.overlaps and job.at.splits_tokens):
         return {}
     size, least = job.at.size("tp"), job.at.piece_flops
     blocks = [unit for unit, _ in job.rank_units(0) if unit.stackable]
-    found = [p for unit in blocks for p in unit_work(unit, job.at, job.batch, job.kernels).products if p.linear]
-    return {p.name: in_chunks(p.m, p.n * p.k, size, least) for p in found}
+    linear = [p for unit in blocks for p in unit_work(unit, job.at, job.batch, job.kernels).products if p.linear]
+    return {p.name: in_chunks(p.m, p.n * p.k, size, least) for p in linear}
 
 
 def parameters(config: Config) -> int:
@@ -124,7 +127,10 @@ def parameters(config: Config) -> int:
 
 
 def flops(config: Config, tokens: int, visible: float = 1.0) -> float:
-    """Returns the FLOPs of the first rank: three times the products of forward, with only those attention scores that
-    the causal mask leaves, and of these the `visible` share. An embedding is looked up, not multiplied."""
+    """Return the FLOPs of the first rank for `tokens` tokens: three times those of forward.
+
+    Of the attention scores, only the `visible` share of those under the causal mask counts. Embeddings are looked up,
+    so they cost nothing.
+    """
     forward = sum(count * (work.flops - (1.0 - visible) * work.attention_flops) for work, count in work_of(config))
     return 3.0 * forward * tokens / (config.train.micro_batch * config.model.seq)

@@ -1,7 +1,9 @@
-"""What one rank computes and moves, measured on all ranks at once, since the ranks of one machine share it. Products, a
-copy, attention and the optimizer are timed alone. The remainder of a training step (norms, activations, the loss, the
-cost of each call) is what small reference models take beyond these: the planner's own count of their bytes and kernels
-turns that into a memory rate and, on a CPU, into microseconds per kernel."""
+"""Measure the compute and memory rates of a rank while all ranks work, since the ranks of a machine share it.
+
+Products, a copy, attention and the optimizer are timed alone. The remainder of a training step (norms, activations, the
+loss, the cost of each call) is the time that small reference models take in addition. With the planner's count of their
+bytes and kernels, it gives a memory rate and, on a CPU, the microseconds per kernel.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,13 @@ from meshwright.plan.stack import COMPILED, states_of
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.traffic.placement import BUCKET_MIB
 
-BUCKET_BYTES = int(BUCKET_MIB * 2**20)  # bytes of gradients that are reduced at once
-SMALL_BYTES = 64 * 2**10  # bytes of a collective between computations
-SECONDS_BETWEEN = 8e-3  # seconds of compute between two such collectives
-WAIT_TIME_FACTOR = 10  # waits are timed this much longer: a thread fails to get a core at once only now and then
+# The bytes of gradients that are reduced at once.
+BUCKET_BYTES = int(BUCKET_MIB * 2**20)
+# The bytes of a collective between computations, and the seconds of compute between two of them.
+SMALL_BYTES = 64 * 2**10
+SECONDS_BETWEEN = 8e-3
+# Waits are timed for longer, because a thread only sometimes fails to get a core at once.
+WAIT_TIME_FACTOR = 10
 # (tokens, n, k) of the products that are timed on a CPU.
 PRODUCTS = ((96, 320, 320), (96, 2560, 640), (160, 640, 2560), (192, 1280, 320), (320, 320, 1280), (384, 4096, 384))
 # (layers, hidden, seq, sequences, vocabulary) of the reference models on a CPU, and on an accelerator.
@@ -59,21 +64,21 @@ class Rates:
     precision: str
     units: int
     peak: dict[str, float]
-    product_gb_s: float  # on a CPU, the rate at which a product's matrices are read in addition to its FLOPs; else 0
-    attention_tflops: float  # causal FLOPs, forward and backward
-    copy_gb_s: float  # bytes read and written
-    step_gb_s: float  # elementwise work of a step, as the planner counts its bytes
+    product_gb_s: float  # On a CPU, the rate at which a product reads its matrices in addition to its FLOPs; else 0.
+    attention_tflops: float  # Counts causal FLOPs, forward and backward.
+    copy_gb_s: float  # Counts bytes read and written.
+    step_gb_s: float  # The rate of a step's elementwise work, with bytes as the planner counts them.
     kernel_us: float
     optimizer_gb_s: float
     contention: float
-    wait_us: float  # how much longer a collective takes between computations than back to back
-    step_error: float  # median relative error of the planner on the reference steps with these rates
+    wait_us: float  # The additional time of a collective between computations, compared to back to back.
+    step_error: float  # The planner's median relative error on the reference steps with these rates.
     memory_gib: float
     host_gib: float
 
 
 def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, say: Callable[[str], None]) -> Rates:
-    """Measures the rates; every rank calls this together."""
+    """Measure the rates. All ranks call this together."""
     say(f"measuring products, attention, memory and steps of {device.name}")
 
     def time(work: Callable[[], Any]) -> float:
@@ -101,16 +106,18 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
 
 
 def product_tflops(device: Device, precision: str, units: int, time: Callable[..., float]) -> float:
-    """Returns the rate of a large product, corrected by the share of it that the planner expects for its shape."""
-    # Many CPUs multiply 16-bit floats very slowly.
-    side = 8192 if not device.is_cpu else 512 if precision in ("fp32", "fp64") else 128
+    """Return the rate of a large product, divided by the share of the peak that the planner expects for its shape."""
+    side = 8192
+    if device.is_cpu:
+        # Many CPUs multiply 16-bit floats very slowly.
+        side = 512 if precision in ("fp32", "fp64") else 128
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 
 
 def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
-    """Returns the TFLOP/s of products on a CPU and the GB/s at which their matrices are read in addition, fitted over
-    several shapes with both gradients."""
+    """Return (TFLOP/s, GB/s) of products on a CPU: the rate of their FLOPs, and the rate at which their matrices are
+    read in addition. Both are fitted to several shapes, each with both gradients."""
     rows, times, dtype = [], [], PRECISION_DTYPES[precision]
     for tokens, n, k in PRODUCTS:
         x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
@@ -120,11 +127,12 @@ def processor_products(precision: str, time: Callable[..., float]) -> tuple[floa
             share = tile_share(tokens * n * k // depth, 1, depth, 1, 1)
             rows.append((2.0 * tokens * n * k / share / 1e12, (x.nbytes + y.nbytes + w.nbytes) / 1e9))
             times.append(time(call))
-    found = robust(np.array(rows), np.array(times), np.array(times))
-    return 1.0 / float(found[0]), min(1.0 / float(found[1]), 1e4)
+    coefficients = robust(np.array(rows), np.array(times), np.array(times))
+    return 1.0 / float(coefficients[0]), min(1.0 / float(coefficients[1]), 1e4)
 
 
 def attention_tflops(device: Device, precision: str, time: Callable[..., float]) -> float:
+    """Return the TFLOP/s of causal attention, forward and backward."""
     batch, heads, seq, width = (2, 6, 160, 64) if device.is_cpu else (4, 16, 4096, 128)
     dtype = PRECISION_DTYPES[precision]
     q, k, v = (draw(device, dtype, batch, seq, heads, width).requires_grad_() for _ in range(3))
@@ -139,23 +147,24 @@ def attention_tflops(device: Device, precision: str, time: Callable[..., float])
 
 
 def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """Returns the share of a bucket's all_reduce that concurrent products lose: 0 if the links work by themselves."""
+    """Return the time that products lose to a concurrent bucket all_reduce, as a share of its time alone. It is 0 if
+    communication takes nothing from compute."""
     group = mesh.samples if not mesh.samples.alone else mesh.world
     bucket = torch.empty(BUCKET_BYTES // 4, device=device.torch).zero_()
     alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
     products = many_products(mesh, device, precision, 2 * alone)
 
-    def beside() -> None:
+    def overlapped() -> None:
         pending = group.all_reduce(bucket, wait=False)
         products()
         pending.wait()
 
-    both, apart = (timed(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (beside, products))
+    both, apart = (timed(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (overlapped, products))
     return min(1.0, max(0.0, (both - apart) / alone))
 
 
 def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
-    """Returns how much longer an all_reduce takes between computations than right after another one."""
+    """Return the additional seconds of an all_reduce between computations, compared to one right after another."""
     small = torch.empty(SMALL_BYTES // 4, device=device.torch).zero_()
     products = many_products(mesh, device, precision, SECONDS_BETWEEN)
     meet = partial(mesh.world.all_reduce, small)
@@ -170,7 +179,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
 
 
 def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) -> Callable[[], None]:
-    """Returns a call that computes products for about `seconds`, the same number on every rank."""
+    """Return a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.is_cpu else 4096
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
@@ -183,6 +192,7 @@ def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) ->
 
 
 def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> Config:
+    """Return the config of a reference model. `shape`: (layers, hidden, seq, sequences, vocabulary)."""
     layers, hidden, seq, batch, vocab = shape
     model = {"layers": layers, "hidden": hidden, "heads": hidden // 64, "seq": seq, "vocab": vocab}
     return config_from({
@@ -193,7 +203,7 @@ def reference_config(device: Device, precision: str, shape: tuple[int, ...]) -> 
 
 
 def reference_step(config: Config, device: Device, time: Callable[..., float]) -> tuple[float, float]:
-    """Returns the seconds of a lone rank's forward and backward, and the GB/s of the update including the grad norm."""
+    """Return (the seconds of a single rank's forward and backward, the GB/s of the update with the gradient norm)."""
     ctx = build_context(config, 0, 1, device, trains=True)
     data = RandomTokens(config.model.vocab, config.model.seq)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, data)
@@ -215,8 +225,9 @@ def reference_step(config: Config, device: Device, time: Callable[..., float]) -
 
 
 def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -> Rates:
-    """Fits the memory rate and, on a CPU, the microseconds per kernel that explain the times of the reference steps
-    when products and attention take what they take alone."""
+    """Fit the memory rate and, on a CPU, the microseconds per kernel to the times of the reference steps. Products and
+    attention are assumed to take as long as alone."""
+    # The planner's times are linear in the two unknowns. Their costs are zero in `free`; in `nothing` all costs are.
     free = replace(rates, step_gb_s=1e12, kernel_us=0.0)
     nothing = replace(free, peak=dict.fromkeys(rates.peak, 1e12), product_gb_s=1e12, attention_tflops=1e12)
     known = np.array([planned_seconds(c, lone_cluster(free)) for c in configs])
@@ -224,13 +235,13 @@ def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -
     if rates.units == 1:
         columns.append([planned_seconds(c, lone_cluster(replace(nothing, kernel_us=1.0))) for c in configs])
     rows, measured = np.array(columns).T, np.array(steps)
-    found = robust(rows, np.maximum(measured - known, 0.01 * measured), measured)
-    error = float(np.median(np.abs(rows @ found + known - measured) / measured))
-    kernel = float(found[1]) if len(found) > 1 else 0.0
-    return replace(rates, step_gb_s=min(1 / float(found[0]), 1e4), kernel_us=kernel, step_error=error)
+    coefficients = robust(rows, np.maximum(measured - known, 0.01 * measured), measured)
+    error = float(np.median(np.abs(rows @ coefficients + known - measured) / measured))
+    kernel = float(coefficients[1]) if len(coefficients) > 1 else 0.0
+    return replace(rates, step_gb_s=min(1 / float(coefficients[0]), 1e4), kernel_us=kernel, step_error=error)
 
 
 def planned_seconds(config: Config, cluster: Cluster) -> float:
-    """Returns the planner's forward and backward seconds of a step on one rank."""
+    """Return the planner's forward and backward seconds of a step on one rank."""
     cost = predict_cost(job_of(config, 1, COMPILED), cluster)
     return sum(stage.forward + stage.backward for stage in cost.stages) * cost.job.micro_batches

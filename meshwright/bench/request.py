@@ -1,4 +1,4 @@
-"""What `meshwright comm bench` measures, checked in full before any rank starts. No torch."""
+"""The request of `meshwright comm bench`, checked completely before any rank starts. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
 
 @dataclass(frozen=True)
 class Request:
+    """The measurements to make: every op with every size on every axis of a layout."""
+
     layout: Layout
     axes: tuple[str, ...]
     ops: tuple[str, ...]
-    sizes: tuple[int, ...]  # payloads in bytes, ascending
-    seconds: float  # approximate time budget per measurement
-    name: str = "measured"  # name of the cluster
+    sizes: tuple[int, ...]  # Payloads in bytes, ascending.
+    seconds: float  # The approximate time budget per measurement.
+    name: str = "measured"  # The name of the cluster.
     device: str = "auto"
     backend: str = "auto"
 
@@ -30,7 +32,7 @@ class Request:
 
 
 def host_bytes() -> int:
-    """Returns the memory of this machine."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -38,14 +40,14 @@ def parse_ops(text: str) -> tuple[str, ...]:
     ops = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for op in ops:
         if op not in OPS:
-            raise UserError(f"--ops has the unknown op '{op}'{nearest(op, OPS)}: choose of {', '.join(OPS)}")
+            raise UserError(f"--ops has the unknown op '{op}'{nearest(op, OPS)}: choose from {', '.join(OPS)}")
     if not ops:
-        raise UserError(f"--ops is empty: choose of {', '.join(OPS)}")
+        raise UserError(f"--ops is empty: choose from {', '.join(OPS)}")
     return ops
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses sizes: `1K:64M` means 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` means just these. A fit needs two or more."""
+    """Parse sizes: `1K:64M` means 1 KiB, 2 KiB, ... 64 MiB; `1K,3M` means just these. A fit needs two or more."""
     try:
         if ":" in text:
             first, last = (_bytes(part) for part in text.split(":"))
@@ -69,7 +71,7 @@ def _bytes(text: str) -> int:
 
 
 def parse_axes(layout: Layout, text: str | None) -> tuple[str, ...]:
-    """Returns the named axes, or all axes of more than one rank."""
+    """Return the axes named in `text`, or all axes with more than one rank if it is None."""
     if text is None:
         axes = tuple(axis for axis in ("tp", "cp", "dp", "pp") if layout.size(axis) > 1)
         if not axes:
@@ -78,8 +80,8 @@ def parse_axes(layout: Layout, text: str | None) -> tuple[str, ...]:
     axes = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for axis in axes:
         if axis not in AXES:
-            raise UserError(f"--axis has the unknown axis '{axis}'{nearest(axis, AXES)}: choose of {', '.join(AXES)}")
+            raise UserError(f"--axis has the unknown axis '{axis}'{nearest(axis, AXES)}: choose from {', '.join(AXES)}")
         if layout.size(axis) == 1:
             sizes = ", ".join(f"{name}={layout.size(name)}" for name in AXES)
-            raise UserError(f"--axis {axis} has one rank, with nobody to talk to: choose a larger one of {sizes}")
+            raise UserError(f"--axis {axis} has one rank, with nobody to talk to: choose a larger one from {sizes}")
     return axes

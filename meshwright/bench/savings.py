@@ -1,4 +1,4 @@
-"""One rank of `meshwright comm savings`: it trains a few steps with every technique, together with the others."""
+"""One rank of `meshwright comm savings`: it trains a few steps with every technique, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 
-FREE_GB_S = 1e6  # a rate at which links take no time
-WARM = 2  # steps before the timed ones: buckets are reduced during backward from the second on
+FREE_GB_S = 1e6  # A rate at which links take practically no time.
+# The steps before the timed ones. Buckets are reduced during backward from the second step on.
+WARM = 2
 
 
 def usual(times: Sequence[float]) -> float:
-    """Returns the first quartile: other work on a machine only makes steps longer."""
+    """Return the first quartile. It is a robust minimum, because other work on a machine only makes steps longer."""
     return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
 
 
@@ -51,7 +52,7 @@ def make_trainer(config: Config, rank: int, world: int, device: Device, groups: 
 
 
 class Turns:
-    """One technique's trainer, and what its steps took."""
+    """One technique's trainer, and the measurements of its steps. The techniques take turns, step by step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -61,7 +62,7 @@ class Turns:
         self.making: list[float] = []
 
     def step(self) -> None:
-        """Takes one step, together with all ranks, and makes a step's compressed messages without any link."""
+        """Train one step together with all ranks, and then make a step's compressed messages without sending them."""
         trainer, device = self.trainer, self.trainer.ctx.device
         trainer.ctx.mesh.world.agreed(0.0, device.torch)
         begin, worked = time.perf_counter(), device.worked()
@@ -73,7 +74,7 @@ class Turns:
         self.making.append(making_work(trainer))
 
     def agreed(self, values: Sequence[float]) -> float:
-        """Returns what is usual where it is most."""
+        """Return the usual value of the slowest rank."""
         return self.trainer.ctx.mesh.world.agreed(usual(values), self.trainer.ctx.device.torch)
 
     def figures(self) -> Figures:
@@ -82,10 +83,12 @@ class Turns:
         return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
 
     def making_seconds(self, own: Turns) -> float:
-        """Returns the seconds per step of making and reading compressed messages. They are priced as a step's compute
-        is: a second of work takes as long as in the steps on the machine's `own` links, where ranks share processors
-        and wait for each other too. (Messages are made in a few milliseconds. The time of that, taken by itself, was
-        mostly a question of who happened to have a processor then.)"""
+        """Return the seconds per step of making and reading compressed messages.
+
+        Their processor time is scaled like a step's compute on the machine's `own` links, where ranks also share
+        processors and wait for each other. The wall time of making messages is not used: it is a few milliseconds, and
+        depends mostly on which rank happens to get a processor.
+        """
         return self.agreed(self.making) * own.agreed(own.times) / own.agreed(own.work)
 
 
@@ -93,9 +96,12 @@ def measure(
     found: Sequence[Technique], rank: int, world: int, device: Device, steps: int, say: Callable[[str], None],
     own_world: bool = True,
 ) -> tuple[list[Figures], list[float], float]:  # fmt: skip
-    """Returns each technique's figures and its seconds of making messages, and the seconds of a step on the machine's
-    own links, the same on every rank. All take turns, step by step, so that what else the machine does meanwhile falls
-    on all of them alike. `own_world`: we have joined the world."""
+    """Return (each technique's figures, its seconds of making messages, the seconds of a step on the machine's real
+    links), the same on every rank.
+
+    The techniques take turns, step by step, so that other work on the machine affects all of them alike. `own_world`:
+    Meshwright set up torch.distributed itself.
+    """
     with ExitStack() as watching:
         turns = _ready(found, rank, world, device, say, own_world, watching)
         for _ in range(steps):
@@ -111,8 +117,8 @@ def _ready(
     found: Sequence[Technique], rank: int, world: int, device: Device, say: Callable[[str], None], own_world: bool,
     watching: ExitStack,
 ) -> list[Turns]:  # fmt: skip
-    """Returns the trainers of all techniques, and of the machine's own links as the last. One watchdog, which ends with
-    `watching`, watches the calls of all."""
+    """Return the trainers of all techniques, and last that of the machine's real links, without emulation. One watchdog
+    watches the calls of all trainers, until `watching` ends."""
     turns: list[Turns] = []
     made: dict[Layout, dict[str, Any]] = {}
     flight: FlightRecord | None = None
@@ -120,7 +126,7 @@ def _ready(
     own = Technique("own links", replace(base, comm=replace(base.comm, emulate=EmulateConfig())))
     for technique in (*found, own):
         layout = layout_of(technique.config, world, technique.config.layout.node_size or world)
-        if layout not in made:  # torch keeps all process groups, so each is made once
+        if layout not in made:  # torch never frees process groups, so each is made once.
             timeout = technique.config.comm.timeout
             mesh = Mesh(layout, rank, timeout=timeout)
             made[layout] = {name: group.process_group for name, group in mesh.groups.items() if not group.alone}
@@ -136,7 +142,7 @@ def _ready(
 
 
 def _sent(trainer: Trainer) -> dict[str, float]:
-    """Returns what a rank sent in the last step by axis, on average over all."""
+    """Return the bytes that a rank sent in the last step, by axis, averaged over all ranks."""
     axes, sums = trainer.ctx.layout.step_groups(), Counter[str]()
     for entry, totals in trainer.ctx.ledger.entries.items():
         sums[entry.axis] += totals.wire_bytes
@@ -147,21 +153,26 @@ def _sent(trainer: Trainer) -> dict[str, float]:
 
 
 def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
-    """Returns the cluster with the rates at which ranks compute here, and wait for each other: a step on the machine's
-    own links, which must be much faster than the emulated ones, against the planned time without links."""
+    """Return the cluster with compute rates calibrated to this machine.
+
+    `measured_s` is the time of a step on the machine's real links. It is compared with the planned time of a step whose
+    communication is free, so the real links must be much faster than the emulated ones.
+    """
     fast = EmulateConfig(link_gb_s=FREE_GB_S, network_gb_s=FREE_GB_S)
     return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
 
 
 def making_work(trainer: Trainer) -> float:
-    """Returns the work of a rank per step to make and read compressed messages (`Device.worked`), which the planner
-    does not know: measured without any link, while all ranks do the same."""
+    """Return a rank's work per step to make and read compressed messages, as `Device.worked` counts it.
+
+    The planner does not know this work. It is measured without sending, while all ranks do the same.
+    """
     parallel, ctx = trainer.data_parallel, trainer.ctx
     reducer = parallel.reducer
     if ctx.config.comm.reduce.kind == "plain" or not reducer.mixes:
         return 0.0
     buckets = [bucket for bucket in parallel.buckets if bucket.buffer.key.compressed]
-    # Drawn before the clock starts: a step has its gradients from backward.
+    # Draw the gradients before the clock starts: in a real step, backward provides them.
     drawn = [torch.randn_like(bucket.own_grads.new_empty(bucket.stop - bucket.start)) for bucket in buckets]
     ctx.mesh.world.agreed(0.0, ctx.device.torch)
     begin, pendings = ctx.device.worked(), []

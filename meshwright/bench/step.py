@@ -1,4 +1,4 @@
-"""The step of `meshwright train` on one device, timed as its loop runs it."""
+"""Time the step of `meshwright train` on one device, run as the training loop runs it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from meshwright.run.loop import Ahead
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
-    """Builds the trainer of the first rank of a job without data parallelism, inside a `fake_world` of the others."""
+    """Build the trainer of the first rank of a job without data parallelism, inside a `fake_world` of the others."""
     world = ranks_of(config)
     check(config, world)
     return make_rank(config, world, 0, device)
 
 
 def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
-    """Times `steps` steps after the warm-up and profiles two more. Returns the measured part of the command's document;
-    the trainer can't be used afterwards."""
+    """Time `steps` steps after `warm` steps, then profile two more. Return the measured part of the command's output.
+    The trainer can't be used afterwards."""
     ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
 
-    def two_steps() -> None:  # as in a run, the second is launched before the first one's results are read
+    def two_steps() -> None:
+        # As in a run, the second step is launched before the first one's results are read.
         for launched in [trainer.launch(), trainer.launch()]:
             trainer.read(launched)
 
@@ -51,7 +52,7 @@ def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
 
 
 def visible_share(config: Config) -> float:
-    """Returns the share of causal attention's pairs that lie within a document."""
+    """Return the share of causal attention's pairs that lie within a document."""
     if not config.data.reset_attention:
         return 1.0
     lengths = np.bincount(documents_of(config.model.seq)).astype(float)
@@ -59,7 +60,7 @@ def visible_share(config: Config) -> float:
 
 
 def as_json(config: Config, device: Device, measured: dict[str, Any], floor: Floor) -> dict[str, Any]:
-    """Returns what the command prints as JSON."""
+    """Return the output of the command as JSON values."""
     tokens = config.train.global_batch * config.model.seq // config.layout.cp
     seconds = measured["step_ms"] / 1e3
     tflops = flops(config, config.train.global_batch * config.model.seq, visible_share(config)) / seconds / 1e12

@@ -1,4 +1,4 @@
-"""Timers for work on a device, and a breakdown of a step's time by kind of kernel."""
+"""Time work on a device, and break down a step's time by kind of kernel."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def median_ms(device: Device, work: Callable[[], Any], repeats: int = 10, warm: 
 
 
 def draw(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a random tensor, since products of zeros run faster."""
+    """Return a random tensor. Zeros would not do, because their products run faster."""
     return torch.randn(*shape, device=device.torch).to(dtype)
 
 
 def copy_gb_s(device: Device, elements: int, seconds: Callable[[Callable[[], Any]], float]) -> float:
-    """Returns the GB/s of a copy that `seconds` times, counting bytes read and written."""
+    """Return the GB/s of a copy that `seconds` times, counting bytes read and written."""
     x = torch.ones(elements, dtype=torch.float32, device=device.torch)
     y = torch.empty_like(x)
     return 2 * x.nbytes / seconds(lambda: y.copy_(x)) / 1e9
 
 
 def times_ms(device: Device, work: Callable[[], Any], repeats: int) -> list[float]:
-    """Times `repeats` calls, one after another. The host doesn't wait for the device in between, so launch time counts
-    only for the first call."""
+    """Return the milliseconds of each of `repeats` calls. The host does not wait for the device in between, so launch
+    time counts only for the first call."""
     if device.is_cpu:
         marks = [time.perf_counter()]
         for _ in range(repeats):
@@ -66,8 +66,11 @@ def kind_of(kernel: str) -> str:
 def by_kind(
     device: Device, work: Callable[[], Any], parts: int
 ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Returns the milliseconds by kind of one of `parts` equal parts of `work`, with `idle` for the time in which no
-    kernel ran; and every kernel's name, calls and milliseconds, the longest first. Both are empty on a CPU."""
+    """Return the times of `work` by kind of kernel, divided by `parts`, the number of equal parts that it consists of.
+
+    The first result is milliseconds by kind, with `idle` for the time in which no kernel ran. The second is (name,
+    calls, milliseconds) of every kernel, the longest first. Both are empty on a CPU.
+    """
     if device.is_cpu:
         return {}, []
     device.synchronize()
@@ -86,6 +89,7 @@ def by_kind(
         kinds[kind_of(event.name)] += ms
         calls[event.name] += 1
         times[event.name] += ms
+    # Kernels of several streams may overlap, so idle time is measured from the end of the latest kernel so far.
     spans.sort()
     reached, idle = (spans[0][0], 0.0) if spans else (0.0, 0.0)
     for begin, end in spans:

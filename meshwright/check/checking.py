@@ -1,8 +1,9 @@
-"""A few steps of a config on one process and on a layout, with every gradient of each step compared.
+"""Train a few steps of a config on one process and on a layout, and compare every gradient of each step.
 
-One process runs first and leaves its gradients in a folder, one file a parameter. Each rank of the layout then trains
-the same steps and compares its own part of every gradient, inside the step, with these files. Ranks only measure: the
-command that started them reads what they found, and judges."""
+One process runs first and writes its gradients to a folder, one file per parameter. Each rank of the layout then trains
+the same steps. Inside each step it compares its shard of every gradient with these files. Ranks only measure: the
+command that started them reads their results and judges them.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ from meshwright.nn.parallel import record_of
 from meshwright.outside import read_json
 from meshwright.run.pretrain import DatasetsProvider, ModelProvider, agree, build_modules
 
-AFTER = "after"  # the folder of the parameters after the last compared step
+AFTER = "after"  # The folder of the parameters after the last compared step.
 REFERENCE = "reference.json"
 
 
 @dataclass(frozen=True)
 class Providers:
-    """The providers of a user's own program. The default is one of our models on made samples."""
+    """The providers of a user's program. The default is one of our models on random samples."""
 
     model: ModelProvider = model_provider
     forward: ForwardStep = forward_step
@@ -50,19 +51,23 @@ class Providers:
 
 @dataclass
 class Steps:
-    """The figures of some steps of one rank: of the reference the names of all parameters too, in the order of the
-    model, and of a layout's rank its errors by parameter."""
+    """The figures of some steps of one rank.
+
+    The reference also records the names of all parameters, in model order. A rank of a layout records its errors by
+    parameter instead.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    gradients: list[dict[str, float]] = field(default_factory=list)  # of each compared step
-    parameters: dict[str, float] = field(default_factory=dict)  # after them
-    comm: dict[str, dict[str, int]] = field(default_factory=dict)  # of the last step, all ranks together
+    gradients: list[dict[str, float]] = field(default_factory=list)  # The errors of each compared step.
+    parameters: dict[str, float] = field(default_factory=dict)  # The errors after the compared steps.
+    comm: dict[str, dict[str, int]] = field(default_factory=dict)  # The last step, summed over all ranks.
     samples: int = 0
     monitored: int = 0
     peak_bytes: int | None = None
-    documents: float | None = None  # by which part another first document changed the loss of the others
+    # The relative change of the other documents' loss when the first document changes.
+    documents: float | None = None
 
     @staticmethod
     def read(path: Path) -> Steps:
@@ -73,7 +78,7 @@ class Steps:
 
 
 class Recorder:
-    """Hands every gradient of a step, as the true mean, to `take` before the update uses it."""
+    """A hook that passes all gradients of a step, as true means, to `take` before the update uses them."""
 
     def __init__(self, trainer: Trainer, take: Callable[[Pairs], None]) -> None:
         self.trainer, self.take, self.active = trainer, take, True
@@ -88,7 +93,7 @@ class Recorder:
 
 
 class Stored:
-    """The whole tensors of one process in a folder, one file each, which ranks map into memory."""
+    """The whole tensors of one process in a folder, one file each. Ranks map them into memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,8 +111,8 @@ class Stored:
         (folder / "names.json").write_text(json.dumps(about), encoding="utf-8")
 
     def errors(self, pairs: Pairs) -> dict[str, float]:
-        """Returns the largest error of a rank's part of every parameter."""
-        found: dict[str, float] = {}
+        """Return the largest error of a rank's shard of each parameter, by name."""
+        errors: dict[str, float] = {}
         for record, local in pairs:
             if record.name not in self.numbers:
                 raise UserError(
@@ -116,13 +121,13 @@ class Stored:
                 )
             whole = np.load(self.folder / f"{self.numbers[record.name]}.npy", mmap_mode="r")
             error = error_of(record, local, whole, self.largest)
-            found[record.name] = max(found.get(record.name, 0.0), error)
-        return found
+            errors[record.name] = max(errors.get(record.name, 0.0), error)
+        return errors
 
 
 @contextmanager
 def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
-    """Builds this rank's trainer as a run would, and leaves the other ranks afterwards."""
+    """Build this rank's trainer like a run does, and leave the world afterwards."""
     place, comm = joined_place() or find_place(), config.comm
     check(config, place.world, RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
@@ -139,7 +144,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
             trainer.publish()
         yield trainer
         trainer.data_parallel.weights.wait_for_gathers()
-        # No rank leaves before all are done: a launcher stops the others where one ends early.
+        # A barrier: no rank leaves before all are done, since a launcher stops the other ranks when one ends early.
         ctx.mesh.world.agreed(0.0, device.torch)
     if joined:
         leave()
@@ -148,35 +153,36 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
 def run_reference(config: Config, folder: Path, own: Providers, compared: int) -> None:
     """Train on one process, and write the reference gradients and parameters to `folder`."""
     with trainer_of(config, own) as trainer:
-        found = Steps(names=list(_names(trainer)))
+        steps = Steps(names=list(_names(trainer)))
 
         def take(pairs: Pairs) -> None:
             Stored.write(folder / f"step-{trainer.step_number + 1}", pairs)
 
-        _train(trainer, found, take, compared, lambda: Stored.write(folder / AFTER, parameters(trainer)))
-        found.write(folder / REFERENCE)
+        _train(trainer, steps, take, compared, lambda: Stored.write(folder / AFTER, parameters(trainer)))
+        steps.write(folder / REFERENCE)
 
 
 def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> None:
-    """Trains as one rank of a layout, and leaves in `folder` how far it is from the reference."""
+    """Train as one rank of a layout, and write its errors relative to the reference to `folder`."""
     with trainer_of(config, own) as trainer:
-        found = Steps()
+        steps = Steps()
 
         def take(pairs: Pairs) -> None:
-            found.gradients.append(Stored(folder / f"step-{trainer.step_number + 1}").errors(pairs))
+            steps.gradients.append(Stored(folder / f"step-{trainer.step_number + 1}").errors(pairs))
 
         def after() -> None:
-            found.parameters = Stored(folder / AFTER).errors(parameters(trainer))
+            steps.parameters = Stored(folder / AFTER).errors(parameters(trainer))
 
-        _train(trainer, found, take, compared, after)
-        found.documents = documents_moved(trainer)
-        found.write(folder / f"rank-{trainer.ctx.rank}.json")
+        _train(trainer, steps, take, compared, after)
+        steps.documents = documents_moved(trainer)
+        steps.write(folder / f"rank-{trainer.ctx.rank}.json")
 
 
 def _train(
-    trainer: Trainer, found: Steps, take: Callable[[Pairs], None], compared: int, after: Callable[[], None]
+    trainer: Trainer, steps: Steps, take: Callable[[Pairs], None], compared: int, after: Callable[[], None]
 ) -> None:
-    """Runs all steps. The last ones are not recorded: their ledger holds what a step sends and nothing else."""
+    """Train all steps, and record the first `compared` ones. The ledger of later steps holds only the communication of
+    a normal step. `after` is called between them."""
     recorder, device = Recorder(trainer, take), trainer.ctx.device
     device.reset_peak()
     for step in range(trainer.ctx.config.train.steps):
@@ -184,16 +190,19 @@ def _train(
         if step == compared:
             after()
         result = trainer.step()
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
-    found.comm, found.samples, found.monitored = result.comm, result.global_batch, len(result.monitored)
-    found.peak_bytes = device.peak_bytes()
+        steps.losses.append(result.loss)
+        steps.norms.append(result.grad_norm)
+    steps.comm, steps.samples, steps.monitored = result.comm, result.global_batch, len(result.monitored)
+    steps.peak_bytes = device.peak_bytes()
 
 
 def documents_moved(trainer: Trainer) -> float | None:
-    """Returns by which part the loss of all documents but the first changes where the first has other tokens; None
-    where samples are not packed. Where documents are kept apart it does not change, on any layout and for any module:
-    the loss is a function of all logits of these documents."""
+    """Return the relative change of the loss of all documents except the first, when the tokens of the first change.
+    Return None if samples are not packed.
+
+    If documents do not see each other, the change is zero on any layout and for any module, because the loss depends
+    only on the logits of the other documents.
+    """
     ctx, config = trainer.ctx, trainer.ctx.config
     if not (config.data.reset_attention or config.objective_facts.packed):
         return None
@@ -203,14 +212,15 @@ def documents_moved(trainer: Trainer) -> float | None:
         data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
         batches = MicroBatches(ctx, data, fields_of(trainer.modules), trainer.train_batches.reader)
         samples = 4 * validation_unit(ctx)
-        found = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)
-        losses.append(found.loss)
+        mean = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)
+        losses.append(mean.loss)
     moved = abs(losses[1] - losses[0]) / abs(losses[0])
+    # NaN differs from itself, and counts as an infinite change.
     return moved if moved == moved else math.inf
 
 
 def _names(trainer: Trainer) -> Iterator[str]:
-    """Yields the names of the parameters in the order in which forward uses their units."""
+    """Yield the names of the parameters in the order in which the forward pass uses their units."""
     seen = set()
     for module in trainer.modules:
         for part in (*(stage_of(module).units() or ()), module):

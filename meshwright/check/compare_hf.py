@@ -1,5 +1,7 @@
-"""A checkpoint of ours beside the Hugging Face folder that it was imported from or exported to: the logits of both on
-real text, and the text that each writes, in float32 on a CPU."""
+"""Compare a checkpoint with the Hugging Face folder that it was imported from or exported to.
+
+It compares the logits of both models on real text, and the text that each generates, in float32 on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ TEXTS = (
     "def merge(left: list[int], right: list[int]) -> list[int]:\n    out = []\n    while left and right:\n",
     "Der Zug hält nicht in Köln. 今日は雨が降っています。 Привет, мир! Ça va? \u00bfQuién es?",
 )
-LONGEST = 96  # tokens of a text that are read
-WRITTEN = 24  # tokens that each model writes after the first text
-# The largest difference of a logit, as a part of the largest logit, by the dtype that the folder's weights have.
+LONGEST = 96  # The most tokens of a text that are read.
+WRITTEN = 24  # The tokens that each model generates after the first text.
+# The largest allowed difference of logits relative to the largest logit, by the dtype of the folder's weights.
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {
@@ -35,16 +37,16 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """How far two models are from each other. Differences are parts of the largest logit."""
+    """The comparison of two models. Differences are relative to the largest logit."""
 
     maximum: float
     mean: float
     tolerance: float
     tokens: int
-    ours: list[int]  # the tokens that each writes
+    ours: list[int]  # The tokens that each model generates.
     theirs: list[int]
-    split: int | None  # the first written token that differs
-    texts: bool  # whether a tokenizer was there to read real text with
+    split: int | None  # The position of the first generated token that differs.
+    texts: bool  # True if real text was read, because a tokenizer was found.
     written: tuple[str, str] | None = None
 
     @property
@@ -55,7 +57,7 @@ class Compared:
         return asdict(self) | {"agree": self.agree}
 
     def words(self) -> str:
-        """Returns the lines that a command prints."""
+        """Return the lines that a command prints."""
         read = "tokens of real text" if self.texts else "random tokens (the folder has no tokenizer)"
         lines = [
             f"logits of {self.tokens} {read}: differ by {self.maximum:.1e} at most and {self.mean:.1e} on average of "
@@ -71,7 +73,8 @@ class Compared:
 
 
 def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float) -> Compared:
-    """Compares our checkpoint with transformers' model of a folder. A `tolerance` of 0 stands for that of its dtype."""
+    """Compare our checkpoint with transformers' model of a folder. With a `tolerance` of 0, the dtype's default is
+    used."""
     import transformers
 
     layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
@@ -79,12 +82,12 @@ def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str,
     def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:
         return _compared(ctx, modules[0].eval(), transformers, folder, tolerance)
 
-    found: Compared = with_model(checkpoint, {**sections, **layers}, use)
-    return found
+    compared: Compared = with_model(checkpoint, {**sections, **layers}, use)
+    return compared
 
 
 def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
-    """Returns the model that transformers loads, in float32."""
+    """Return the model that transformers loads, in float32."""
     loader = {"t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForMaskedLM}
     return loader.get(kind, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -101,7 +104,7 @@ def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, 
         ours, their = our_logits(ctx, module, ids), their_logits(theirs, ids, model.kind, model.t5.start)
         off = (ours[:, : model.vocab].double() - their[:, : model.vocab].double()).abs()
         largest = max(largest, float(their.abs().max()))
-        # A number that is not one is an infinite difference.
+        # NaN counts as an infinite difference.
         worst = max(worst, float(off.max().nan_to_num(torch.inf)))
         total, count = total + float(off.sum()), count + off.numel()
     known = tolerance or TOLERANCES.get(_dtype_word(folder, transformers), TOLERANCES["float32"])
@@ -121,7 +124,7 @@ def _dtype_word(folder: Path, transformers: Any) -> str:
 
 
 def _ids(text: str, tokenizer: Any, vocab: int, longest: int, number: int) -> list[int]:
-    """Returns the tokens of a text, or random ones where no tokenizer is known or it is another model's."""
+    """Return the tokens of a text. Return random tokens if there is no tokenizer, or if it belongs to another model."""
     ids = [] if tokenizer is None else list(tokenizer.encode(text))
     if len(ids) < 2 or max(ids) >= vocab:
         ids = torch.randint(vocab, (longest,), generator=torch.Generator().manual_seed(number)).tolist()
@@ -129,7 +132,7 @@ def _ids(text: str, tokenizer: Any, vocab: int, longest: int, number: int) -> li
 
 
 def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
-    """Returns our logits [tokens, vocab] at every token; of an encoder-decoder, of a target that repeats the text."""
+    """Return our logits [tokens, vocab] at every token. For an encoder-decoder, the target repeats the text."""
     tokens = torch.tensor([list(ids)])
     if isinstance(module, PlannedStage):
         planned: Tensor = module({"tokens": tokens, "positions": torch.arange(len(ids))[None]})[0]
@@ -141,8 +144,8 @@ def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
         return torch.stack([generator.next_logits(list(ids) if n == 0 else [ids[n - 1]]) for n in range(len(ids))])
     fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
     hidden, _ = module.trunk({"tokens": tokens} | ({} if module.model.causal else fields))
-    found: Tensor = module.head.logits(hidden)
-    return found
+    logits: Tensor = module.head.logits(hidden)
+    return logits
 
 
 def their_logits(model: Any, ids: Sequence[int], kind: str, start: int) -> Tensor:
@@ -155,8 +158,10 @@ def their_logits(model: Any, ids: Sequence[int], kind: str, start: int) -> Tenso
 def _written(
     ctx: Context, module: nn.Module, theirs: Any, ids: list[int], allowed: float
 ) -> tuple[list[int], list[int], int | None]:
-    """Returns the tokens that both write after a text, and the first that differs beyond rounding: where the two best
-    tokens are closer than what is allowed, either is right, and what follows says nothing."""
+    """Return (our generated tokens, theirs, the position of the first that differs beyond rounding or None).
+
+    If the two best tokens are closer than the allowed difference, either is right, and later tokens mean nothing.
+    """
     model = ctx.config.model
     if not model.kind_facts.writes_text:
         return [], [], None
@@ -169,6 +174,7 @@ def _written(
             logits = theirs(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([answer])).logits[0, -1]
         else:
             logits = theirs(input_ids=torch.tensor([context])).logits[0, -1]
+        # Logits beyond the vocabulary are padding.
         token = int(logits[: model.vocab].argmax())
         wrote.append(token)
         if number < len(ours) and token != ours[number]:

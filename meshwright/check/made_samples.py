@@ -1,5 +1,8 @@
-"""Random samples of every objective, without a file: what checks train on. Each is a pure function of its number, and
-samples differ in the tokens that count, so that a wrong divisor shows."""
+"""Random samples for every objective, made without files, on which checks train.
+
+Each sample is a pure function of its number. Samples differ in the number of tokens that count in the loss, so that a
+wrong divisor shows.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ from meshwright.spec.model.description import data_fields
 
 
 class MadeTokens:
-    """Random token samples, a pure function of n. With `holes`, another part of each sample is masked, so that no two
-    ranks count as many tokens. With `blind`, every sample with an odd number is masked whole: a data-parallel rank may
-    be left without a token. With `segments`, each sample holds two documents."""
+    """Random token samples.
+
+    `holes`: a different part of each sample is masked, so that no two ranks count equally many tokens. `blind`: samples
+    with odd numbers are masked completely, so that a data-parallel rank may have no token to count. `segments`: each
+    sample holds two documents.
+    """
 
     def __init__(self, vocab: int, seq: int, holes: bool = True, segments: bool = False, blind: bool = False) -> None:
         self.vocab, self.seq, self.holes, self.segments, self.blind = vocab, seq, holes, segments, blind
@@ -37,8 +43,10 @@ class MadeTokens:
 
 
 class MadeMasked:
-    """Random samples with masked tokens for an encoder, a pure function of n: padded to other lengths and with other
-    numbers of masked tokens each. With `blind`, nothing counts in samples with an odd number."""
+    """Random samples with masked tokens for an encoder. Their padding and their number of masked tokens differ.
+
+    `blind`: no token counts in samples with odd numbers.
+    """
 
     def __init__(self, model: ModelConfig, blind: bool = False) -> None:
         self.model, self.blind = model, blind
@@ -50,16 +58,16 @@ class MadeMasked:
         places = np.zeros(m.predictions, np.int64)
         places[:count] = np.sort(random.permutation(np.arange(1, length))[:count])
         mask = (np.arange(m.predictions) < count) & (not (self.blind and n % 2))
-        found = {
+        fields = {
             "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.predictions),
             "segments": (at >= length).astype(np.int64), "places": places, "loss_mask": mask.astype(np.int64),
         }  # fmt: skip
-        found["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
-        return found | ({"swapped": np.asarray(random.integers(0, 2))} if m.pooler else {})
+        fields["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
+        return fields | ({"swapped": np.asarray(random.integers(0, 2))} if m.pooler else {})
 
 
 class MadeBlanks:
-    """Random samples with a source, blanks that fill it in and padding, a pure function of n."""
+    """Random samples of a source text, the spans that fill its blanks, and padding."""
 
     def __init__(self, model: ModelConfig, blind: bool = False) -> None:
         self.model, self.blind = model, blind
@@ -68,17 +76,17 @@ class MadeBlanks:
         m, random = self.model, np.random.default_rng([17, n])
         at, source, used = np.arange(m.seq), 3 + n % 7, m.seq - n % 3
         later = (at >= source) & (at < used)
-        found = {
+        fields = {
             "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
             "loss_mask": (later & (not (self.blind and n % 2))).astype(np.int64),
             "positions": np.where(at < source, at, random.integers(0, source)),
             "segments": np.where(at < source, 0, np.where(at < used, 1, 2)),
         }  # fmt: skip
-        return found | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
+        return fields | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
 
 
 class MadeSpans:
-    """Random samples for an encoder-decoder, a pure function of n, with other numbers of tokens that count each."""
+    """Random samples for an encoder-decoder. The number of tokens that count differs between samples."""
 
     def __init__(self, model: ModelConfig, blind: bool = False) -> None:
         self.model, self.blind = model, blind
@@ -95,7 +103,7 @@ class MadeSpans:
 
 
 def made_for(config: Config, **made: Any) -> Any:
-    """Samples of the fields that a config's model reads."""
+    """Return a dataset of random samples for a config's objective, with `made` as further arguments."""
     m = config.model
     if config.objective_facts.splits_documents:
         return MadeTokens(m.vocab, m.seq, **made)
@@ -103,7 +111,7 @@ def made_for(config: Config, **made: Any) -> Any:
 
 
 class MadeAnswers:
-    """Packed samples of pairs of answers, or of judged ones, of different lengths, and some padding."""
+    """Packed samples of answers of different lengths, with some padding: pairs of answers, or `judged` single ones."""
 
     def __init__(self, vocab: int, seq: int, judged: bool) -> None:
         self.vocab, self.seq, self.judged = vocab, seq, judged
@@ -111,22 +119,23 @@ class MadeAnswers:
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         random = np.random.default_rng([5, n])
         names = ("tokens", "labels", "loss_mask", "segments", "positions")
-        found = {name: np.zeros(self.seq, np.int64) for name in names}
+        fields = {name: np.zeros(self.seq, np.int64) for name in names}
         begin, number = 0, 0
         for number in range(2 if n % 3 == 2 else 4):
             length = self.seq // 8 + (n + number) % 3
             ids, here = random.integers(0, self.vocab, length + 1), slice(begin, begin + length)
-            found["tokens"][here], found["labels"][here] = ids[:-1], ids[1:]
+            fields["tokens"][here], fields["labels"][here] = ids[:-1], ids[1:]
             mark = 2 if self.judged and (n + number) % 2 else 1
-            found["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
-            found["segments"][here], found["positions"][here] = number, np.arange(length)
+            fields["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
+            fields["segments"][here], fields["positions"][here] = number, np.arange(length)
             begin += length
-        found["segments"][begin:], found["positions"][begin:] = number + 1, np.arange(self.seq - begin)
-        return found
+        # The rest of the sample is padding, a separate document whose tokens do not count.
+        fields["segments"][begin:], fields["positions"][begin:] = number + 1, np.arange(self.seq - begin)
+        return fields
 
 
 class Fields:
-    """A dataset with only the fields that the data of a config have: a step sends no others."""
+    """A dataset reduced to the fields that a config's data have. A step sends no other fields."""
 
     def __init__(self, dataset: Any, config: Config) -> None:
         self.dataset, self.names = dataset, set(data_fields(config))
@@ -136,25 +145,27 @@ class Fields:
 
 
 class OtherFirst:
-    """The samples of a dataset whose first document (or pair of answers) counts nothing. With `changed`, it also has
-    other tokens, which nothing that counts may notice."""
+    """The samples of a dataset with the first document (or pair of answers) excluded from the loss.
 
-    FIRST = 16  # samples from here on have a first document of some length
+    `changed`: the first document also has other tokens, which must not affect the loss of the others.
+    """
+
+    FIRST = 16  # From this sample on, the first document has some length.
 
     def __init__(self, dataset: Any, vocab: int, documents: int, changed: bool) -> None:
         self.dataset, self.vocab, self.documents, self.changed = dataset, vocab, documents, changed
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        found = dict(self.dataset.sample(n + self.FIRST))
-        first = found["segments"] < self.documents
-        found["loss_mask"] = np.where(first, 0, found["loss_mask"])
+        fields = dict(self.dataset.sample(n + self.FIRST))
+        first = fields["segments"] < self.documents
+        fields["loss_mask"] = np.where(first, 0, fields["loss_mask"])
         if self.changed:
-            found["tokens"] = np.where(first, (found["tokens"] + 1 + n) % self.vocab, found["tokens"])
-        return found
+            fields["tokens"] = np.where(first, (fields["tokens"] + 1 + n) % self.vocab, fields["tokens"])
+        return fields
 
 
 def samples_for(config: Config) -> Any:
-    """Returns random samples with the fields, masks and documents that the data of a config have."""
+    """Return a dataset of random samples with the fields, masks and documents of a config's data."""
     m = config.model
     if config.objective_facts.judges_answers:
         return Fields(MadeAnswers(m.vocab, m.seq, config.tune.judges_each), config)

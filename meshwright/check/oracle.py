@@ -1,7 +1,8 @@
-"""One process is the oracle: gradients and parameters of any layout beside those of a single process.
+"""Compare gradients and parameters of any layout with those of a single process, which is the oracle.
 
-A rank compares its own boxes of every parameter with the whole tensors of one process, so that nothing has to be
-gathered but what ZeRO divides."""
+A rank compares its boxes of every parameter with the whole tensors of one process. Only the shards of ZeRO have to be
+gathered for this.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +21,21 @@ from meshwright.spec.layout.params import ParamRecord
 Pairs = list[tuple[Any, torch.Tensor]]
 Whole = dict[str, np.ndarray[Any, Any]]
 
-EXACT = 1e-10  # the error that float64 allows a gradient, a norm or a parameter, relative to its largest element
-LEAST = 1e-6  # a parameter whose gradients are smaller than this part of the largest is measured against that part
+# The allowed error of a gradient, a norm or a parameter in float64, relative to its largest element.
+EXACT = 1e-10
+# The smallest scale of an error, relative to the largest gradient of all. Tiny gradients are measured against it.
+LEAST = 1e-6
 
 
 def true_gradients(trainer: Trainer) -> Pairs:
-    """Runs one forward and backward, and returns (record, gradient) of every local parameter, as the true mean over
-    tokens."""
+    """Run one forward and backward. Return (record, gradient) of every local parameter, with the gradient as the true
+    mean over tokens."""
     return divided_gradients(trainer, *trainer.gradients())
 
 
 def divided_gradients(trainer: Trainer, totals: Totals, normalisation: Normalisation) -> Pairs:
-    """Returns (record, gradient) of every local parameter from what a backward has left in the buffers."""
+    """Return (record, gradient) of every local parameter, from the gradient sums that backward left in the buffers."""
+    # The buffers hold sums over tokens of all ranks. The update divides by the same number.
     sums = Sums.read(sums_over_world(trainer.ctx, totals, trainer.terms).tolist(), trainer.terms)
     divisor = normalisation.weight * max(normalisation.count(sums.tokens), 1.0)
     pairs = []
@@ -44,9 +48,10 @@ def divided_gradients(trainer: Trainer, totals: Totals, normalisation: Normalisa
 def whole_locals(
     trainer: Trainer, buffer: FlatBuffer, shares: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """Yields the local tensors of all parameters from the shares of the ranks that divide them."""
+    """Yield (slot, local tensor) of all parameters, gathered from the shards of the ranks that divide them."""
     for bucket, stored in zip(buffer.buckets, shares, strict=True):
-        share = stored.to(trainer.ctx.device.torch)  # offloaded shares: NCCL gathers no host memory
+        # The shards may be offloaded, and NCCL can't gather host memory.
+        share = stored.to(trainer.ctx.device.torch)
         flat = share.new_empty(bucket.stop - bucket.start)
         trainer.data_parallel.groups(buffer).shards.all_gather(flat, share.contiguous())
         for slot in bucket.slots:
@@ -55,8 +60,7 @@ def whole_locals(
 
 
 def parameters(trainer: Trainer) -> Pairs:
-    """Returns (record, value) of every local parameter, as the model holds it or, where ZeRO stage 3 divides it, as its
-    ranks do together."""
+    """Return (record, value) of every local parameter. With ZeRO stage 3 the value is gathered from its shards."""
     pairs: Pairs = []
     trainer.data_parallel.weights.wait_for_gathers()
     for buffer in trainer.data_parallel.buffers:
@@ -69,7 +73,7 @@ def parameters(trainer: Trainer) -> Pairs:
 
 
 def gather_global(pairs: Pairs) -> Whole:
-    """Returns global tensors from one process's local ones."""
+    """Return the global tensors of a single process, from its local ones."""
     whole: Whole = {}
     for record, local in pairs:
         target = whole.setdefault(record.name, np.zeros(record.shape))
@@ -83,13 +87,13 @@ def box_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, .
 
 
 def largest_of(whole: Whole) -> float:
-    """Returns the largest absolute value of all tensors."""
+    """Return the largest absolute value of all tensors."""
     return max((float(np.abs(value).max()) for value in whole.values() if value.size), default=0.0)
 
 
 def error_of(record: ParamRecord, local: torch.Tensor, reference: np.ndarray[Any, Any], largest: float) -> float:
-    """Returns the largest error of a rank's boxes of one parameter: |a-b| / max(max|b|, LEAST x the largest of all). A
-    number that is not one is an infinite error."""
+    """Return the largest error of a rank's boxes of one parameter: |a-b| / max(max|b|, LEAST x `largest`). `largest` is
+    the largest value of all parameters. NaN counts as an infinite error."""
     result = 0.0
     peak = float(np.abs(reference).max()) if reference.size else 0.0
     scale = max(peak, LEAST * largest) or 1.0
@@ -97,26 +101,27 @@ def error_of(record: ParamRecord, local: torch.Tensor, reference: np.ndarray[Any
         a = local[box_slices(box.local_start, box.shape)].numpy()
         if a.size:
             error = float(np.abs(a - reference[box_slices(box.start, box.shape)]).max()) / scale
+            # NaN differs from itself.
             result = max(result, error if error == error else np.inf)
     return result
 
 
 def errors(pairs: Pairs, whole: Whole) -> dict[str, float]:
-    """Returns the largest error of this rank's part of every parameter, by name."""
-    largest, found = largest_of(whole), dict.fromkeys((record.name for record, _ in pairs), 0.0)
+    """Return the largest error of this rank's shard of each parameter, by name."""
+    largest, by_name = largest_of(whole), dict.fromkeys((record.name for record, _ in pairs), 0.0)
     for record, local in pairs:
-        found[record.name] = max(found[record.name], error_of(record, local, whole[record.name], largest))
-    return found
+        by_name[record.name] = max(by_name[record.name], error_of(record, local, whole[record.name], largest))
+    return by_name
 
 
 def worst(pairs: Pairs, whole: Whole) -> tuple[float, str]:
-    """Returns the largest error and its parameter; an empty name where there is no error at all."""
-    found = errors(pairs, whole)
-    name = max(found, key=lambda each: found[each], default="")
-    return (found[name], name) if name and found[name] > 0 else (0.0, "")
+    """Return the largest error and its parameter. The name is empty if there is no error at all."""
+    by_name = errors(pairs, whole)
+    name = max(by_name, key=lambda each: by_name[each], default="")
+    return (by_name[name], name) if name and by_name[name] > 0 else (0.0, "")
 
 
 def relative(a: Sequence[float], b: Sequence[float]) -> float:
-    """Returns the largest relative difference of two series; infinite where one is not a number."""
+    """Return the largest relative difference of two series, or infinity if there is a NaN."""
     differences = (abs(x - y) / abs(y) if x != y else 0.0 for x, y in zip(a, b, strict=True))
     return max((e if e == e else np.inf for e in differences), default=0.0)

@@ -1,5 +1,8 @@
-"""The weights that a run with adapters leaves as they are. Its checkpoints hold what is trained and name this base, a
-checkpoint or a Hugging Face folder, which is stored once."""
+"""The base of a run with adapters: the weights that it does not train.
+
+Checkpoints of such a run hold only the trained parameters and name their base, which is stored once. The base is a
+checkpoint or a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,20 @@ Base = Reader | HFFolder
 
 
 def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
-    """Returns the config with its base named, and what is left of `source`. Where the config names none, `source` is
-    the base or, if it holds adapters, says which is; so does the run's own newest checkpoint."""
+    """Return the config with `tune.base` set, and the source of the run's first weights, None if that is the base.
+
+    If the config names no base, the run's newest checkpoint names it, or else `source` does if it holds adapters. A
+    `source` that holds all weights is the base itself.
+    """
     if not config.tune.adapts or config.tune.base:
         return config, source
     own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
-    base, found = "", None
+    base, named = "", None
     for folder in [*own[-1:], *([fmt.model_folder(source)] if source is not None else [])]:
-        found = found or _base_of(folder)
+        named = named or _base_of(folder)
     if source is not None and not _base_of(fmt.model_folder(source)):
         base, source = source, None
-    base = found or base
+    base = named or base
     if not base:
         raise UserError(
             f"tune.kind={config.tune.kind} adapts the weights of a model, and none is named: set tune.base, or give "
@@ -53,7 +59,7 @@ def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
 
 
 def _base_of(folder: Path) -> str:
-    """Returns the base that a checkpoint names; an empty word for one that holds all weights."""
+    """Return the base that a checkpoint names, or an empty string if it holds all weights."""
     if not (folder / fmt.INDEX).is_file():
         return ""
     tune = fmt.read_index(folder).config.get("tune", {})
@@ -61,15 +67,16 @@ def _base_of(folder: Path) -> str:
 
 
 def open_base(base: str, model: ModelConfig) -> Base:
-    """Opens a base and checks that it is of this model."""
+    """Open a base and check that it belongs to this model."""
     folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
     theirs = plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
-    ours, found = flat(plain(model)), flat(theirs)
-    idle = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
-    strange = [key for key in ours if key not in idle and key in found and found[key] != ours[key]]
+    ours, base_values = flat(plain(model)), flat(theirs)
+    # These keys do not change the meaning of the weights, so the base may differ in them.
+    ignored = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
+    strange = [key for key in ours if key not in ignored and key in base_values and base_values[key] != ours[key]]
     if strange:
-        words = ", ".join(f"model.{key} (there {found[key]}, here {ours[key]})" for key in strange[:3])
+        words = ", ".join(f"model.{key} (there {base_values[key]}, here {ours[key]})" for key in strange[:3])
         raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
     if isinstance(source, Reader) and _base_of(folder):
         raise UserError(f"{folder} holds adapters, not all weights: merge it first (`meshwright merge`), and name that")
@@ -77,7 +84,8 @@ def open_base(base: str, model: ModelConfig) -> Base:
 
 
 def digest(base: str) -> str:
-    """Returns a short word that changes when a base's files are replaced: of its index, or of its files' sizes."""
+    """Return a short string that changes when a base's files are replaced. It is a checksum of a checkpoint's index, or
+    of the file sizes and config.json of a Hugging Face folder."""
     folder = fmt.model_folder(base)
     if (folder / fmt.INDEX).is_file():
         return f"{zlib.crc32((folder / fmt.INDEX).read_bytes()):08x}"
@@ -86,9 +94,9 @@ def digest(base: str) -> str:
 
 
 def check_digest(checkpoint: Path, base: str) -> None:
-    """Refuses adapters that were trained on other weights than those that the base holds now."""
-    told = read_note(checkpoint).get("base")
-    if base and told and told != digest(base):
+    """Raise if a checkpoint's adapters were trained on other weights than those that the base holds now."""
+    trained_on = read_note(checkpoint).get("base")
+    if base and trained_on and trained_on != digest(base):
         raise UserError(
             f"{checkpoint} holds adapters of other weights than those in {base}, which were replaced since: set "
             "tune.base to the folder that they were trained on"
@@ -96,14 +104,15 @@ def check_digest(checkpoint: Path, base: str) -> None:
 
 
 def read_base(trainer: Checkpointed) -> None:
-    """Reads a rank's part of the base: all weights but the adapters'. No rank waits for another here."""
+    """Read this rank's shard of the base: all weights except the adapters. No rank waits for another here."""
     config = trainer.ctx.config
     read_weights(trainer, open_base(config.tune.base, config.model))
 
 
 @torch.no_grad()
 def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
-    """Reads a rank's part of all weights but the adapters'."""
+    """Read this rank's shard of all weights except the adapters."""
+    # A gather in flight would overwrite the new weights with the old ones.
     trainer.data_parallel.weights.wait_for_gathers()
     frozen = [buffer for buffer in trainer.data_parallel.buffers if not buffer.key.trained]
     states = [State("param", buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
@@ -117,8 +126,8 @@ def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
 
 @torch.no_grad()
 def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh: bool) -> None:
-    """Reads what a run takes from the folder that model.hf names: its weights, if the run is `fresh`, and in any case
-    the buffers that its files hold and nobody trains."""
+    """Read the data that a run takes from the folder named by model.hf: its weights if the run is `fresh`, and in any
+    case the untrained buffers in its files."""
     model = trainer.ctx.config.model
     folder = Path(model.hf)
     if not has_weights(folder):
@@ -136,7 +145,7 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
 
 
 def fill_range(source: Base | PlannedFolder, record: ParamRecord, low: int, high: int, values: Values) -> None:
-    """Sets `values`, elements low to high of a local tensor, from a base."""
+    """Set `values`, elements low to high of a local tensor, from a base."""
     if record.packs is not None:
         _fill_packed(source, record, low, high, values)
     elif isinstance(source, Reader):
@@ -151,8 +160,7 @@ def fill_range(source: Base | PlannedFolder, record: ParamRecord, low: int, high
 
 
 def _fill_packed(source: Base | PlannedFolder, record: ParamRecord, low: int, high: int, values: Values) -> None:
-    """Sets bytes low to high of a weight that is stored in few bits: whole rows of its values are read and packed, some
-    at a time."""
+    """Set bytes low to high of a quantised weight. Whole rows of its values are read and packed, a few at a time."""
     plain, width = record.values, record.local_shape[1]
     inputs = plain.local_shape[1]
     step = max(1, ROWS_AT_ONCE // inputs)
@@ -168,5 +176,5 @@ def _fill_packed(source: Base | PlannedFolder, record: ParamRecord, low: int, hi
 
 
 def adapts(config: dict[str, Any]) -> bool:
-    """Whether a checkpoint's config, as its index holds it, is that of a run with adapters."""
+    """Return True if a checkpoint's config, in the form of its index, belongs to a run with adapters."""
     return str(config.get("tune", {}).get("kind", "full")) != "full"

@@ -1,4 +1,4 @@
-"""What saving and loading need of one rank's trainer, whoever provides it."""
+"""The interface of one rank's trainer that saving and loading need, whichever class implements it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Checkpointed(Protocol):
     """A trainer that can be saved and restored."""
 
     step_number: int
-    consumed: int  # samples
-    before_update: Callable[[], object]  # called before an update changes what a save may still be copying
+    consumed: int  # The number of samples consumed so far.
+    # Called before an update changes tensors that a save may still be copying.
+    before_update: Callable[[], object]
 
     @property
     def ctx(self) -> RankContext: ...
@@ -46,16 +47,16 @@ class Checkpointed(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one rank that makes and removes checkpoints' folders."""
+        """True on the one rank that creates and removes checkpoint folders."""
 
     def states(self) -> Iterator[State | SideState]:
-        """Yields this rank's tensors, which a save reads and a load fills."""
+        """Yield this rank's tensors, which a save reads and a load fills."""
 
     def counters(self) -> Mapping[str, float | None]:
-        """Returns the numbers that are saved beside the tensors: updates made, the loss scale."""
+        """Return the numbers that are saved with the tensors: the number of updates, the loss scale."""
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
-        """Sets the values that `counters` returned, after the tensors have been filled."""
+        """Set the values that `counters` returned, after all tensors have been filled."""
 
     def publish(self) -> None:
-        """Copies the loaded state to the model's weights. Every rank calls it after all have filled their tensors."""
+        """Copy the loaded state to the model's weights. Every rank calls this after all have filled their tensors."""

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, read by rows of any of our tensors. Pickled weights are never read."""
+"""Read rows of our global tensors from a Hugging Face folder. Pickled weights are never read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE
 from meshwright.spec.model.hf.rows import Mapped
 
-HEAD_ROWS = 4096  # of two tables that are compared at a time
+# The rows of two tables that are compared at a time.
+HEAD_ROWS = 4096
 
-# What safetensors calls the precisions that weights may have.
+# The safetensors codes of the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 
 class WeightMap(TypedDict):
-    """The index of weights in several files: in which file each tensor is."""
+    """The index of weights in several files: the file of each tensor."""
 
     weight_map: dict[str, str]
 
 
 class HFFolder:
-    """A folder that transformers wrote: its model, and our global tensors read from its files."""
+    """A folder that transformers wrote, with its model section. Our global tensors are read from its files."""
 
     def __init__(self, folder: Path, seq: int = 0) -> None:
         self.folder = folder
@@ -48,12 +49,12 @@ class HFFolder:
             self.model = replace(self.model, tied_embeddings=False)
         self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
         self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
-        self.left_out: list[str] = []  # tensors of layers that the model has no use for
-        self.stored = self._locate()  # their full name -> the name in this folder
+        self.left_out: list[str] = []  # Tensors of additional layers that the model does not use.
+        self.stored = self._locate()  # By a tensor's full name, its name in this folder.
 
     def _has_own_head(self) -> bool:
-        """Whether the output layer differs from the embedding, whatever config.json says: transformers calls every T5
-        tied, and keeps what their files hold."""
+        """Return True if the output layer differs from the embedding, whatever config.json says. transformers calls
+        every T5 model tied, but loads both tensors from its files."""
         names = [self.family.head, f"{self.family.names['embedding'][0]}.weight"]
         if not all(name in self.file_of for name in names):
             return False
@@ -62,21 +63,22 @@ class HFFolder:
         return any(not torch.equal(head[at : at + HEAD_ROWS], table[at : at + HEAD_ROWS]) for at in rows)
 
     def _locate(self) -> dict[str, str]:
-        """Finds every tensor that the model needs, checks its shape, and raises for tensors that the model has no use
-        for."""
+        """Find every tensor that the model needs and check its shape. Raise if the files hold tensors that the model
+        can't use."""
         shapes = {name: shape for m in self.tensors.values() for name, shape in m.source_shapes().items()}
         stored: dict[str, str] = {}
         for name, shape in shapes.items():
+            # Some files leave out the prefix of the names.
             short = name.removeprefix(self.family.prefix)
-            found = next((each for each in (name, short) if each in self.file_of), None)
-            if found is None:
+            actual = next((candidate for candidate in (name, short) if candidate in self.file_of), None)
+            if actual is None:
                 raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its config.json")
-            if tuple(self.slice(found).get_shape()) != shape:
+            if tuple(self.slice(actual).get_shape()) != shape:
                 raise UserError(
-                    f"{name} in {self.folder} has shape {self.slice(found).get_shape()}, and by config.json it has "
+                    f"{name} in {self.folder} has shape {self.slice(actual).get_shape()}, and by config.json it has "
                     f"{list(shape)}: its files don't fit its config.json"
                 )
-            stored[name] = found
+            stored[name] = actual
         head = self.family.head
         if self.model.tied_embeddings and head in self.file_of:
             stored[head] = head
@@ -92,27 +94,28 @@ class HFFolder:
         return stored
 
     def slice(self, name: str) -> Any:
-        """Returns a handle on a stored tensor, from which parts can be read."""
+        """Return a handle on a stored tensor, from which slices can be read."""
         return self.file_of[name].get_slice(name)
 
     def dtype(self, name: str) -> str:
-        found = str(self.slice(self.stored[name]).get_dtype())
-        if found not in PRECISION_CODES.values():
+        """Return the safetensors code of a tensor's dtype. Raise if it can't be imported."""
+        code = str(self.slice(self.stored[name]).get_dtype())
+        if code not in PRECISION_CODES.values():
             known = ", ".join(PRECISION_CODES.values())
-            raise UserError(f"{name} in {self.folder} is of type {found}: only {known} can be imported")
-        return found
+            raise UserError(f"{name} in {self.folder} is of type {code}: only {known} can be imported")
+        return code
 
     def stored_as(self, name: str, precision: str = "") -> str:
-        """Returns the dtype that our global tensor `name` gets in a checkpoint of this precision; without one, float32,
-        or float64 if it is."""
+        """Return the dtype code that our global tensor `name` gets in a checkpoint of this precision. Without a
+        precision it is float32, or float64 if the folder stores float64."""
         mapped = self.tensors[name]
         if precision and not mapped.wide:
             return PRECISION_CODES[precision]
-        sources = [self.dtype(each) for each in mapped.source_shapes()]
+        sources = [self.dtype(source) for source in mapped.source_shapes()]
         return "F64" if "F64" in sources or precision == "fp64" else "F32"
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Returns rows [low, high) of our global tensor `name`."""
+        """Return rows [low, high) of our global tensor `name`."""
         mapped = self.tensors[name]
         parts = []
         for run in mapped.runs:
@@ -120,20 +123,21 @@ class HFFolder:
             if part is not None:
                 source, where = self.slice(self.stored[run.source]), part.theirs
                 low_row, end = where.start, where.stop
-                found = source[:, low_row:end].t() if mapped.transposed else source[low_row:end]
-                parts.append(found[:: where.step])
+                rows = source[:, low_row:end].t() if mapped.transposed else source[low_row:end]
+                parts.append(rows[:: where.step])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns the rectangle of our global tensor `name` that begins at `start`."""
+        """Return the block of our global tensor `name` that begins at `start`."""
         mapped = self.tensors[name]
-        found = torch.cat([self.rows(name, low, high) for low, high in mapped.row_ranges(start, shape)])
+        # Whole rows are read first, then cut to the columns of the block.
+        whole_rows = torch.cat([self.rows(name, low, high) for low, high in mapped.row_ranges(start, shape)])
         leading = len(shape) - len(mapped.tail)
-        found = found.view(*shape[:leading], *mapped.tail)
-        return found[(slice(None),) * leading + slices_of(start[leading:], shape[leading:])]
+        whole_rows = whole_rows.view(*shape[:leading], *mapped.tail)
+        return whole_rows[(slice(None),) * leading + slices_of(start[leading:], shape[leading:])]
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
-        """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
+        """Fill `local`, of the record's local shape, like `Reader.fill` does for `param/NAME`."""
         assert tensor == f"param/{record.name}" and self.shapes[record.name] == record.shape
         for box in record.boxes:
             for start, shape in blocks_of(box.shape, 4):
@@ -163,7 +167,8 @@ def opened(path: Path) -> Any:
 
 
 def opened_weights(folder: Path, quantised: bool) -> dict[str, Any]:
-    """Returns the opened file that holds each tensor of a folder, whose config.json says whether it is `quantised`."""
+    """Return the opened file of each tensor of a folder. `quantised`: config.json says that the weights are quantised,
+    which is an error."""
     if quantised:
         raise UserError(
             f"{folder} holds quantised weights (quantization_config in config.json), which can't be read: load the "
@@ -177,10 +182,10 @@ def opened_weights(folder: Path, quantised: bool) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the files that hold the weights."""
+    """Return the names of the files that hold the weights."""
     if (folder / SHARDED_INDEX).is_file():
-        found = _json(folder / SHARDED_INDEX, folder, WeightMap)
-        files = sorted(set(found["weight_map"].values()))
+        index = _json(folder / SHARDED_INDEX, folder, WeightMap)
+        files = sorted(set(index["weight_map"].values()))
         if not files:
             raise UserError(f"{folder} is incomplete: {SHARDED_INDEX} names no files")
         for name in files:

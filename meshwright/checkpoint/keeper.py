@@ -1,13 +1,13 @@
-"""The keeper of a node: a process that outlives the ranks and holds copies of their shares in its memory. No torch.
+"""The keeper of a node: a process that outlives the ranks and holds copies of their shards in its memory.
 
-Its launcher starts it, tells it the job's key on its standard input, and takes it along when it ends. Whoever knows the
-key may put a copy, ask what there is, and read it.
+The launcher starts the keeper, passes it the job's key on standard input, and stops it when it ends itself. Any process
+with the key may store a copy, list the copies, and read them. This module does not import torch.
 
-Both ends of a connection first say a random number. Every message then begins with a line of fixed length, which holds
-the length of a JSON header and its signature: an HMAC of both numbers, of who speaks, of how many messages that end has
-sent, and of the header. So a message that was overheard is good for nothing on another connection, nor a second time on
-its own. The header holds the SHA-256 of each byte string that follows. What does not fit changes nothing. Nothing is
-encrypted.
+Both ends of a connection first send a random number. Every message then begins with a line of fixed length, which holds
+the length of a JSON header and its signature. The signature is an HMAC of both numbers, the sender's role, the number
+of messages that this end has sent before, and the header. An overheard message is therefore useless on another
+connection, and can't be replayed on the same one. The header holds the SHA-256 of each byte string that follows. A
+message that fails a check is ignored. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from typing import NamedTuple, TypeAlias, TypedDict
 
 from meshwright.outside import of_kind, parse_json
 
-# In the environment of a rank: the keepers that it knows of, as JSON, and the job's key.
+# Environment variables of a rank: the keepers that it knows, as JSON, and the job's key.
 KEEPERS, KEY = "MESHWRIGHT_KEEPERS", "MESHWRIGHT_KEY"
 MAGIC = b"MWK2"
-LINE = len(MAGIC) + 1 + 8 + 1 + 64 + 1  # the magic, the header's length and its signature, both in hexadecimal
+# The magic, the header's length and its signature, both in hexadecimal, with separators.
+LINE = len(MAGIC) + 1 + 8 + 1 + 64 + 1
 LONGEST_HEADER = 2**20
-NONCE = 16  # bytes of an end's random number
-KEPT = 2  # newest copies of each rank
-WAIT_S = 30.0  # for a peer that says nothing
-PIECE = 2**22
+NONCE = 16  # The bytes of each end's random number.
+KEPT = 2  # The number of newest steps whose copies are kept.
+WAIT_S = 30.0  # The time limit for a silent peer.
+PIECE = 2**22  # The most bytes that one call receives.
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Header(TypedDict, total=False):
-    """What a request says of itself; `sizes` and `hashes` are those of the byte strings that follow it."""
+    """The header of a message. `sizes` and `hashes` describe the byte strings that follow it."""
 
     op: str
     step: int
@@ -56,15 +57,18 @@ class Header(TypedDict, total=False):
 
 
 class KeeperError(Exception):
-    """What a keeper refused, or that it did not answer."""
+    """A request that a keeper refused or did not answer."""
 
 
 class Channel:
-    """One end of a connection: its messages are signed for this connection, and for their place in it. Raises
-    KeeperError and OSError."""
+    """One end of a connection. Each message is signed for this connection and for its position in it.
+
+    `calls`: this end sends the requests. The methods raise KeeperError and OSError.
+    """
 
     def __init__(self, peer: socket.socket, key: bytes, calls: bool) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else short ones wait 40 ms for a receipt
+        # Without this option short messages wait 40 ms for an acknowledgement.
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer, self.key, self.calls = peer, key, calls
         self._sent = self._received = 0
         mine = secrets.token_bytes(NONCE)
@@ -87,7 +91,7 @@ class Channel:
             self.peer.sendall(part)
 
     def receive(self) -> tuple[Header, list[bytearray]]:
-        """One message. Raises KeeperError for whatever is not signed with the key, or is not what was signed."""
+        """Receive one message. Raise KeeperError if its signature or a hash is wrong."""
         line = bytes(_exactly(self.peer, LINE))
         magic, length, signature = (line[:4], line[5:13], line[14:-1])
         try:
@@ -122,7 +126,7 @@ def _exactly(peer: socket.socket, size: int) -> bytearray:
 
 
 class Held(NamedTuple):
-    """A rank's copy: of how many ranks, in which generation of the run, the list of its blocks, and their bytes."""
+    """A rank's copy: the run's number of ranks and its generation, the list of the blocks, and their bytes."""
 
     world: int
     generation: int
@@ -138,8 +142,11 @@ class Copies:
         self._held: dict[tuple[int, int], Held] = {}
 
     def put(self, step: int, rank: int, new: Held) -> None:
-        """Keeps a copy, and of all ranks those of the newest steps alone. After a loss a run may go back: what an
-        earlier generation held of later steps is forgotten."""
+        """Store a copy, and drop all copies except those of the newest steps.
+
+        After a loss a run may go back to an earlier step. Copies of an earlier generation from this step on are then
+        dropped too.
+        """
         with self._lock:
             late = [at for at, held in self._held.items() if at[0] >= step and held.generation < new.generation]
             late += [at for at in self._held if at[0] > step and at[1] == rank]
@@ -151,6 +158,7 @@ class Copies:
                 del self._held[at]
 
     def found(self) -> list[list[int]]:
+        """Return [step, rank, world, generation] of every copy."""
         with self._lock:
             return [[*at, held.world, held.generation] for at, held in sorted(self._held.items())]
 
@@ -163,7 +171,7 @@ class Copies:
 
 
 def answer(copies: Copies, header: Header, parts: list[bytearray]) -> tuple[Header, list[Buffer]]:
-    """What a keeper says to a request. Raises KeeperError."""
+    """Return a keeper's reply to a request: a header and byte strings. Raise KeeperError if the request is wrong."""
     op = header.get("op")
     try:
         if op == "put" and len(parts) == 2:
@@ -182,7 +190,7 @@ def answer(copies: Copies, header: Header, parts: list[bytearray]) -> tuple[Head
 
 
 class Keeper:
-    """Answers requests at an address of this machine, one thread for each connection."""
+    """A server for requests at an address of this machine, with one thread per connection."""
 
     def __init__(self, address: str) -> None:
         self.server = socket.create_server((address, 0))
@@ -194,7 +202,7 @@ class Keeper:
             try:
                 peer, _ = self.server.accept()
             except OSError:
-                return  # it was closed
+                return  # The socket was closed.
             threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -205,16 +213,16 @@ class Keeper:
                 while channel:
                     header, parts = channel.receive()
                     try:
-                        said, given = answer(self.copies, header, parts)
+                        reply, reply_parts = answer(self.copies, header, parts)
                     except KeeperError as error:
-                        said, given = {"error": str(error)}, []
-                    channel.send(said, given)
+                        reply, reply_parts = {"error": str(error)}, []
+                    channel.send(reply, reply_parts)
             except (KeeperError, OSError, MemoryError):
-                return  # whoever it was gets no answer
+                return  # A peer without a valid signature gets no answer.
 
 
 def main(address: str) -> None:
-    """The process: says its port, and serves until its standard input ends; each line of that is the key."""
+    """Run the keeper's process: print its port, and serve until standard input ends. Each line of it sets the key."""
     keeper = Keeper(address)
     print(keeper.port, flush=True)
     threading.Thread(target=keeper.serve, daemon=True).start()
@@ -223,11 +231,12 @@ def main(address: str) -> None:
 
 
 class KeeperProcess:
-    """A launcher's keeper, which ends with it."""
+    """The keeper process of a launcher, which ends with the launcher."""
 
     def __init__(self, address: str) -> None:
         words = [sys.executable, "-m", "meshwright.checkpoint.keeper", address]
-        # A group of its own: what a terminal or a scheduler sends to all ranks is not meant for it.
+        # The keeper gets a separate process group, because signals that a terminal or a scheduler sends to all ranks
+        # must not reach it.
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -235,8 +244,9 @@ class KeeperProcess:
         self.port = int(self.process.stdout.readline() or 0)
 
     def tell(self, key: str) -> None:
+        """Pass the job's key to the process."""
         assert self.process.stdin is not None
-        with suppress(OSError):  # it has died: its node has no copies then
+        with suppress(OSError):  # If the keeper has died, its node has no copies.
             self.process.stdin.write(f"{key}\n")
             self.process.stdin.flush()
 
@@ -266,14 +276,15 @@ class KeeperLink:
             raise KeeperError(f"the keeper at {address}:{port} does not answer ({error})") from None
 
     def ask(self, header: Header, parts: Sequence[Buffer] = ()) -> tuple[Header, list[bytearray]]:
+        """Send a request and return the reply. Raise KeeperError if the keeper refuses it or does not answer."""
         try:
             self.channel.send(header, parts)
-            said, given = self.channel.receive()
+            reply, reply_parts = self.channel.receive()
         except OSError as error:
             raise KeeperError(f"the keeper does not answer ({error})") from None
-        if "error" in said:
-            raise KeeperError(said["error"])
-        return said, given
+        if "error" in reply:
+            raise KeeperError(reply["error"])
+        return reply, reply_parts
 
     def __enter__(self) -> KeeperLink:
         return self

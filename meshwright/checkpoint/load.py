@@ -1,7 +1,7 @@
-"""Loading into any layout, ZeRO stage, precision and world size: the only load path there is.
+"""Load a checkpoint into any layout, ZeRO stage, precision and world size. This is the only load path.
 
-A rank looks up, box by box, which blocks of the global tensors meet what it holds, reads those, checks each one's
-bytes, and copies the common part. It never holds more than its own state and one block.
+For each box of a global tensor that a rank holds, it finds the saved blocks that overlap the box, reads them, verifies
+their checksums, and copies the overlap. It never holds more than its own state and one block.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ OPEN_FILES = 16
 
 
 class Reader:
-    """The tensors of one checkpoint, read by boxes."""
+    """A reader of any boxes of a checkpoint's global tensors."""
 
     def __init__(self, folder: Path, index: Index | None = None) -> None:
         self.folder = folder
         self.index: Index = index or fmt.read_index(folder)
-        self.states = {name.split("/", 1)[0] for name in self.index.tensors}  # param, and what its optimizer kept
+        # The kinds of tensors in the checkpoint: `param`, and the states of its optimizer and reducer.
+        self.states = {name.split("/", 1)[0] for name in self.index.tensors}
         self._blocks: dict[str, list[SavedBlock]] = {}
         for block in self.index.blocks:
             self._blocks.setdefault(block.tensor, []).append(block)
@@ -40,7 +41,8 @@ class Reader:
         self._last: tuple[SavedBlock, Tensor] | None = None
 
     def block(self, block: SavedBlock) -> Tensor:
-        """Returns the values of a block after checking its CRC-32."""
+        """Return the values of a block after checking its CRC-32."""
+        # Several boxes of a rank may overlap one block. The last block is cached, so that it is read only once.
         if self._last is not None and self._last[0] == block:
             return self._last[1]
         path = self.folder / block.file
@@ -55,35 +57,37 @@ class Reader:
         return values
 
     def close(self) -> None:
-        """Lets go of what was opened; mapped files go by themselves."""
+        """Release resources. Mapped files need no closing, but subclasses may override this."""
 
     def _values(self, block: SavedBlock) -> Tensor:
         return self._open(block.file).get(block.key)
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
+            # Drop the file that was opened first, to limit the number of mapped files.
             if len(self._files) >= OPEN_FILES:
                 self._files.pop(next(iter(self._files)))
             self._files[name] = TensorFile(self.folder / name)
         return self._files[name]
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
-        """Sets `local`, of the record's local shape, from the global tensor."""
+        """Fill `local`, of the record's local shape, from the global tensor."""
         self.fill_range(tensor, record, 0, record.numel, local.view(-1))
 
     def fill_range(self, tensor: str, record: ParamRecord, low: int, high: int, values: Values) -> None:
-        """Sets `values`, which are elements low to high of the local tensor, from the global one."""
-        found = self.index.tensors.get(tensor)
-        if found is None:
+        """Fill `values`, which are elements low to high of the local tensor, from the global tensor."""
+        saved = self.index.tensors.get(tensor)
+        if saved is None:
             raise UserError(f"{self.folder} has no {tensor}: it is of another model, check the model section")
-        if tuple(found["shape"]) != record.shape:
+        if tuple(saved["shape"]) != record.shape:
             raise UserError(
-                f"{tensor} has shape {found['shape']} in {self.folder} and {list(record.shape)} in this config: "
+                f"{tensor} has shape {saved['shape']} in {self.folder} and {list(record.shape)} in this config: "
                 "check the model section"
             )
         filled = 0
-        found_in = regions(record, low, high, values)
-        wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in found_in]
+        boxes = regions(record, low, high, values)
+        # Each region holds exactly its box, so positions in it start at zero.
+        wanted = [(replace(box, local_start=(0,) * len(box.shape)), region) for box, region in boxes]
         for block in self._blocks.get(tensor, []):
             for box, region in wanted:
                 where = overlap(block.start, block.shape, box)
@@ -98,20 +102,26 @@ class Reader:
 
 @torch.no_grad()
 def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """Reads what this rank owns: the whole state of a run, or only its weights (a new run from them has a fresh
-    optimizer and begins at step 0). No rank waits for another, so one may fail alone."""
-    trainer.data_parallel.weights.wait_for_gathers()  # one under way writes this rank's old weights once more
+    """Read the state that this rank owns: the whole state of a run, or only its weights with `model_only`.
+
+    A new run from such weights has a fresh optimizer and begins at step 0. No rank waits for another here, so one rank
+    may fail alone.
+    """
+    # A gather in flight would overwrite the loaded weights with this rank's old ones.
+    trainer.data_parallel.weights.wait_for_gathers()
     alone = trainer.ctx.layout.replicas == 1
     for state in trainer.states():
         kind = state.name.removeprefix(REPLICA_STATE)
         if kind != "param" and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
-            state.clear()  # a damaged checkpoint that was tried before this one may have left something
+            # A damaged checkpoint that was tried before this one may have left values in the state.
+            state.clear()
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
                 name, values = f"{kind}/{slot.record.name}", state.values(slot, low, high)
                 if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
+                    # The saved run had a separate state for each replica.
                     assert isinstance(state, State)
                     fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
                 elif kind != "param" and not has_state(reader, name, state, slot):
@@ -119,19 +129,21 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 elif rows := state.additive or (isinstance(state, State) and state.summed and state.replica):
                     assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"
                     add_saved_rows(reader, name, slot.record, rows, low, high, values)
-                    other = f"{state.absorbs}/{slot.record.name}" if isinstance(state, State) else ""
-                    if rows.row == 0 and other in reader.index.tensors:
+                    # A saved state that this run has no place for is added to this one, on one rank only.
+                    absorbed = f"{state.absorbs}/{slot.record.name}" if isinstance(state, State) else ""
+                    if rows.row == 0 and absorbed in reader.index.tensors:
                         more = torch.empty_like(values)
-                        add_saved_rows(reader, other, slot.record, Rows(0, 1), low, high, more)
+                        add_saved_rows(reader, absorbed, slot.record, Rows(0, 1), low, high, more)
                         values.add_(more)
-                else:  # replicas that a run without any becomes begin alike
+                else:
+                    # If the saved run had one replica, all replicas of this run start from its state.
                     record = slot.record if state.replica else state.record(slot)
                     reader.fill_range(name, record, low, high, values)
 
 
 def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low: int, high: int) -> None:
-    """Sets a part of a state that each replica of the run that saved it had for itself: this replica's own row or,
-    where there is another number of replicas now, the mean of all rows."""
+    """Fill a part of a state that the saved run had separately for each replica: with this replica's row or, if the
+    number of replicas has changed, with the mean of all rows."""
     values, rows = state.values(slot, low, high), reader.index.tensors[name]["shape"][0]
     if state.replica is not None and rows == state.replica.rows:
         reader.fill_range(name, state.record(slot), low, high, values)
@@ -145,17 +157,17 @@ def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low:
 
 
 def has_state(reader: Reader, name: str, state: State | SideState, slot: Slot) -> bool:
-    """Whether a checkpoint has this state of a parameter, which may have been frozen when that was saved, or cut in a
-    way that gives a reducer's tensors another shape."""
-    found = reader.index.tensors.get(name)
-    return found is not None and (isinstance(state, State) or tuple(found["shape"]) == state.record(slot).shape)
+    """Return True if a checkpoint has this state of a parameter. It lacks the state if the parameter was frozen, or if
+    another sharding gave a reducer's tensors another shape."""
+    saved = reader.index.tensors.get(name)
+    return saved is not None and (isinstance(state, State) or tuple(saved["shape"]) == state.record(slot).shape)
 
 
 def add_saved_rows(
     reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
 ) -> None:
-    """Sets a part of an additive state. The ranks that hold it now add up the rows of the ranks that saved it, each row
-    once; on an unchanged layout each rank reads its own row."""
+    """Fill a part of an additive state. The ranks that hold it now sum the rows of the ranks that saved it, using each
+    row once. On an unchanged layout each rank reads its own row."""
     values.zero_()
     rows = reader.index.tensors[name]["shape"][0]
     for row in range(at.row, rows, at.rows):
@@ -165,27 +177,27 @@ def add_saved_rows(
 
 
 def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """Gathers the weights for the ranks that share them and sets the counters, after every rank has read."""
+    """Gather the weights for the ranks that share them, and set the counters, after every rank has read its state."""
     trainer.publish()
     if not model_only:
         counters = reader.index.state
         kinds = {state.name.removeprefix(REPLICA_STATE) for state in trainer.states()}
         saved = {name.removeprefix(REPLICA_STATE) for name in reader.states}
         if any(kind not in saved for kind in kinds if not kind.startswith((REDUCER, OUTER))):
-            # Another optimizer saved it: the moments start from zero, and so must their bias correction.
+            # Another optimizer saved the checkpoint. The moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)
 
 
 class WeightSource(Protocol):
-    """A checkpoint, or another folder that global tensors can be read from."""
+    """A checkpoint or another source from which global tensors can be read."""
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None: ...
 
 
 @torch.no_grad()
 def load_weights(modules: Iterable[nn.Module], reader: WeightSource) -> None:
-    """Loads only the weights, into modules without an optimizer."""
+    """Load only the weights, into modules that have no optimizer."""
     for module in modules:
         for parameter in module.parameters():
             record = parameter.record  # type: ignore[attr-defined]

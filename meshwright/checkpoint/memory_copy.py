@@ -1,8 +1,8 @@
-"""Checkpoints in memory: each rank's share is kept by the keeper of its own node and by that of the next node.
+"""Checkpoints in memory: the keepers of a rank's node and of the next node each hold a copy of the rank's shard.
 
-What a rank copies is what it writes to a checkpoint on disk, so that the copies of all ranks are one whole checkpoint,
-which any layout can load. After the loss of one node all of it is there; after that of two neighbours it is not, and
-the run goes back to the disk. Only the newest two steps are kept. The disk's checkpoints stay what counts.
+A rank copies the same blocks that it writes to a checkpoint on disk. The copies of all ranks therefore form a complete
+checkpoint, which any layout can load. It survives the loss of one node. After the loss of two neighbouring nodes the
+run falls back to the disk. Only the newest two steps are kept. Checkpoints on disk are still needed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from meshwright.outside import of_kind, parse_json
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import DamagedCheckpoint, Index, SavedBlock
 
-ASK_S = 5.0  # for what a keeper has; one that does not answer is taken to have nothing
+# The time limit for a keeper to list its copies. One that does not answer counts as empty.
+ASK_S = 5.0
 
 
 @dataclass(frozen=True)
 class Keepers:
-    """The keepers that a rank knows of: those of this generation's nodes, in their order, then those of earlier ones;
-    and which of them is its own node's."""
+    """The keepers that a rank knows: first those of this generation's `nodes`, in order, then those of earlier
+    generations. `node` is the index of this rank's node."""
 
     addresses: list[tuple[str, int]]
     nodes: int
@@ -51,7 +52,7 @@ class Keepers:
 
     @classmethod
     def known(cls, env: Mapping[str, str] = os.environ) -> Keepers | None:
-        """None where the launcher started none."""
+        """Read the keepers from the environment. Return None if the launcher started none."""
         if KEEPERS not in env or KEY not in env:
             return None
         value = of_kind(parse_json(env[KEEPERS]), dict[str, Any], KEEPERS)
@@ -61,23 +62,27 @@ class Keepers:
 
     @property
     def holders(self) -> list[tuple[str, int]]:
-        """Who keeps this rank's copy: its own node and, where there are several, the next."""
+        """The addresses of the keepers of this rank's copy: on its own node and, if there are several, on the next."""
         return [self.addresses[n] for n in dict.fromkeys((self.node, (self.node + 1) % self.nodes))]
 
 
 class MemoryCopies:
-    """The copies of one rank. Training waits for the copy to host memory, into buffers that stay, and are pinned where
-    the state is on a device, as those of a save are. A thread adds up the checksums and passes it on."""
+    """The memory copies of one rank.
+
+    Training waits for the copy to host memory. It goes into persistent buffers, pinned if the state is on a device,
+    like those of a save. A thread then computes the checksums and sends the copy to the keepers.
+    """
 
     def __init__(self, trainer: Checkpointed, keepers: Keepers) -> None:
         self.trainer, self.keepers = trainer, keepers
         self._thread: threading.Thread | None = None
         self._failed = False
         self._staging: dict[tuple[int, int], Tensor] = {}
-        self.blocked_s = 0.0  # of the last copy: how long training waited for it
-        self.bytes = 0  # of the last copy, as it is sent to each keeper
+        self.blocked_s = 0.0  # The time that training waited for the last copy.
+        self.bytes = 0  # The size of the last copy, as sent to each keeper.
 
     def save(self) -> None:
+        """Copy the present state to host memory, and send it to the keepers in a thread."""
         begun = time.monotonic()
         self.wait()
         trainer = self.trainer
@@ -101,14 +106,15 @@ class MemoryCopies:
             self._thread = None
 
     def _send(self, index: Index, snapshot: Snapshot) -> None:
-        (name,), pieces, at = index.files, [], 0
+        (name,), chunks, at = index.files, [], 0
         for tensor, start, block in snapshot.blocks:
-            held = plain(block).detach().contiguous()
-            index.blocks.append(SavedBlock(tensor, start, tuple(held.shape), name, str(at), checksum(held)))
-            pieces.append(raw(held))
-            at += held.nbytes
+            values = plain(block).detach().contiguous()
+            # In memory a block's key is its offset in the rank's bytes.
+            index.blocks.append(SavedBlock(tensor, start, tuple(values.shape), name, str(at), checksum(values)))
+            chunks.append(raw(values))
+            at += values.nbytes
         text = json.dumps(vars(index)).encode()
-        data = b"".join(pieces)
+        data = b"".join(chunks)
         for address, port in self.keepers.holders:
             try:
                 with KeeperLink(address, port, self.keepers.key) as link:
@@ -118,13 +124,13 @@ class MemoryCopies:
                         [text, data],
                     )  # fmt: skip
             except KeeperError as error:
-                if not self._failed:
+                if not self._failed:  # Warn only once.
                     notice(f"meshwright: warning: rank {self.trainer.ctx.rank}: the memory copy is not kept: {error}")
                 self._failed = True
 
 
 def newest_whole(keepers: Keepers) -> int:
-    """The newest step of which the keepers hold every rank's copy; 0 if there is none."""
+    """Return the newest step for which the keepers hold the copies of all ranks, or 0 if there is none."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
     for _, found in _all_found(keepers):
         for step, rank, world, generation in found:
@@ -133,6 +139,7 @@ def newest_whole(keepers: Keepers) -> int:
 
 
 def _all_found(keepers: Keepers) -> list[tuple[tuple[str, int], list[list[int]]]]:
+    """Return, for every keeper that answers, its address and [step, rank, world, generation] of its copies."""
     answers = []
     for where in dict.fromkeys(keepers.addresses):
         try:
@@ -144,16 +151,17 @@ def _all_found(keepers: Keepers) -> list[tuple[tuple[str, int], list[list[int]]]
 
 
 class MemoryReader(Reader):
-    """A checkpoint that keepers hold, read by boxes like one on disk."""
+    """A reader of a checkpoint in the memory of keepers, with the interface of the reader for disks."""
 
     def __init__(self, keepers: Keepers, step: int) -> None:
         self.keepers, self.step = keepers, step
         self._links = ExitStack()
-        self._at: dict[str, tuple[int, KeeperLink]] = {}  # by the name of a rank's part
+        # By the file name of a rank's part: the rank, and the connection to the keeper that holds it.
+        self._at: dict[str, tuple[int, KeeperLink]] = {}
         super().__init__(Path(f"the copy of step {step} in memory"), self._gathered())
 
     def _gathered(self) -> Index:
-        """The index, from the parts of all ranks. Raises DamagedCheckpoint if it is not whole."""
+        """Return the index, merged from the parts of all ranks. Raise DamagedCheckpoint if a part is missing."""
         holders: dict[tuple[int, int], dict[int, tuple[str, int]]] = {}
         for where, found in _all_found(self.keepers):
             for step, rank, world, generation in found:

@@ -1,5 +1,8 @@
-"""A checkpoint of adapters and its base as one set of whole weights: each weight with its change added, read by boxes
-like any checkpoint's. What reads a model to use it (to write text, evaluate, export) reads it this way."""
+"""A checkpoint of adapters merged with its base, readable by boxes like any checkpoint.
+
+Each weight is read with the adapters' change added. Commands that use a model (generate, evaluate, export) read it this
+way.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ from meshwright.spec.model.tuning import is_adapter
 
 
 def config_in(index: Index) -> Config:
-    """Returns the config of a checkpoint as far as it says what the model is and how it is adapted."""
+    """Return the part of a checkpoint's config that describes the model and its adapters."""
     run = {"plugins": index.config.get("run", {}).get("plugins", ())}
-    tune = index.config.get("tune", {})  # imported models have none
+    tune = index.config.get("tune", {})  # Imported models have none.
     return config_from({"model": index.config["model"], "tune": tune, "data": {"prefixes": ["none"]}, "run": run})
 
 
 def box_record(name: str, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> ParamRecord:
-    """Returns the record of a rectangle of a global tensor, which is all that the local one holds."""
+    """Return the record of a parameter whose local tensor is one rectangle of the global tensor."""
     return ParamRecord(name, shape, size, (Box(start, size, (0,) * len(size)),), Init("zeros"))
 
 
 class AdapterWeights:
-    """The factors of a checkpoint's adapters, read whole: they are small."""
+    """The factors of a checkpoint's adapters. They are small, so they are read whole."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader, self.config = reader, config_in(reader.index)
@@ -47,15 +50,15 @@ class AdapterWeights:
         self.adapters = {record.name: record.values.adapters for record in records if record.adapters}
 
     def changes(self, name: str) -> list[Change]:
-        """Returns the values of a weight's adapters."""
-        found = []
-        for each in self.adapters.get(name, ()):
-            norms = None if each.norms is None else self.read(each.norms)
-            found.append(Change(each, self.read(each.down), self.read(each.up), norms))
-        return found
+        """Return the values of a weight's adapters."""
+        changes = []
+        for adapter in self.adapters.get(name, ()):
+            norms = None if adapter.norms is None else self.read(adapter.norms)
+            changes.append(Change(adapter, self.read(adapter.down), self.read(adapter.up), norms))
+        return changes
 
     def read(self, record: ParamRecord) -> Tensor:
-        """Returns a whole tensor, in float32 at least."""
+        """Return a whole tensor, in at least float32."""
         stored = getattr(torch, self.reader.index.tensors[f"param/{record.name}"]["dtype"])
         values = torch.empty(record.shape, dtype=torch.promote_types(stored, torch.float32))
         self.reader.fill(f"param/{record.name}", record, values)
@@ -63,7 +66,7 @@ class AdapterWeights:
 
 
 class Change(NamedTuple):
-    """An adapter's values."""
+    """The values of one adapter. `norms`: with DoRA, how far the norms of the rows were moved."""
 
     record: AdapterRecord
     down: Tensor
@@ -71,8 +74,10 @@ class Change(NamedTuple):
     norms: Tensor | None
 
     def add_to(self, weight: Tensor, *where: slice) -> None:
-        """Adds the change of some rows and columns (of experts: of some experts' rows and columns) to that part of the
-        weight, which has whole rows where they are scaled to a norm."""
+        """Add the change of some rows and columns to that part of the weight.
+
+        For experts, `where` also selects the experts. If rows are scaled to a norm, `weight` must hold whole rows.
+        """
         *experts, rows, columns = where
         old = torch.linalg.vector_norm(weight, dim=-1)
         weight += self.record.scale * (self.up[(*experts, rows)] @ self.down[(*experts, slice(None), columns)])
@@ -81,15 +86,16 @@ class Change(NamedTuple):
 
 
 class MergedWeights:
-    """The whole weights that a checkpoint of adapters and its base stand for."""
+    """The weights of a checkpoint of adapters, merged with its base."""
 
     def __init__(self, reader: Reader) -> None:
         self.folder, self.own = reader.folder, AdapterWeights(reader)
         config = self.own.config
         self.base: Base = open_base(config.tune.base, config.model)
         check_digest(reader.folder, config.tune.base)
-        told = {name: value for name, value in reader.index.config.items() if name != "tune"}
-        self.index = replace(reader.index, config=told, tensors=dict(self._tensors(reader)), files={}, blocks=[])
+        # The merged weights are those of a model without adapters, so their config has no tune section.
+        merged = {name: value for name, value in reader.index.config.items() if name != "tune"}
+        self.index = replace(reader.index, config=merged, tensors=dict(self._tensors(reader)), files={}, blocks=[])
         self._changes = lru_cache(maxsize=8)(self.own.changes)
 
     def _tensors(self, reader: Reader) -> Iterator[tuple[str, SavedTensor]]:
@@ -99,13 +105,14 @@ class MergedWeights:
                 yield f"param/{name}", reader.index.tensors[f"param/{name}"] if record.trained else stored
 
     def _dtype(self, name: str) -> str:
-        """Returns in what the base stores a weight or, of a Hugging Face folder, what an import would store it in."""
+        """Return the dtype in which the base stores a weight. For a Hugging Face folder it is the dtype that an import
+        would store."""
         if isinstance(self.base, Reader):
             return self.base.index.tensors[f"param/{name}"]["dtype"]
         return SAFETENSORS_DTYPES[self.base.stored_as(name)][0]
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
-        """Sets `local`, of the record's local shape, from the global tensor, as a checkpoint's reader does."""
+        """Fill `local`, of the record's local shape, from the global tensor, like `Reader.fill`."""
         name = record.name
         if self.own.records[name].trained:
             self.own.reader.fill(tensor, record, local)
@@ -117,8 +124,11 @@ class MergedWeights:
                 local[slices_of(at, shape)] = self._changed(record, corner, shape).to(local.dtype)
 
     def _changed(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns a rectangle of the weight with its changes, which were trained beside the values that its bytes stand
-        for, where it is packed. Where rows are scaled to a norm, or packed, whole rows are read."""
+        """Return a rectangle of a weight with its changes added.
+
+        If the weight was packed (quantised), the changes were trained on the rounded values, so they are added to
+        these. If rows are scaled to a norm or packed, whole rows are read.
+        """
         (*before, first, left), (*experts, count, width) = corner, shape
         changes, packed = self._changes(record.name), record.name in self.own.packed
         whole_rows = packed or any(change.norms is not None for change in changes)
@@ -137,6 +147,6 @@ class MergedWeights:
 
 
 def open_weights(folder: Path) -> Reader | MergedWeights:
-    """Opens a checkpoint to read its whole weights: with its base, where it holds adapters."""
+    """Open a checkpoint to read its whole weights. If it holds adapters, they are merged with the base."""
     reader = Reader(folder)
     return MergedWeights(reader) if adapts(reader.index.config) else reader

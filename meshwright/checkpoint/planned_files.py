@@ -1,7 +1,8 @@
-"""A Hugging Face folder of a model that transformers builds itself, read by boxes of the module's own parameters.
+"""Read a Hugging Face folder of a model that transformers builds itself, by boxes of the module's parameters.
 
-Files may hold a parameter in pieces (each expert's matrix, gates and ups apart): transformers says how it puts them
-together, and as far as that is stacking and joining, every piece is a box of the parameter.
+The files may store a parameter as several tensors, e.g. one matrix per expert, or gate and up projections separately.
+transformers' conversion mapping says how to combine them. If that is stacking or concatenation, each stored tensor is a
+box of the parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.spec.model.part import ALONE
 
 
 class Piece(NamedTuple):
-    """A tensor of the files, and where it lies in the parameter. `stacked`: it is one of many along the first dim."""
+    """A tensor in the files, and its box in the parameter. `stacked`: it is one of many along a new first dim."""
 
     source: str
     box: Box
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
 
 
 class PlannedFolder:
-    """The parameters of a folder's model, and its buffers that files hold, by their names in the module."""
+    """A folder whose parameters and stored buffers can be read by their names in the module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,57 +44,64 @@ class PlannedFolder:
         self._check()
 
     def _pieces(self, module: nn.Module, own: dict[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+        """Return the stored tensors of each entry of the state dict. `own`: the shapes of these entries."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-        known: list[Any] = get_model_conversion_mapping(module)  # type: ignore[arg-type]
-        converters = [each for each in known if isinstance(each, WeightConverter)]
-        renamings = [each for each in known if not isinstance(each, WeightConverter)]
+        mappings: list[Any] = get_model_conversion_mapping(module)  # type: ignore[arg-type]
+        converters = [mapping for mapping in mappings if isinstance(mapping, WeightConverter)]
+        renamings = [mapping for mapping in mappings if not isinstance(mapping, WeightConverter)]
+
+        # Group the stored tensors by the parameter that they belong to, and by the converter's pattern.
         grouped: dict[str, dict[str, list[str]]] = {}
         for key in sorted(self.file_of, key=dot_natural_key):
             prefix = str(getattr(module, "base_model_prefix", ""))
             target, pattern = rename_source_key(key, renamings, converters, prefix, module.state_dict())
-            if target not in own and key in own:  # a renaming that takes too much
+            if target not in own and key in own:  # A renaming matched a name that was right already.
                 target, pattern = key, None
             grouped.setdefault(target, {}).setdefault(pattern or "", []).append(key)
-        found: dict[str, list[Piece]] = {}
+
+        pieces: dict[str, list[Piece]] = {}
         for target, sources in grouped.items():
             if target not in own:
                 continue
             if list(sources) == [""]:
-                found[target] = [self._whole(source) for source in sources[""][:1]]
+                pieces[target] = [self._whole(source) for source in sources[""][:1]]
                 continue
             converter = next(each for each in converters if set(sources) <= set(each.source_patterns))
-            words = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-            order = [sources[each] for each in converter.source_patterns if each in sources]
-            found[target] = self._joined(target, words, order)
-        return found
+            operations = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+            order = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
+            pieces[target] = self._joined(target, operations, order)
+        return pieces
 
     def _whole(self, source: str) -> Piece:
         shape = self._shape(source)
         return Piece(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
 
-    def _joined(self, target: str, words: Sequence[tuple[str, Any]], sources: list[list[str]]) -> list[Piece]:
-        """The pieces of a parameter that is stacked from many tensors, joined from a few, or both."""
-        stacked = bool(words) and words[0] == ("MergeModulelist", 0)
-        rest = list(words[1:] if stacked else words)
+    def _joined(self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]) -> list[Piece]:
+        """Return the stored tensors of a parameter that is stacked from many, concatenated from a few, or both.
+
+        `operations`: (name, dim) of the converter's steps. `sources`: the stored tensors of each source pattern.
+        """
+        stacked = bool(operations) and operations[0] == ("MergeModulelist", 0)
+        rest = list(operations[1:] if stacked else operations)
         if len(rest) > 1 or (rest and rest[0][0] != "Concatenate"):
-            names = ", ".join(name for name, _ in words)
+            names = ", ".join(name for name, _ in operations)
             raise UserError(
                 f"{self.folder} holds {target} in a form that can't be read by boxes ({names}): use another model"
             )
         dim = int(rest[0][1]) if rest else 0
-        found, offset = [], 0
-        for each in sources:
-            shape = self._shape(each[0])
-            for number, source in enumerate(each):
-                own = (1, *shape) if stacked else shape
-                start = [0] * len(own)
+        pieces, offset = [], 0
+        for same_pattern in sources:
+            shape = self._shape(same_pattern[0])
+            box_shape = (1, *shape) if stacked else shape
+            for number, source in enumerate(same_pattern):
+                start = [0] * len(box_shape)
                 start[0] = number if stacked else 0
                 start[dim] += offset if rest else 0
-                found.append(Piece(source, Box(tuple(start), own, (0,) * len(own)), stacked))
-            offset += ((1, *shape) if stacked else shape)[dim] if rest else 0
-        return found
+                pieces.append(Piece(source, Box(tuple(start), box_shape, (0,) * len(box_shape)), stacked))
+            offset += box_shape[dim] if rest else 0
+        return pieces
 
     def dtype(self, source: str) -> str:
         return str(self.file_of[source].get_slice(source).get_dtype())
@@ -102,7 +110,7 @@ class PlannedFolder:
         return tuple(self.file_of[source].get_slice(source).get_shape())
 
     def _check(self) -> None:
-        """Raises unless the files hold every parameter, whole."""
+        """Raise unless the files hold all elements of every parameter and buffer."""
         for name, shape in {**self.shapes, **self.buffers}.items():
             pieces = self.pieces.get(name, [])
             if not pieces:
@@ -115,9 +123,9 @@ class PlannedFolder:
                 )
 
     def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns the rectangle of a parameter that begins at `start`."""
+        """Return the block of a parameter that begins at `start`."""
         out: Tensor | None = None
-        if not shape:
+        if not shape:  # A scalar can't be sliced.
             source = self.pieces[name][0].source
             return self.file_of[source].get_tensor(source)  # type: ignore[no-any-return]
         for source, box, stacked in self.pieces[name]:
@@ -131,25 +139,26 @@ class PlannedFolder:
         return out
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
-        """Sets `local`, of the record's local shape, as a checkpoint's reader does from `param/NAME`."""
+        """Fill `local`, of the record's local shape, like `Reader.fill` does for `param/NAME`."""
         for box in record.boxes:
             local[slices_of(box.local_start, box.shape)] = self.block(record.name, box.start, box.shape).to(local.dtype)
 
     @torch.no_grad()
     def fill_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Sets the buffers of stages that the files hold: nobody trains them, and checkpoints don't hold them."""
+        """Set the buffers of the stages from the files. They are not trained, so checkpoints don't hold them."""
         for module in modules:
-            held = dict(module.net.named_buffers())  # type: ignore[union-attr]
-            for name in self.buffers.keys() & held.keys():
-                held[name].copy_(self.whole(name))
+            buffers = dict(module.net.named_buffers())  # type: ignore[union-attr]
+            for name in self.buffers.keys() & buffers.keys():
+                buffers[name].copy_(self.whole(name))
 
     def whole(self, name: str) -> Tensor:
+        """Return a whole parameter or buffer."""
         shape = {**self.shapes, **self.buffers}[name]
         return self.block(name, (0,) * len(shape), shape)
 
 
 def named_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a folder's model, by its name in the module."""
+    """Return the shape of every parameter of a folder's model, by its name in the module."""
     return {record.name: record.shape for record in blueprint(folder).model.records(ALONE).values()}
 
 

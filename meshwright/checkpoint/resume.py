@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, at its newest good checkpoint, or from another run's weights."""
+"""Decide where a run begins, and load it: step 0, its newest good checkpoint, or another run's weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import find_checkpoint
 from meshwright.record.companions import check_tokenizer
 
-WENT_BACK = "went-back.json"  # notes, beside the checkpoints, that a job was told to restart from an older one
-# The keys that decide which tokens the sample of a given number holds.
-# Keys of a model with which its parameters change their shapes.
+# A file next to the checkpoints. It records that a job was asked to continue from an older checkpoint.
+WENT_BACK = "went-back.json"
+# The model keys that change the shapes of parameters.
 SHAPING = ("kind", "layers", "hidden", "ffn", "experts.count", "experts.ffn")
+# The keys that decide which tokens the sample of a given number holds.
 SAMPLES = (
     "data.prefixes", "data.weights", "data.split", "data.draw_split", "data.objective", "data.masked.share",
     "data.masked.ngrams", "data.masked.whole_words", "data.masked.specials", "data.spans.share", "data.spans.mean",
@@ -38,11 +39,11 @@ SAMPLES = (
 
 
 def resume(trainer: Checkpointed, source: str | None) -> str:
-    """Loads what this run continues from, and returns where that was: `disk` or `memory`. Every rank calls it, and all
-    load the same checkpoint or none.
+    """Load the state that this run continues from. Return `memory` if it came from copies in memory, else `disk`.
 
-    A damaged checkpoint is passed over, with a warning, for the one before it. A run that was begun from another
-    one's weights continues from its own checkpoints when it is started again; so do ranks after one of them died.
+    Every rank calls this, and all load the same checkpoint or none. A damaged checkpoint is skipped with a warning, and
+    the one before it is tried. A run that began with another run's weights continues from its own checkpoints when it
+    is started again. Ranks that are restarted after a failure do the same.
     """
     folder = fmt.checkpoint_folder(trainer.ctx.config)
     if trainer.writes:
@@ -50,8 +51,8 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
         if not fmt.was_restarted():
             with suppress(OSError):
                 (folder / WENT_BACK).unlink()
-    begun, own, kept, steps = _chosen(trainer, folder, source)
-    from_memory = kept > 0 and _from_memory(trainer, kept, bool(steps))
+    begun, own, in_memory, steps = _chosen(trainer, folder, source)
+    from_memory = in_memory > 0 and _from_memory(trainer, in_memory, bool(steps))
     if begun and not from_memory:
         _newest(trainer, folder, steps)
     elif source is not None and not begun:
@@ -70,14 +71,14 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
 
 
 def has_checkpoint(trainer: Checkpointed) -> bool:
-    """Whether the run has a checkpoint, as the rank that writes sees it, on every rank."""
+    """Return on every rank whether the run has a checkpoint, as seen by the rank that writes."""
     ctx = trainer.ctx
     here = trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
     return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
 
 
 def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
-    """All that was read was checked against its checksums."""
+    """Print where the run begins. `verified` is true because every block was checked against its checksum."""
     config, step = trainer.ctx.config, trainer.step_number
     if continues and step:
         what = "copy in memory" if from_memory else "checkpoint"
@@ -88,8 +89,11 @@ def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_
 
 
 def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
-    """Loads the copy of a step that keepers hold; False, with a warning, if it can't be used. Where there is none on
-    disk either, the ranks must start anew: this one's state may be half of the copy's."""
+    """Load the keepers' copy of a step. Return False, with a warning, if it can't be used.
+
+    If there is no checkpoint on disk either (`or_disk` is False), raise so that the ranks restart: this rank's state
+    may already be half overwritten by the copy.
+    """
     keepers = Keepers.known()
 
     def located() -> Reader:
@@ -106,60 +110,69 @@ def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
 
 
 def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
-    """Returns whether the run continues from its own newest checkpoint, whether `source` is its own, the step of a
-    newer copy in memory (0: there is none), and the steps on disk to try. The rank that writes looks and tells the
-    others, since a network disk, or a run that is still being written, may look different to each rank."""
+    """Return (whether the run continues from its newest checkpoint, whether `source` is its own checkpoint, the step of
+    a newer copy in memory or 0, the steps on disk to try).
+
+    The rank that writes decides and broadcasts the result, since a network disk, or a run that is still being written,
+    may look different to each rank.
+    """
     error: UserError | None = None
-    found: list[int] = []
+    choice: list[int] = []
     if trainer.writes:
         try:
-            found = _candidates(folder, source)
-            keepers = Keepers.known() if found[0] and fmt.was_restarted() else None
-            kept = newest_whole(keepers) if keepers else 0
-            found.insert(2, kept if kept > max(found[2:], default=0) else 0)
+            choice = _candidates(folder, source)
+            keepers = Keepers.known() if choice[0] and fmt.was_restarted() else None
+            in_memory = newest_whole(keepers) if keepers else 0
+            choice.insert(2, in_memory if in_memory > max(choice[2:], default=0) else 0)
+        # -1 makes all ranks raise, below.
         except UserError as caught:
-            error, found = caught, [-1, 0, 0]
+            error, choice = caught, [-1, 0, 0]
         except OSError as caught:
-            error, found = refused(f"{source or folder} can't be read", caught), [-1, 0, 0]
+            error, choice = refused(f"{source or folder} can't be read", caught), [-1, 0, 0]
+
+    # Broadcast the list by sums: all other ranks add zeros.
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
-    size = torch.tensor([len(found)]).to(device)
+    size = torch.tensor([len(choice)]).to(device)
     world.all_reduce(size)
-    told = torch.tensor(found or [0] * int(size.item())).to(device)
-    world.all_reduce(told)
-    begun, own, kept, *steps = told.tolist()
+    agreed = torch.tensor(choice or [0] * int(size.item())).to(device)
+    world.all_reduce(agreed)
+    begun, own, in_memory, *steps = agreed.tolist()
     if begun < 0:
         raise error if error is not None else SystemExit(2)
-    return bool(begun), bool(own), kept, steps
+    return bool(begun), bool(own), in_memory, steps
 
 
 def _candidates(folder: Path, source: str | None) -> list[int]:
-    """Returns [whether the run continues, whether the source is its own, and the steps to try in order]. A source that
-    is another run's is only needed to begin this one, so it may be gone once there are checkpoints."""
-    there = [step for step, _ in reversed(fmt.list_checkpoints(folder))]
+    """Return [1 if the run continues, 1 if `source` is its own checkpoint, the steps to try in order].
+
+    A `source` of another run is only needed to begin this one, so it may be missing once there are checkpoints.
+    """
+    steps = [step for step, _ in reversed(fmt.list_checkpoints(folder))]
     if source is None:
-        return [1, 0, *there]
+        return [1, 0, *steps]
     where, wanted = fmt.path_and_step(source)
     at, ours = where.resolve(), folder.resolve()
     inside = ours in (at, at / "checkpoints") or (ours == at.parent and "step-" in at.name)
-    if there and (not inside or _went_back(folder, source)):
+    if steps and (not inside or _went_back(folder, source)):
         if not inside:
             missing = "" if where.exists() else " (which is not there)"
-            text = f"{folder} holds checkpoints: the run goes on from step {there[0]}, not from {source}{missing}"
+            text = f"{folder} holds checkpoints: the run continues from step {steps[0]}, not from {source}{missing}"
             print(f"meshwright: {'warning: ' if missing else ''}{text}", file=sys.stderr, flush=True)
-        return [1, 0, *there]
+        return [1, 0, *steps]
     path = find_checkpoint(source)
     own = inside and fmt.step_of(path) >= 0
-    if there and not own:
+    if steps and not own:
         raise UserError(
             f"{path} was set aside when this run went back: begin another run from it (with another run.dir), or "
             "give it its old name step-N again, in place of the steps from N on"
         )
-    says_which = wanted or (where / fmt.INDEX).is_file()
-    return [0, int(own)] if says_which else [0, int(own), fmt.step_of(path)]
+    # Without a step in `source`, the newest one of this rank is passed on, so that all ranks load the same.
+    names_step = wanted or (where / fmt.INDEX).is_file()
+    return [0, int(own)] if names_step else [0, int(own), fmt.step_of(path)]
 
 
 def _went_back(folder: Path, source: str) -> bool:
-    """Whether ranks of this very job have gone back to `source` before, and then went on and died."""
+    """Return True if this job has gone back to `source` before and was restarted since then."""
     try:
         return fmt.was_restarted() and read_json(folder / WENT_BACK) == {
             "job": fmt.job_name(), "source": source,
@@ -169,13 +182,14 @@ def _went_back(folder: Path, source: str) -> bool:
 
 
 def _named(source: str, steps: list[int]) -> Path:
-    """Returns the checkpoint that `source` names. Where that means the newest of a run, it is the one that was newest
-    for the rank that looked."""
+    """Return the checkpoint that `source` names. If it names a run without a step, that is the checkpoint that was
+    newest for the rank that chose."""
     path = find_checkpoint(source)
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
 def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
+    """Load the first of these steps that is not damaged."""
     for number, step in enumerate(steps):
         damage = _attempt(trainer, partial(Reader, folder / fmt.folder_name(step)), model_only=False)
         if damage is None:
@@ -192,52 +206,64 @@ def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
 def _attempt(
     trainer: Checkpointed, opened: Callable[[], Reader], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
-    """Loads on all ranks or fails on all: a file that one rank finds damaged is damaged for all. Returns None, or the
-    damage on the first rank that found some, or SystemExit on the other ranks, which have nothing to report."""
+    """Load a checkpoint on all ranks or on none: if one rank finds it damaged, all treat it as damaged.
+
+    Return None on success. Otherwise return the damage on the first rank that found some, and SystemExit on the other
+    ranks, which have nothing to report. Any other mistake raises on all ranks.
+    """
     error: UserError | None = None
     try:
         reader = opened()
-        model_only |= not reader.index.state  # imported: it holds no more
+        model_only |= not reader.index.state  # An imported checkpoint holds only weights.
         _compare(trainer, reader, model_only)
         read_into(trainer, reader, model_only)
     except UserError as caught:
         error = caught
+
+    # One all-reduce finds the first rank with a mistake and the first with damage: rank 0 has the largest number, and
+    # 0 stands for no rank.
     damaged = isinstance(error, fmt.DamagedCheckpoint)
-    place = trainer.ctx.layout.world - trainer.ctx.rank  # the largest is the first rank's
+    place = trainer.ctx.layout.world - trainer.ctx.rank
     firsts = torch.tensor([place * (error is not None and not damaged), place * damaged])
     firsts = firsts.to(trainer.ctx.device.torch)
     trainer.ctx.mesh.world.all_reduce(firsts, op="max")
-    mistaken, found = firsts.tolist()
-    if mistaken:
-        raise error if error is not None and mistaken == place else SystemExit(2)
-    if not found:
+    first_mistaken, first_damaged = firsts.tolist()
+    if first_mistaken:
+        raise error if error is not None and first_mistaken == place else SystemExit(2)
+    if not first_damaged:
         _check_all_used(trainer, reader)
         complete_load(trainer, reader, model_only)
         reader.close()
         return None
-    return error if isinstance(error, fmt.DamagedCheckpoint) and found == place else SystemExit(2)
+    return error if isinstance(error, fmt.DamagedCheckpoint) and first_damaged == place else SystemExit(2)
 
 
 def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
-    """Compares what no tensor shape shows: whether the model computes something else with the same weights, and whether
-    the same sample numbers mean other samples. A run that continues must keep its model; one that starts from another
-    run's weights may change it on purpose."""
+    """Compare the settings that tensor shapes do not show: whether the model computes something else with the same
+    weights, and whether sample numbers refer to other samples.
+
+    A run that continues must keep its model. A run that starts from another run's weights may change it on purpose.
+    """
     ours, theirs = (flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
-    idle = {*TRAINING_KEYS, "seq", "vocab"}
-    idle |= set() if ours["model.position"] == "rope" else {"rope_theta"}
-    idle |= {"qkv_bias"} if ours["model.bias"] else set()
-    computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in idle]
+    # These keys do not affect the model's results, or tensor shapes show their changes already.
+    ignored = {*TRAINING_KEYS, "seq", "vocab"}
+    ignored |= set() if ours["model.position"] == "rope" else {"rope_theta"}
+    ignored |= {"qkv_bias"} if ours["model.bias"] else set()
+    computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in ignored]
     computed += [key for key in ours if key.startswith("tune.") and key not in ("tune.base", "tune.dropout")]
     check_digest(reader.folder, trainer.ctx.config.tune.base)
     if trainer.writes:
         check_tokenizer(reader.folder, trainer.ctx.config.data)
-    theirs.setdefault("data.draw_split", False)  # of an older release
-    for each in (ours, theirs):
-        prefixes = each.get("data.prefixes")
-        each["data.prefixes"] = [os.path.normpath(str(p)) for p in prefixes] if isinstance(prefixes, list) else []
+
+    # Checkpoints of older releases have no such key.
+    theirs.setdefault("data.draw_split", False)
+    for config in (ours, theirs):
+        prefixes = config.get("data.prefixes")
+        config["data.prefixes"] = [os.path.normpath(str(p)) for p in prefixes] if isinstance(prefixes, list) else []
 
     def changed(keys: Sequence[str]) -> str:
-        others = [key for key in keys if key in theirs and theirs[key] != ours[key]]  # it may be of an older release
+        # A checkpoint of an older release may lack a key.
+        others = [key for key in keys if key in theirs and theirs[key] != ours[key]]
         return ", ".join(f"{key} (there {theirs[key]}, here {ours[key]})" for key in others)
 
     model, data = changed(computed), changed(SAMPLES) if not model_only else ""
@@ -248,15 +274,15 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
             f"{reader.folder} is of a model that computes something else: {model}; set it back, or begin a new run "
             f"{again}"
         )
-    told = [(model, "these weights were trained with other settings"),
-            (data, "the run goes on with other samples than it began with, and may see some again")]  # fmt: skip
-    for keys, text in told if trainer.writes else []:
+    warnings = [(model, "these weights were trained with other settings"),
+                (data, "the run continues with other samples than it began with, and may see some again")]  # fmt: skip
+    for keys, text in warnings if trainer.writes else []:
         if keys:
             print(f"meshwright: warning: {text}: {keys}", file=sys.stderr, flush=True)
 
 
 def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
-    """Raises if no rank has a place for some weight: it belongs to another model, and the next checkpoint would lose
+    """Raise if some weight has no place on any rank. It belongs to another model, and the next checkpoint would lose
     it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}
@@ -274,7 +300,7 @@ def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
 
 
 def load_checkpoint(trainer: Checkpointed, folder: Path, model_only: bool = False) -> None:
-    """Loads this checkpoint, all of its state or its weights alone, and changes no folder. Every rank calls it."""
+    """Load this checkpoint, with all of its state or only the weights, and change no folder. Every rank calls this."""
     damage = _attempt(trainer, partial(Reader, folder), model_only)
     if damage is not None:
         raise damage

@@ -1,8 +1,9 @@
-"""Saving: each rank writes the part of every buffer that a sharded optimizer would own, so replicas are written once.
+"""Save checkpoints: each rank writes the shard of every buffer that a sharded optimizer would own, so replicas are
+written once.
 
-A thread copies that part to host memory while the next step computes its gradients, and then writes it; only the next
-update has to wait for the copy. One rank commits: it waits until the other ranks' files have appeared beside its own,
-checks them, writes the index and renames the folder. That needs no collective, since the records say who writes what.
+A thread copies this shard to host memory while the next step computes its gradients, and then writes it. Only the next
+update has to wait for the copy. One rank commits: it waits until the files of all ranks have appeared, checks them,
+writes the index and renames the folder. That needs no collective, since the records determine which rank writes what.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from meshwright.spec.layout.params import Box, slices_of
 
 # Seconds between two polls: the first pause, and the longest.
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
-# How long the rank that commits waits for the next rank's part to appear. It is no limit of a whole save, which takes
-# as long as the disk needs, and has nothing to do with comm.timeout.
+# The time that the rank that commits waits for the next rank's part to appear. It does not limit a whole save, which
+# takes as long as the disk needs, and is unrelated to comm.timeout.
 PART_WAIT_S = 1800.0
-FAILED = ".failed"  # marks that a rank could not write its part: the save never counts, and no rank waits for it
+# The suffix of a file that marks a rank's failed part. The save then never counts, and no rank waits for it.
+FAILED = ".failed"
 
 
 def part_file(folder: Path, rank: int) -> Path:
@@ -52,29 +54,32 @@ def part_file(folder: Path, rank: int) -> Path:
 
 
 def part_list(folder: Path, rank: int) -> Path:
-    """Returns the path of the list of a rank's blocks. The list appears only when the whole file has been written."""
+    """Return the path of the list of a rank's blocks. The list appears only after the whole file has been written."""
     return part_file(folder, rank).with_suffix(".json")
 
 
 def mark_failed(folder: Path, rank: int) -> None:
-    """Tells the other ranks that the save failed on this one, and removes its part."""
+    """Mark for the other ranks that the save failed on this one, and remove its part."""
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
+        folder.mkdir(parents=True, exist_ok=True)  # The save may have failed before it created the folder.
         part_file(folder, rank).unlink(missing_ok=True)
         part_file(folder, rank).with_suffix(FAILED).touch()
 
 
 def remove_failed(folder: Path, rank: int) -> None:
-    """Removes this rank's part of a save that failed on another."""
+    """Remove this rank's part of a save that failed on some rank."""
     with contextlib.suppress(OSError):
         if any(folder.glob(f"*{FAILED}")):
             part_file(folder, rank).unlink(missing_ok=True)
 
 
 def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
-    """Yields (slot, start, stop) of the elements of each parameter that this rank writes. Replicas divide what they
-    hold in common; of an additive state each rank writes a row of its own, and a reducer's other tensors are written by
-    the first of the ranks that hold the same. What all replicas of `layout.replicas` have is written by the first."""
+    """Yield (slot, start, stop) of the elements of each parameter that this rank writes.
+
+    Ranks with the same values divide them among each other. For an additive state, each rank writes a separate row. The
+    first of the ranks with the same values writes a reducer's other tensors. Replica 0 writes the state that all
+    replicas of `layout.replicas` share.
+    """
     buffer = state.buffer
     if state.replica is None and data_parallel.mesh.replica > 0:
         return
@@ -92,8 +97,11 @@ def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> It
 
 
 class Snapshot:
-    """One rank's part of a checkpoint: views of the training state until `copy_to_host` copies them out of it. Masters
-    that are stored as weights and remainders are copied so, and joined block by block while they are written."""
+    """One rank's part of a checkpoint: views of the training state, which `copy_to_host` replaces by copies.
+
+    Master weights that are stored as bf16 weights and remainders are copied in that form. They are joined block by
+    block while they are written.
+    """
 
     def __init__(self, trainer: Checkpointed) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
@@ -117,17 +125,19 @@ class Snapshot:
             self.blocks.append((name, corner, values[slices_of(start, shape)]))
 
     def copy_to_host(self, staging: dict[tuple[int, int], Tensor], everything: bool) -> None:
-        """Copies every block, or only those that can't be written from where they are, into `staging`. Its buffers are
-        kept from one save to the next: a copy into memory that was never touched takes many times as long. What is
-        copied is held on to until `copied`: copies may still be under way on a stream of their own, and memory that
-        nobody holds may be written to by others before it was read."""
+        """Copy every block into `staging`, or without `everything` only blocks that can't be written in place.
+
+        The buffers of `staging` are reused for the next save, because a copy into untouched memory takes many times as
+        long. The source tensors stay referenced until `copied`: copies may still be in flight on another stream, and
+        the allocator could give unreferenced memory to other tensors before it has been read.
+        """
         self._being_copied = list(self.blocks)
         for number, (name, start, values) in enumerate(self.blocks):
-            held = tensors_of(values)
-            if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in held):
+            tensors = tensors_of(values)
+            if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in tensors):
                 continue
             copies = []
-            for half, x in enumerate(held):
+            for half, x in enumerate(tensors):
                 at = number, half
                 if at not in staging:
                     staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
@@ -135,17 +145,17 @@ class Snapshot:
             self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 
     def copied(self) -> None:
-        """Says that all copies are complete."""
+        """Release the source tensors after all copies are complete."""
         self._being_copied = []
 
 
 def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
-    """Writes this rank's blocks, and then the list of them, which says that they are complete."""
+    """Write this rank's blocks, then the list of them. The list marks them as complete."""
     folder.mkdir(parents=True, exist_ok=True)
     file = part_file(folder, rank)
-    held = [values for _, _, values in snapshot.blocks]
-    entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(held)]
-    sums = tensor_file.write_tensors(file, entries, map(plain, held)) if held else []
+    block_values = [values for _, _, values in snapshot.blocks]
+    entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(block_values)]
+    sums = tensor_file.write_tensors(file, entries, map(plain, block_values)) if block_values else []
     blocks = [
         SavedBlock(tensor, start, tuple(values.shape), file.name, str(n), crc)
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
@@ -156,8 +166,8 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
 
 
 def commit(folder: Path, step: int, index: Index, keep: int, patience: float, companions: Path | None = None) -> None:
-    """Waits for every rank's part, checks that they cover every tensor, and makes the folder a checkpoint, with copies
-    of the model's companions in it."""
+    """Wait for every rank's part, check that the parts cover every tensor, and turn the folder into a checkpoint. It
+    also gets copies of the model's `companions`."""
     aside, final = folder / fmt.saving_name(step), folder / fmt.folder_name(step)
     parts = [part_list(aside, rank) for rank in range(index.world)]
     wait_for(parts, patience)
@@ -174,7 +184,9 @@ def commit(folder: Path, step: int, index: Index, keep: int, patience: float, co
     for path in parts:
         path.unlink()
     fmt.sync_folder(aside)
-    if final.exists():  # an earlier attempt at this save failed only after its rename
+    # A folder counts as a checkpoint only under its final name. The rename is one atomic step, so a crash never leaves
+    # an incomplete checkpoint.
+    if final.exists():  # An earlier attempt at this save failed after its rename.
         shutil.rmtree(aside)
     else:
         os.rename(aside, final)
@@ -189,16 +201,16 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until all of these files of one folder exist. `patience` limits the seconds since the last one appeared: a
-    rank that died would otherwise keep everybody waiting for ever."""
+    """Wait until all of these files of one folder exist. `patience` limits the seconds since the last one appeared,
+    because a dead rank would otherwise keep the others waiting for ever."""
     folder, missing, since, pause = paths[0].parent, list(paths), clock(), POLL_S
     while True:
-        # One listing tells of all files but the first, which is looked up: a network disk may show an old listing.
-        there = set(os.listdir(folder)) if folder.is_dir() else set()
-        left = [path for n, path in enumerate(missing) if path.name not in there and (n or not path.exists())]
+        # One listing checks all files. The first one is also looked up, since a network disk may show an old listing.
+        listed = set(os.listdir(folder)) if folder.is_dir() else set()
+        left = [path for n, path in enumerate(missing) if path.name not in listed and (n or not path.exists())]
         if not left:
             return
-        if failed := next((path.stem for path in left if path.with_suffix(FAILED).name in there), None):
+        if failed := next((path.stem for path in left if path.with_suffix(FAILED).name in listed), None):
             raise UserError(f"{failed} could not write its part of the checkpoint")
         if len(left) < len(missing):
             missing, since, pause = left, clock(), POLL_S
@@ -212,35 +224,38 @@ def wait_for(
         pause = min(2 * pause, LONGEST_POLL_S)
 
 
-SUDDEN_END_S = 3.0  # how long a save under way may still take where the watchdog ends the process
-FINAL_WAIT_S = 60.0  # how long a run that ends with an error waits for its save under way
+# The time that a save in flight still gets when the watchdog ends the process.
+SUDDEN_END_S = 3.0
+# The time that a run that ends with an error waits for its save in flight.
+FINAL_WAIT_S = 60.0
 
 
 class Saver:
-    """The saves of one rank, of which at most one is under way.
+    """The saves of one rank. At most one is in flight.
 
-    A save that fails on any rank, as when a network disk is away for a moment, never counts. It is reported at once and
-    the next save tries again; two failures in a row end the run, and the last save of a run is repeated.
+    A save that fails on any rank, e.g. during a short outage of a network disk, never counts. It is reported at once,
+    and the next save tries again. Two failures in a row end the run. The last save of a run is retried immediately.
     """
 
     def __init__(self, trainer: Checkpointed, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
         self.trainer, self.folder = trainer, folder
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the last save
-        self._failures = 0  # one after the other
-        self._last = False  # whether the save under way is the run's last one
+        self._error: BaseException | None = None  # The error of the last save.
+        self._failures = 0  # The number of failures in a row.
+        self._last = False  # True if the save in flight is the run's last one.
         self._staging: dict[tuple[int, int], Tensor] = {}
         self._registered = contextlib.ExitStack()
-        # Set while no copy to host memory is under way. The saving thread reads the weights and the optimizer's states
-        # while the main thread computes gradients; the update, which changes them, waits here until the copy is done.
+        # Set while no copy to host memory is in flight. The saving thread reads the weights and optimizer states while
+        # the main thread computes gradients. The update changes them, so it waits here until the copy is done.
         self._staged = threading.Event()
         self._staged.set()
         trainer.before_update = self._wait_for_copy
         self.saved_step: int | None = None
-        self.complete_step: int | None = None  # of the newest save that this rank has finished with
-        self.companions: Path | None = None  # a folder of what every checkpoint gets a copy of
-        self.blocked_s = self.took_s = 0.0  # of the last save: how long training waited for it, how long it took
+        self.complete_step: int | None = None  # The step of the newest save that this rank has finished.
+        self.companions: Path | None = None  # A folder of files that are copied into every checkpoint.
+        # The time that training waited for the last save, and the time that this save took.
+        self.blocked_s = self.took_s = 0.0
 
     def __enter__(self) -> Saver:
         self._registered.enter_context(before_sudden_end(self._finish_soon))
@@ -249,8 +264,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error of this rank's own, waits for a save under way: it can still become complete, since all ranks'
-        writers live until this one ends."""
+        """Wait for a save in flight if this rank ends with a local error. The save can still become complete, because
+        the writers of all ranks live until this rank ends."""
         if self._thread is not None and isinstance(error, Exception) and not isinstance(error, CommError):
             end = time.monotonic() + FINAL_WAIT_S
             self._thread.join(FINAL_WAIT_S)
@@ -260,14 +275,14 @@ class Saver:
         self._registered.close()
 
     def _finish_soon(self) -> None:
-        """Give a save under way a few seconds: a part that is nearly written may complete the checkpoint."""
+        """Give a save in flight a few seconds: a part that is nearly written may complete the checkpoint."""
         thread = self._thread
         if thread is not None:
             thread.join(SUDDEN_END_S)
 
     def save(self, last: bool = False) -> bool:
-        """Begins a save of the present state; False if it is skipped since the one before is still under way. The
-        `last` state of a run is never skipped."""
+        """Begin to save the present state. Return False if it is skipped because the previous save is still in flight.
+        The `last` state of a run is never skipped."""
         if self.busy == "skip" and not last and self._any(self.is_writing):
             return False
         self.wait()
@@ -299,19 +314,21 @@ class Saver:
         )  # fmt: skip
         self.saved_step, self._error = trainer.step_number, None
         self._staged.clear()
-        copies = SideStream(trainer.ctx.device)  # made here, so that it sees the update that was just launched
+        # The side stream is created here, not in the thread, so that it waits for the update that was just launched.
+        copies = SideStream(trainer.ctx.device)
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, index, copies), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def _any(self, here: bool) -> bool:
-        """Whether `here` is true on any rank."""
+        """Return True if `here` is true on any rank."""
         ctx = self.trainer.ctx
         with ctx.ledger.phase("checkpoint"):
             return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
+        """Copy, write and commit one save. Runs in the saving thread, so errors are stored and not raised."""
         aside, rank, begun = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, time.monotonic()
         try:
             with copies:
@@ -331,9 +348,12 @@ class Saver:
                 what = f"the checkpoint can't be written to {where}"
                 self._error = refused(what, error, where, "another checkpoint.dir")
             if self._failures == 1:
-                mends = isinstance(self._error, UserError)
-                then = "it is tried once more with the next one" if mends else "the run ends at the next one"
-                then = ("it is tried once more now" if mends else "the run ends") if self._last else then
+                # Only errors of the environment, such as a full disk, may be gone at the next attempt.
+                can_retry = isinstance(self._error, UserError)
+                if self._last:
+                    then = "it is tried once more now" if can_retry else "the run ends"
+                else:
+                    then = "it is tried once more with the next one" if can_retry else "the run ends at the next one"
                 print(f"meshwright: warning: {self._error!s}; {then}", file=sys.stderr, flush=True)
         else:
             self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
@@ -341,6 +361,7 @@ class Saver:
             self._staged.set()
 
     def _stage(self, snapshot: Snapshot) -> None:
+        """Copy the state to host memory. Raise a UserError with advice if there is not enough memory."""
         try:
             snapshot.copy_to_host(self._staging, everything=self.asynchronous)
         except (RuntimeError, MemoryError) as error:
@@ -355,10 +376,11 @@ class Saver:
     def _finished(self) -> bool:
         """Wait until no rank is writing, and return whether all of them succeeded. Every rank must call this.
 
-        The ranks write for different times, on a slow disk longer than `comm.timeout`: so none waits inside of one
-        call for another's disk. They agree again and again, up to once a second, while their threads write. That also
-        spares the disk: only the rank that commits looks for files. A rank whose disk hangs for good is left to the
-        watchdog, which names it when it does not come to the next call."""
+        Ranks finish at different times, on a slow disk by more than `comm.timeout`, so no rank may wait for another's
+        disk inside of one collective. Instead they all-reduce repeatedly while their threads write, down to once a
+        second. This also spares the disk, as only the rank that commits looks for files. If a rank's disk hangs for
+        good, the rank misses the next collective and the watchdog names it.
+        """
         pause, end = POLL_S, time.monotonic() + 2 * PART_WAIT_S
         while self._any(self.is_writing and time.monotonic() < end):
             if self._thread is not None:
@@ -375,19 +397,20 @@ class Saver:
             self._thread = None
 
     def wait(self) -> None:
-        """Waits until the save under way is written by all ranks and committed. Every rank must call this."""
+        """Wait until all ranks have written the save in flight and it is committed. Every rank must call this."""
         if self._thread is not None:
             self._finished()
         if self._error is not None and (self._failures > 1 or not isinstance(self._error, UserError)):
             raise self._error
 
     def committed(self) -> None:
-        """Waits until the run's last save counts. Every rank calls this at the end, and none ends before all agree."""
+        """Wait until the run's last save is complete, and retry it once if it failed. Every rank must call this at the
+        end of the run. No rank returns before all agree."""
         if self._finished():
             return
         if self.trainer.writes:
             fmt.remove_unfinished(self.folder)
-        self._any(False)  # a barrier: no rank saves again before the folder is removed
+        self._any(False)  # A barrier: no rank saves again before the folder is removed.
         self._begin()
         if not self._finished():
             raise self._error or SystemExit(2)

@@ -1,7 +1,7 @@
-"""Safetensors files, streamed: written straight from the tensors' own memory, read as views of the mapped file.
+"""Stream safetensors files: write them straight from the tensors' memory, read them as views of the mapped file.
 
-The format is the safetensors library's, which reads these files like any other. Its own writer turns every tensor into
-a byte string first, and its reader copies; a checkpoint is most of a machine's memory, so here neither happens.
+The safetensors library can read these files. Its writer converts every tensor to a byte string first, and its reader
+copies. A checkpoint may fill most of a machine's memory, so this module avoids both copies.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshwright.record.verify import read_header
 
 TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in SAFETENSORS_DTYPES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
-PIECES_AHEAD = 4  # pieces that may be written before their checksums are known
+PIECES_AHEAD = 4  # The number of tensors that may be written before their checksums are known.
 
 
 def raw(values: Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the host, without a copy."""
+    """Return the bytes of a contiguous tensor on the host, without a copy."""
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
@@ -59,10 +59,10 @@ class TensorEntry:
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], pieces: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[int]:
-    """Writes the file of `entries`, flushed to disk; their bytes come in order, in any number of `pieces`.
+    """Write a file of `entries` and flush it to disk. `pieces` yields their bytes in order, split in any way.
 
-    Returns the CRC-32 of each piece, which a second thread computes while the file is written. Only a few pieces are
-    held at once.
+    Return the CRC-32 of each piece. A second thread computes it while the file is written. Only a few pieces are in
+    memory at once.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -71,27 +71,28 @@ def write_tensors(
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
         at = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Pad the header so that the data is aligned to eight bytes.
     text += b" " * (-len(text) % 8)
     whole = 8 + len(text) + at
     sums: list[int] = []
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as executor:
         at = _write_out(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text), 0)
         pending: deque[Future[int]] = deque()
         for piece in pieces:
             values = piece.contiguous()
-            pending.append(beside.submit(checksum, values))
+            pending.append(executor.submit(checksum, values))
             at = _write_out(file.fileno(), raw(values), at)
             if len(pending) > PIECES_AHEAD:
                 sums.append(pending.popleft().result())
         os.fsync(file.fileno())
-        sums += [found.result() for found in pending]
+        sums += [future.result() for future in pending]
     assert at == whole, f"{path}: {at} bytes written of {whole}"
     return sums
 
 
 def _write_out(handle: int, data: memoryview, at: int) -> int:
-    """Writes data and returns the position after it. The advice makes the system flush to disk now, not all at the
-    end."""
+    """Write data and return the position after it. The advice makes the system flush it now, instead of everything at
+    the end."""
     left = data
     while len(left):
         left = left[os.write(handle, left) :]
@@ -101,16 +102,17 @@ def _write_out(handle: int, data: memoryview, at: int) -> int:
 
 
 class TensorFile:
-    """One mapped file. Raises ValueError for anything that is not a whole safetensors file."""
+    """One mapped file. The methods raise ValueError if it is not a complete safetensors file."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             self.header, self._begin = read_header(file)
+        # numpy can't map an empty range. `mode="c"` is copy-on-write: torch warns about read-only memory.
         empty = path.stat().st_size == self._begin
         self._data = np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="c")
 
     def get(self, key: str) -> Tensor:
-        """Returns a tensor as a view of the mapped file."""
+        """Return a tensor as a view of the mapped file."""
         try:
             entry = self.header[key]
             dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
@@ -120,6 +122,7 @@ class TensorFile:
         if stop - start != wanted or self._begin + stop > len(self._data):
             raise ValueError(f"tensor '{key}' lies outside of it")
         data = self._data[self._begin + start : self._begin + stop]
-        if (self._begin + start) % dtype.itemsize:  # a view of wider numbers must be aligned
+        # A view as a wider dtype must be aligned.
+        if (self._begin + start) % dtype.itemsize:
             data = data.copy()
         return torch.from_numpy(data).view(dtype).reshape(shape)

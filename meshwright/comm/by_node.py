@@ -1,10 +1,12 @@
 """An all_to_all in two hops: first inside a node, then between nodes (`comm.algorithm.ep: hierarchical`).
 
-With g ranks of a group on each of N nodes, a rank gives its neighbour j all rows for the j-th ranks of all nodes, and
-then sends the rows that its neighbours gave it to the ranks of its own number on the other nodes. The rows arrive as
-they do by one all_to_all, to the bit. Between nodes as many bytes travel, in N - 1 messages of a rank instead of
-N g - g, each g times as long; inside the node (g-1)/g of all rows travel once more. Rows that go back take the hops in
-reverse, so what a rank must know of its neighbours' rows is the same both ways: `middle`.
+Let a group have g ranks on each of N nodes. In the first hop a rank sends its neighbour j all rows for the j-th ranks
+of all nodes. In the second hop it forwards the rows from its neighbours to the ranks with its own local index on the
+other nodes. The result equals that of one all_to_all, bit for bit.
+
+The same number of bytes travels between nodes, but each rank sends N - 1 messages instead of N g - g, each g times as
+long. In exchange, (g-1)/g of all rows travel once more inside the node. The way back takes the hops in reverse order.
+A rank therefore needs the same row counts of its neighbours in both directions: `middle`.
 """
 
 from __future__ import annotations
@@ -20,24 +22,26 @@ from meshwright.comm.registered import operator, shapes_of
 
 
 class ByNode(NamedTuple):
-    """The ranks of a group on one's own node, and those of one's own number on all nodes."""
+    """The two subgroups of a rank: the group's ranks on its node, and those with its local index on all nodes."""
 
     inside: Group
     across: Group
 
 
 def _reordered(x: Tensor, rows: Sequence[int], slow: int, fast: int) -> Tensor:
-    """Returns x, pieces of so many rows in the order [slow, fast], in the order [fast, slow]."""
-    pieces = x.split(list(rows))
-    return torch.cat([pieces[s * fast + f] for f in range(fast) for s in range(slow)])
+    """Return the blocks of x in the order [fast, slow]. In x they have the order [slow, fast] and `rows` rows each."""
+    blocks = x.split(list(rows))
+    return torch.cat([blocks[s * fast + f] for f in range(fast) for s in range(slow)])
 
 
 def _turned(rows: Sequence[int], slow: int, fast: int) -> list[int]:
+    """Return the row counts of blocks in the order [fast, slow], from their counts in the order [slow, fast]."""
     return [rows[s * fast + f] for f in range(fast) for s in range(slow)]
 
 
-def _sums(rows: Sequence[int], each: int) -> list[int]:
-    return [sum(rows[at : at + each]) for at in range(0, len(rows), each)]
+def _sums(rows: Sequence[int], width: int) -> list[int]:
+    """Return the sum of each run of `width` numbers."""
+    return [sum(rows[at : at + width]) for at in range(0, len(rows), width)]
 
 
 def _hop(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
@@ -52,11 +56,14 @@ def _exchange_by_node(
 ) -> Tensor:
     near, far = group_named(inside), group_named(across)
     here, nodes = near.size, far.size
+
+    # Places in the whole group are ordered [node, local index]; `middle` is ordered [neighbour, node].
     if back:
         crossed = _hop(x.contiguous(), far, _sums(sends, here), _sums(_turned(middle, here, nodes), here))
         crossed = _reordered(crossed, _turned(middle, here, nodes), nodes, here)
-        given = _turned(receives, nodes, here)
-        return _reordered(_hop(crossed, near, _sums(middle, nodes), _sums(given, nodes)), given, here, nodes)
+        by_neighbour = _turned(receives, nodes, here)
+        arrived = _hop(crossed, near, _sums(middle, nodes), _sums(by_neighbour, nodes))
+        return _reordered(arrived, by_neighbour, here, nodes)
     first = _reordered(x, sends, nodes, here)
     passing = _hop(first, near, _sums(_turned(sends, nodes, here), nodes), _sums(middle, nodes))
     passing = _reordered(passing, middle, here, nodes)
@@ -71,11 +78,12 @@ def _(
 
 
 class _Exchange(torch.autograd.Function):
-    """The gradient of a row goes back to the rank that the row came from, by the way on which it came."""
+    """The exchange with its backward: a row's gradient returns to the sender of the row, by the hops in reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
         inside, across, sends, receives, middle, back = settings
+        # Backward is the same exchange with senders and receivers swapped.
         ctx.settings = (inside, across, receives, sends, middle, not back)
         out: Tensor = _exchange_by_node(x, *settings)
         return out
@@ -88,16 +96,18 @@ class _Exchange(torch.autograd.Function):
 def exchange_by_node(
     x: Tensor, inside: str, across: str, sends: list[int], receives: list[int], middle: list[int], back: bool
 ) -> Tensor:
-    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there. `middle`: of the
-    rows that pass through this rank, by [neighbour, node], those between this neighbour and this node's rank of one's
-    own number. `back`: the rows go from nodes to neighbours."""
+    """Send `sends[n]` rows of x to place n of the group, and receive `receives[n]` rows from there.
+
+    `middle`: the counts of the rows that pass through this rank, ordered [neighbour, node]: those between a neighbour
+    and the rank with this rank's local index on that node. `back`: the hop between nodes comes first.
+    """
     out: Tensor = _Exchange.apply(x, inside, across, sends, receives, middle, back)  # type: ignore[no-untyped-call]
     return out
 
 
 def exchange_evenly(x: Tensor, groups: ByNode) -> tuple[Tensor, Tensor]:
-    """Sends the n-th of x's equal pieces [ranks, ...] to place n of the group. Returns what arrives, by sender, and
-    what passed through this rank, [neighbour, node, ...]."""
+    """Exchange x, [ranks, ...]: send x[n] to place n of the group. Return (the entries that arrive, by sender; the
+    entries that passed through this rank, [neighbour, node, ...])."""
     here, nodes = groups.inside.size, groups.across.size
     first = x.view(nodes, here, *x.shape[1:]).transpose(0, 1).contiguous()
     passed, arrived = torch.empty_like(first), torch.empty_like(x)

@@ -1,9 +1,11 @@
-"""Slow links, emulated by delays, to measure on one machine what a slower network would do (`comm.emulate`).
+"""Slow links, emulated by delays, to measure on one machine how a slower network would perform (`comm.emulate`).
 
-A rank has a link into its node, on which its messages go one after the other, and the ranks of a node share adapters to
-other nodes. What is sent takes its bytes over the rate, from the moment at which the link is free. A collective does
-not end for a rank before that time has passed; what is computed meanwhile hides it. A message is handed to torch by a
-thread when its time has passed. Emulated links must be slower than the machine's own, whose time is not taken off.
+Each rank has a link into its node, which carries its messages one after the other. The ranks of a node share adapters
+to other nodes. A message of some bytes takes bytes / rate seconds from the moment at which the link is free.
+
+A collective does not end on a rank before this time has passed; computation in the meantime hides it. A message to one
+rank is passed to torch by a thread once its time has passed. Emulated links must be slower than the machine's real
+ones, because the time of the real transfer is not subtracted.
 """
 
 from __future__ import annotations
@@ -25,21 +27,24 @@ from meshwright.config.comm import EmulateConfig
 
 
 def hops(op: str, size: int) -> float:
-    """Returns the latencies that a call has one after the other: those of a ring."""
+    """Return the number of link latencies that a call pays in sequence. A ring of n ranks has n - 1. An all_reduce goes
+    round twice, and an all_to_all pays log2(n)/n of a ring's latencies."""
     ring = size - 1.0
     return {"all_reduce": 2 * ring, "all_to_all": ring / size * math.log2(size), "send": 1.0}.get(op, ring)
 
 
 class Adapters:
-    """What the ranks of one node share: until when its adapters to other nodes are busy, in a file that no longer has a
-    name when all have opened it."""
+    """The network adapters that the ranks of one node share. A file holds the time at which they become free.
+
+    Its name is removed once all ranks have opened it, so the file disappears with the last process.
+    """
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     @classmethod
     def opened(cls, number: int, node: int, meet: Callable[[], None]) -> Adapters:
-        """Opens the adapters of a node. `number` is the run's, `meet` returns when all ranks have called it."""
+        """Open the adapters of a node. `number` identifies the run. `meet` returns when all ranks have called it."""
         path = Path(tempfile.gettempdir()) / f"meshwright-links-{number}-{node}"
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         meet()
@@ -47,12 +52,13 @@ class Adapters:
         return cls(file)
 
     def reserve(self, now: float, seconds: float) -> float:
-        """Returns when a message is through that begins when the adapters are free, and takes so long."""
+        """Queue a message that takes `seconds`, and return the time at which it will be through the adapters."""
+        # The lock makes reading and writing the time one step for the processes of a node.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            found = os.pread(self._file, 8, 0)
-            busy = struct.unpack("d", found)[0] if len(found) == 8 else 0.0
-            until = max(now, busy) + seconds
+            content = os.pread(self._file, 8, 0)
+            busy_until = struct.unpack("d", content)[0] if len(content) == 8 else 0.0
+            until = max(now, busy_until) + seconds
             os.pwrite(self._file, struct.pack("d", until), 0)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -60,7 +66,7 @@ class Adapters:
 
 
 class Later:
-    """A message that is handed to torch when it is due."""
+    """A message that is passed to torch when it is due."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin, self._begun, self._work = begin, threading.Event(), None
@@ -94,7 +100,7 @@ class Until:
 
 
 class Arriving:
-    """A message on its way to this rank, whose link takes in one after the other."""
+    """A message on its way to this rank. The rank's link takes in one message after the other."""
 
     def __init__(self, work: Any, take: Callable[[], float]) -> None:
         self._work, self._take = work, take
@@ -115,7 +121,7 @@ class EmulatedLinks:
         threading.Thread(target=self._deliver, daemon=True, name="meshwright-links").start()
 
     def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
-        """Begins a call that sends `wire` bytes, among `ranks` or to one of them. Returns what can be waited for."""
+        """Begin a call that sends `wire` bytes, among `ranks` or to `peer`. Return an object with a `wait` method."""
         if op == "receive":
             return Arriving(launch(), lambda: self._taken(wire))
         due = self._until(op, wire, ranks, peer)
@@ -136,28 +142,30 @@ class EmulatedLinks:
         return self._free + late
 
     def _taken(self, wire: int) -> float:
-        """Returns when a message that has been sent is through this rank's own link: it could begin when it was sent,
-        unless others came in."""
+        """Return the time at which a received message is through this rank's link. Unless the link was busy with other
+        messages, it took the message in while the sender's link sent it."""
         seconds = wire / (self.config.link_gb_s * 1e9 or math.inf)
         self._free_in = max(self._free_in, time.monotonic() - seconds) + seconds
         return self._free_in
 
     def _seconds(self, op: str, wire: int, ranks: Sequence[int]) -> float:
-        """Returns the seconds of bytes that go into the node or, where a group spans nodes, over this rank's share of
-        the adapters: with all rings at work, a ring's share is that of its ranks on the node."""
+        """Return the seconds that `wire` bytes take inside the node or, if a group spans nodes, over this rank's share
+        of the adapters. All rings are assumed to be busy, so a ring's share grows with its ranks on the node."""
         c, here = self.config, self.rank // self.node_size
         link = c.link_gb_s * 1e9 or math.inf
         on_node = sum(rank // self.node_size == here for rank in ranks)
         if on_node == len(ranks) or self.adapters is None:
             return wire / link
         network = c.network_gb_s * 1e9
-        if op == "all_to_all":  # what is for each other rank leaves by itself
-            each = wire / (len(ranks) - 1)
-            outside = each * (len(ranks) - on_node)
-            return max(each * (on_node - 1) / link, outside / (network / self.node_size))
+        # An all_to_all sends to each rank separately, so only the messages to other nodes use the adapters.
+        if op == "all_to_all":
+            to_one_rank = wire / (len(ranks) - 1)
+            outside = to_one_rank * (len(ranks) - on_node)
+            return max(to_one_rank * (on_node - 1) / link, outside / (network / self.node_size))
         return wire / min(link, network * on_node / self.node_size)
 
     def _deliver(self) -> None:
+        """Pass each delayed message to torch when it is due. Runs in a thread for the life of the process."""
         while True:
             with self._changed:
                 while not self._due or self._due[0][0] > time.monotonic():

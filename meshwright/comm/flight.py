@@ -1,7 +1,7 @@
-"""The flight record: the last calls of a rank, so that a hang can name the op and who is missing.
+"""The flight record: the last calls of a rank, so that a hang report can name the op and the missing ranks.
 
-The main thread writes it and the watchdog's threads read it. There is no lock: every read is one step of the
-interpreter (a copy of a dict's values or of a deque), and nothing is read that could be half written.
+The main thread writes it and the watchdog's threads read it. There is no lock: every read is one atomic step of the
+interpreter (a copy of a dict's values or of a deque), so no reader sees a half-written record.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any
 
 @dataclass(eq=False, slots=True)
 class RecordedCall:
-    """One collective or transfer. `group` names a sequence of calls that all participants count alike: a group's
-    collectives, or one direction between two ranks. `number` is this call's place in it on this rank."""
+    """One collective or transfer.
+
+    `group` names a sequence of calls that all participants number alike: the collectives of a group, or the transfers
+    in one direction between two ranks. `number` is the position of this call in the sequence, counted on this rank.
+    """
 
     group: str
     axis: str
@@ -29,11 +32,12 @@ class RecordedCall:
     number: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    # Since when this call holds up the program: while it is being launched, and while the program waits for it.
+    # The time since which this call holds up the program: during its launch, and while the program waits for it.
     since: float | None = None
-    # On an accelerator `wait` only orders the stream; this event marks the place (`query()` says if it was reached).
+    # On an accelerator `wait` only orders the stream. This event marks the place in the stream: `query()` returns True
+    # once the device has reached it.
     event: Any = None
-    # Whether so many calls were launched after it that the record's last ones no longer hold it.
+    # True if the call was still in flight when later calls pushed it out of `FlightRecord.last`.
     early: bool = False
 
     def describe(self) -> str:
@@ -51,20 +55,20 @@ class RecordedCall:
         }  # fmt: skip
 
     def holds_up_program(self) -> bool:
-        """Whether the program, or the device behind it, can't continue before this call ends."""
+        """Return True if the program, or the device behind it, can't continue before this call ends."""
         event = self.event
         if event is None:
             return self.ended is None and self.since is not None
         try:
             reached = bool(event.query())
-        except RuntimeError:  # the device can't say (it failed, or captures a graph)
+        except RuntimeError:  # The device can't answer: it failed, or it captures a graph.
             return False
-        # An event is used again for a later call once this one is forgotten; then its answer is not about this call.
+        # The main thread may have reused the event for a later call meanwhile. Then its answer is not about this call.
         return not reached and self.event is event
 
 
 def describe_call(call: dict[str, Any]) -> str:
-    """Returns e.g. `all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
+    """Return e.g. `all_reduce number 12 over dp (reduce, 4194304 bytes)`, from a call's plain form."""
     toward = {"send": " to", "receive": " from"}.get(call["op"], " with")
     peer = "" if call["peer"] is None else f"{toward} rank {call['peer']}"
     where = "" if call["layer"] is None else f", layer {call['layer']}"
@@ -73,11 +77,12 @@ def describe_call(call: dict[str, Any]) -> str:
 
 
 class FlightRecord:
-    """The calls of a rank that a hang may be explained with, and how many calls each group has begun.
+    """The calls of a rank that may explain a hang, and the number of calls that each group has begun.
 
-    On an accelerator the host launches calls far ahead of the device, so the call that holds it up may lie hundreds of
-    calls before the last one. The record is a line of three parts, by age: a few calls that the device has passed, the
-    calls from the first that it has not reached, and the last `keep` calls. Calls in flight are in `open` besides.
+    On an accelerator the host launches calls far ahead of the device. The call that holds up the device may be hundreds
+    of calls before the last one. The record therefore has three parts, from old to new: `passed`, a few calls that the
+    device has passed; `unreached`, the calls from the first one that it has not reached; and `last`, the last `keep`
+    calls. Calls in flight are also in `open`.
     """
 
     def __init__(self, keep: int = 64, unreached: int = 4096, passed: int = 8) -> None:
@@ -90,7 +95,7 @@ class FlightRecord:
         self.spare_events: list[Any] = []
 
     def begin(self, call: RecordedCall) -> RecordedCall:
-        """Numbers a call and notes it as under way."""
+        """Number a call and record it as in flight."""
         call.number = self.numbers[call.group] = self.numbers.get(call.group, 0) + 1
         call.since = call.started
         if len(self.last) == self.last.maxlen:
@@ -100,14 +105,14 @@ class FlightRecord:
         return call
 
     def _make_room(self) -> None:
-        """Takes the oldest call out of `last`. One whose event the device has not reached is kept, and so is what comes
-        after it; where there are too many, the oldest stay: one of them is the cause of a hang."""
+        """Move the oldest call out of `last`. If the device has not reached its event, it goes to `unreached`, and so
+        do all calls after it. A full `unreached` keeps its oldest calls, because one of them is the cause of a hang."""
         oldest = self.last.popleft()
         oldest.early = id(oldest) in self.open
         while self.unreached and not self.unreached[0].holds_up_program():
             self._pass(self.unreached.popleft())
         if oldest.early:
-            return  # `open` has it, and `end` sees where it belongs
+            return  # It is still in `open`, and `end` will decide about it.
         if not self.unreached and not oldest.holds_up_program():
             self._pass(oldest)
         else:
@@ -124,22 +129,22 @@ class FlightRecord:
         self.passed.append(call)
 
     def _give_back_event(self, call: RecordedCall) -> None:
-        """Lets a later call use the event: making a new one for every call would cost the host more."""
+        """Let a later call reuse the event, which costs the host less than a new event per call."""
         event, call.event = call.event, None
         if event is not None:
             self.spare_events.append(event)
 
     def end(self, call: RecordedCall) -> float:
-        """Marks a call as done and returns the seconds for which it was in flight."""
+        """Mark a call as done and return the seconds for which it was in flight."""
         del self.open[id(call)]
         call.ended = time.monotonic()
         if call.early and call.event is not None:
-            # It was launched more than `keep` calls ago and is waited for only now.
+            # It was launched more than `keep` calls ago, but the program waits for it only now.
             self._keep(call)
         return call.ended - call.started
 
     def holding(self, longer_than: float = 0.0) -> RecordedCall | None:
-        """Returns the call that has held up the program longest, if for at least `longer_than` seconds."""
+        """Return the call that has held up the program longest, or None if none did for `longer_than` seconds."""
         limit = time.monotonic() - longer_than
         marked = [call for call in (*list(self.unreached), *list(self.last)) if call.event is not None]
         calls = list(self.open.values()) + marked
@@ -147,8 +152,11 @@ class FlightRecord:
         return next((calls[i] for _, i in sorted(old) if calls[i].holds_up_program()), None)
 
     def begun(self, held: RecordedCall | None) -> dict[str, int]:
-        """Returns how many calls of each group have begun where `held` holds up this rank. The host of an accelerator
-        launches calls ahead: those that it launched after the stream began to wait have not begun there."""
+        """Return the number of calls that each group has begun at the point where `held` holds up this rank.
+
+        The host of an accelerator launches calls ahead. Those that it launched after the stream began to wait have not
+        begun on the device, so they are not counted.
+        """
         numbers = dict(self.numbers)
         if held is None or (since := held.since) is None:
             return numbers
@@ -159,6 +167,6 @@ class FlightRecord:
         return numbers
 
     def around(self, group: str, number: int, reach: int = 4) -> list[RecordedCall]:
-        """Returns the calls of a group that are recorded, from `reach` before `number` to as many after it."""
+        """Return the recorded calls of a group whose numbers are at most `reach` away from `number`."""
         known = (*list(self.passed), *list(self.unreached), *list(self.last))
         return [call for call in known if call.group == group and abs(call.number - number) <= reach]

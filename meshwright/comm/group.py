@@ -1,7 +1,7 @@
-"""The one door: every collective and every send of the project is a method of `Group`.
+"""The single entry point to communication: every collective and every send of the project is a method of `Group`.
 
 A group is one axis (or product of axes) of the layout as this rank sees it. It counts each call in the ledger and
-notes it in the flight record. A group of one rank does nothing and records nothing. Underneath is torch.distributed.
+records it in the flight record, then calls torch.distributed. A group of one rank does nothing and records nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.device import WITHOUT_STREAMS
 from meshwright.spec.traffic.ledger import CallTotals, Ledger, wire_bytes
 
-# Registered operators may only take plain arguments, so they find their group by its name here. It is the only
+# Registered operators may only take plain arguments, so they look up their group by its name here. It is the only
 # process-wide table of groups, and nothing else reads it.
 _BY_NAME: WeakValueDictionary[str, Group] = WeakValueDictionary()
 _NUMBERS = itertools.count()
-SHIFT, EXCHANGE = "shift", "exchange"  # calls of several transfers, by their names in the flight record
-_COUNTED_AS = {SHIFT: "send", EXCHANGE: "send"}  # in the ledger
+# The flight record's names of calls that consist of several transfers.
+SHIFT, EXCHANGE = "shift", "exchange"
+# The op as which the ledger counts them.
+_COUNTED_AS = {SHIFT: "send", EXCHANGE: "send"}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # torch 2.13 renames these two; torch 2.11 knows only the old names.
@@ -42,13 +44,17 @@ def group_named(name: str) -> Group:
 
 
 class CommError(RuntimeError):
-    """A collective or transfer that torch gave up; the message is one sentence that names it. `lost`: it failed since
-    another rank, or the way to it, is gone. Else torch refused the call, which is a mistake in the program."""
+    """A collective or transfer that torch gave up. The message is one sentence that names it.
+
+    `lost`: it failed because another rank, or the connection to it, is gone. Otherwise torch refused the call, which is
+    a mistake in the program.
+    """
 
     def __init__(self, text: str, lost: bool = True) -> None:
         super().__init__(text)
         self.lost = lost
 
+    # An exception is pickled with its text alone by default, which would lose the flag.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.lost)
 
@@ -61,7 +67,7 @@ _GONE = (
 
 
 class Pending:
-    """A call that is under way. `wait` waits for it (on an accelerator, it makes the stream wait and not the host)."""
+    """A call in flight. `wait` waits for its end; on an accelerator it makes the current stream wait, not the host."""
 
     __slots__ = ("_call", "_device", "_group", "_tally", "_work")
 
@@ -95,7 +101,7 @@ DONE = _Done()
 
 @dataclass(eq=False)
 class Group:
-    """One group of ranks. `index` is this rank's place in it; peers are named by their place too."""
+    """One group of ranks. `index` is the place of this rank in it. The methods also name peers by their places."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -104,7 +110,7 @@ class Group:
     ledger: Ledger
     flight: FlightRecord
     crosses_node: bool = False
-    links: EmulatedLinks | None = None  # where slow links are emulated
+    links: EmulatedLinks | None = None  # Set if slow links are emulated.
 
     def __post_init__(self) -> None:
         self.index = self.ranks.index(self.rank) if self.rank in self.ranks else -1
@@ -112,7 +118,7 @@ class Group:
         self.alone = self.size <= 1
         self.name = f"{self.axis}/{next(_NUMBERS)}"
         self.label = f"{self.axis}:{self.ranks[0]}" if self.ranks else self.axis
-        self._entries: Any = None  # of the ledger, to which `_totals` belong
+        self._entries: Any = None  # The ledger's entries that `_totals` caches.
         self._totals: dict[tuple[str, str, int | None], CallTotals] = {}
         self._directions: dict[tuple[str, int], tuple[str, tuple[int, int]]] = {}
         _BY_NAME[self.name] = self
@@ -121,11 +127,13 @@ class Group:
         self, op: str, whole: Sequence[Tensor], launch: Callable[[bool], Any], wait: bool = False,
         peer: int | None = None, wire: int | None = None,
     ) -> Pending:  # fmt: skip
-        """Counts, notes and launches a call whose payload is `whole`. With a `peer` (its rank) it is one end of a
-        transfer: the flight record counts those by direction, so that both ends give a message the same number.
-        `launch(asynchronous)` makes it; only a call that is waited for at once, `wait`, is not asynchronous: torch then
-        uses the stream that computes, without one of its own and without the two events between them.
-        `wire`: the bytes that this rank sends, where the ledger can't derive them from the payload."""
+        """Count, record and launch a call whose payload is `whole`. `launch(asynchronous)` makes the call in torch.
+
+        `peer`: the other rank, if the call is one end of a transfer. The flight record numbers transfers by direction,
+        so that both ends give a message the same number. `wait`: the program waits at once, so the call is synchronous.
+        torch then uses the compute stream, without a separate stream and the two events between them. `wire`: the bytes
+        that this rank sends, if the ledger can't derive them from the payload.
+        """
         payload, counted = sum(x.nbytes for x in whole), _COUNTED_AS.get(op, op)
         tally = None if op == "receive" else self._count(counted, payload, wire)
         label, ranks = (self.label, self.ranks) if peer is None else self._direction(op, peer)
@@ -136,7 +144,7 @@ class Group:
         at_once = wait and links is None
         begun = self._begin_wait() if at_once else None
         try:
-            if links is None or op == EXCHANGE:  # which delays its two ends one by one
+            if links is None or op == EXCHANGE:  # An exchange delays its two ends itself.
                 work = launch(not at_once)
             else:
                 sent = wire_bytes("send" if peer is not None else counted, payload, self.size) if wire is None else wire
@@ -146,6 +154,7 @@ class Group:
         if at_once:
             self._end(call, call.started, tally, whole[0].device, begun)
             return DONE
+        # The launch is over. From here on the call only holds up the program while it waits for the call.
         call.since = None
         pending = Pending(self, call, work, tally, whole[0].device)
         if wait:
@@ -153,8 +162,8 @@ class Group:
         return pending
 
     def _count(self, op: str, payload: int, wire: int | None) -> CallTotals:
-        """Counts a call in the ledger. The totals of each phase, op and layer are looked up once between two of its
-        `clear`s: making the ledger's key takes longer than all the rest."""
+        """Count a call in the ledger. The totals of each phase, op and layer are looked up once until the next `clear`
+        of the ledger, because building the ledger's key takes longer than everything else here."""
         ledger = self.ledger
         if ledger.entries is not self._entries:
             self._entries, self._totals = ledger.entries, {}
@@ -166,22 +175,23 @@ class Group:
         return totals
 
     def _direction(self, op: str, peer: int) -> tuple[str, tuple[int, int]]:
-        """Returns the flight record's name of the messages to or from a rank, and both ranks, the sender first."""
-        found = self._directions.get((op, peer))
-        if found is None:
+        """Return the flight record's name for the messages to or from a rank, and both ranks, the sender first."""
+        direction = self._directions.get((op, peer))
+        if direction is None:
             ranks = (self.rank, peer) if op == "send" else (peer, self.rank)
-            found = self._directions[op, peer] = f"{self.label} {ranks[0]}>{ranks[1]}", ranks
-        return found
+            direction = self._directions[op, peer] = f"{self.label} {ranks[0]}>{ranks[1]}", ranks
+        return direction
 
     def _begin_wait(self) -> Any:
-        """Marks where the device's stream begins to wait for a call, in steps in which that is timed."""
+        """Mark where the device's stream begins to wait for a call, in steps that time these waits."""
         waits = self.ledger.stream_waits
         return None if waits is None else waits.begin_wait()
 
     def _end(
         self, call: RecordedCall, begin: float, tally: CallTotals | None, device: torch.device, begun: Any
     ) -> None:
-        """Notes that a call is done, or that the stream waits for it, since `begin`; `begun` is of `_begin_wait`."""
+        """Record that a call is done or, on an accelerator, that the stream waits for it. `begin`: the time when the
+        host began to wait. `begun`: the result of `_begin_wait`."""
         flight, ledger = self.flight, self.ledger
         if begun is not None and ledger.stream_waits is not None:
             ledger.stream_waits.end_wait(self.axis, begun)
@@ -197,9 +207,9 @@ class Group:
             tally.seconds += seconds
 
     def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
-        """Returns the error for a call that torch gave up, and ends its record: the watchdog need not wait for it."""
+        """Return the error for a call that torch gave up, and end its record so that the watchdog ignores it."""
         self.flight.end(call)
-        # The reason alone, without the position in torch's source before it and the advice after it.
+        # Keep only the reason: remove the position in torch's source before it and the advice after it.
         text = re.sub(r"^\[\S*\]\s*", "", str(error).strip()) or type(error).__name__
         reason = text.splitlines()[0].split(". ")[0][:200]
         gone = any(word in reason.lower() for word in _GONE)
@@ -208,37 +218,38 @@ class Group:
         return CommError(f"{call.describe()} {where}: {guess} ({reason})", lost=gone)
 
     def all_reduce(self, x: Tensor, op: str = "sum", wait: bool = True) -> Pending:
-        """Reduces `x` in place."""
+        """Reduce `x` in place."""
         if self.alone:
             return DONE
         launch = lambda later: dist.all_reduce(x, _OPS[op], self.process_group, async_op=later)  # noqa: E731
         return self._call("all_reduce", (x,), launch, wait)
 
     def agreed(self, value: float, device: torch.device) -> float:
-        """Returns the largest of the ranks' numbers on every rank. For `float(condition)` it tells whether the
-        condition holds on any rank, so that all ranks decide alike."""
+        """Return the largest of the ranks' numbers on every rank. With `float(condition)` it is 1.0 if the condition
+        holds on any rank, so that all ranks decide alike."""
         number = torch.tensor([value], dtype=torch.float64, device=device)
         self.all_reduce(number, "max")
         return float(number.item())
 
     def told(self, text: str, device: torch.device) -> str:
-        """Returns the first rank's text on every rank; what the others give is not read."""
+        """Return the first rank's text on every rank. The other ranks' `text` is ignored."""
         own = list(text.encode()) if self.index == 0 else []
         size = int(self.agreed(float(len(own)), device))
         letters = torch.tensor(own or [0] * size, dtype=torch.int32, device=device)
         if size:
+            # All other ranks add zeros, so the sum is the first rank's text.
             self.all_reduce(letters)
         return bytes(letters.tolist()).decode()
 
     def unlike_first(self, number: int, device: torch.device) -> list[int]:
-        """Returns which ranks, by their index here, have another number than the first one."""
+        """Return the places of the ranks whose number differs from the first rank's."""
         everyone = torch.empty(self.size, dtype=torch.int64, device=device)
         self.all_gather(everyone, torch.tensor([number], device=device))
         first, *others = everyone.tolist()
-        return [index for index, found in enumerate(others, 1) if found != first]
+        return [index for index, other in enumerate(others, 1) if other != first]
 
     def all_gather(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        """Fills `out` with the pieces `x` of all ranks along dim 0."""
+        """Fill `out` with the shards `x` of all ranks, concatenated along dim 0."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -246,7 +257,7 @@ class Group:
         return self._call("all_gather", (out,), launch, wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, wait: bool = True) -> Pending:
-        """Fills `out` with this rank's piece, along dim 0, of the sum of all `x`."""
+        """Fill `out` with this rank's shard, along dim 0, of the sum of all ranks' `x`."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -257,8 +268,9 @@ class Group:
         self, out: Tensor, x: Tensor, wait: bool = True, sends: list[int] | None = None,
         receives: list[int] | None = None,
     ) -> Pending:  # fmt: skip
-        """Sends the n-th piece of `x` along dim 0 to place n, and fills `out` with the pieces that arrive, ordered by
-        sender. The pieces are equal unless `sends` and `receives` give their rows. Call it even without rows."""
+        """Send the n-th chunk of `x` along dim 0 to place n, and fill `out` with the chunks that arrive, ordered by
+        sender. The chunks have equal size unless `sends` and `receives` give their rows. Every rank must call this,
+        even without rows."""
         if self.alone:
             out.copy_(x)
             return DONE
@@ -268,7 +280,7 @@ class Group:
         return self._call("all_to_all", (x,), launch, wait, wire=wire)
 
     def broadcast(self, x: Tensor, source: int = 0, wait: bool = True) -> Pending:
-        """Fills `x` from the rank at place `source`. The ledger counts it on every rank that takes part."""
+        """Fill `x` from the rank at place `source`. The ledger counts the call on every rank of the group."""
         if self.alone:
             return DONE
         launch = lambda later: dist.broadcast(x, self.ranks[source], self.process_group, async_op=later)  # noqa: E731
@@ -280,24 +292,26 @@ class Group:
         return self._call("send", (x,), lambda later: dist.isend(x, peer, self.process_group), peer=peer)
 
     def receive(self, x: Tensor, source: int) -> Pending:
-        """Receives into `x`. Only the sender's ledger counts the transfer."""
+        """Receive into `x`. Only the sender's ledger counts the transfer."""
         peer = self.ranks[source]
         return self._call("receive", (x,), lambda later: dist.irecv(x, peer, self.process_group), peer=peer)
 
     def shift(self, x: Tensor, by: int, out: Tensor | None = None) -> Shift:
-        """Begins to send `x` to the rank `by` places on, round the group, and to receive as much from the one as far
-        back, into `out` if that is given."""
+        """Begin to send `x` to the rank `by` places ahead, cyclically, and to receive as much from the rank `by` places
+        behind. `out`: the tensor to receive into; None allocates one."""
         out = torch.empty_like(x) if out is None else out
         return Shift(self.shifts([(x, by, out)]), x, out)
 
     def shifts(self, moves: Sequence[tuple[Tensor, int, Tensor]]) -> Pending:
-        """Begins several shifts of equal size, each of them (what is sent, places on, where as much arrives), as one
-        call, so that no order of the ranks can lock and the host launches once."""
+        """Begin several shifts of equal size as one call. Each is (tensor to send, places ahead, tensor to receive).
+
+        As one batch they can't deadlock, whatever the order of the ranks, and the host launches once.
+        """
         group, ranks, at, size = self.process_group, self.ranks, self.index, self.size
         first = moves[0][0]
 
         def launch(later: bool) -> _All:
-            if first.is_meta:  # a dry run has nothing to send
+            if first.is_meta:  # A dry run has no data to send.
                 return _All([], moves)
             ops = []
             for x, by, out in moves:
@@ -305,16 +319,17 @@ class Group:
                         dist.P2POp(dist.irecv, out, ranks[(at - by) % size], group)]  # fmt: skip
             return _All(dist.batch_isend_irecv(ops), moves)
 
-        # A call of all, of which none may be missing.
+        # Recorded without a peer: like a collective, it needs every rank of the group.
         return self._call(SHIFT, [x for x, *_ in moves], launch)
 
     def exchange(self, sent: Tensor, to: int, found: Tensor, source: int) -> Pending:
-        """Begins to send `sent` to place `to` and to receive `found` from place `source`, as one call. Every rank of
-        the group must make it, also one that has nothing to send or to receive: an empty tensor stays here.
+        """Begin to send `sent` to place `to` and to receive `found` from place `source`, as one call. Every rank of the
+        group must call this, even with nothing to send or to receive: empty tensors are not transferred.
 
-        NCCL's own sends meet their receives: it makes a communicator for each pair at its first transfer, and waits
-        there for the other rank. In a ring whose ranks all send first, nobody ever comes to receive. One batch has no
-        order inside, and goes over the communicator of the whole group."""
+        Separate NCCL sends and receives would deadlock. NCCL creates a communicator for each pair at its first transfer
+        and waits there for the other rank, so in a ring whose ranks all send first, no rank reaches its receive. A
+        batch has no order inside, and uses the communicator of the whole group.
+        """
         group, links = self.process_group, self.links
         ends: list[tuple[str, Any, Tensor, int]] = []
         if sent.numel():
@@ -323,22 +338,23 @@ class Group:
             ends.append(("receive", dist.irecv, found, self.ranks[source]))
 
         def launch(later: bool) -> _All:
-            if not ends or sent.is_meta:  # a dry run has nothing to send
+            if not ends or sent.is_meta:  # A dry run has no data to send.
                 return _All([], ends)
             return _All(dist.batch_isend_irecv([dist.P2POp(op, x, peer, group) for _, op, x, peer in ends]), ends)
 
         def launch_delayed(later: bool) -> _All:
-            """Emulated links delay each end by itself. Only Gloo is emulated, whose sends wait for nobody."""
+            """Launch each end separately through the emulated links. Only Gloo is emulated, and its sends do not wait
+            for the receiver."""
             assert links is not None
-            begun = [links.begin(name, x.nbytes, self.ranks, peer, partial(op, x, peer, group))
+            works = [links.begin(name, x.nbytes, self.ranks, peer, partial(op, x, peer, group))
                      for name, op, x, peer in ends]  # fmt: skip
-            return _All(begun, ends)
+            return _All(works, ends)
 
         return self._call(EXCHANGE, (sent,), launch if links is None else launch_delayed)
 
 
 class _All:
-    """Several calls of torch's as one. What is sent is kept as long."""
+    """Several torch calls as one. It also keeps the tensors being sent alive."""
 
     def __init__(self, works: list[Any], moves: Any) -> None:
         self.works, self.moves = works, moves
@@ -349,18 +365,19 @@ class _All:
 
 
 class Shift(NamedTuple):
-    """A shift under way: what is sent, which must not change before it has arrived, and what is received."""
+    """A shift in flight. `sent` must not change before it has arrived."""
 
     pending: Pending
     sent: Tensor
     received: Tensor
 
     def arrived(self) -> Tensor:
+        """Wait for the shift and return the received tensor."""
         self.pending.wait()
         return self.received
 
 
 def list_ranks(ranks: Sequence[int], most: int = 16) -> str:
-    """Returns e.g. `[0, 1, 5]`, shortened where there are many ranks."""
+    """Return e.g. `[0, 1, 5]`, shortened if there are more than `most` ranks."""
     shown = ", ".join(map(str, ranks[:most]))
     return f"[{shown}]" if len(ranks) <= most else f"[{shown} and {len(ranks) - most} more]"

@@ -1,8 +1,8 @@
-"""Explains a hang: one sentence that names the missing ranks, from the states that the ranks published.
+"""Explain a hang in one sentence that names the missing ranks, from the states that the ranks published.
 
-These are pure functions. A *state* is what `Watchdog` publishes for a rank (plain JSON), and `ask(rank)` returns it, or
-None where the rank does not answer. Only the ranks that matter are asked: those of the stuck call, then those of the
-calls in which the missing ones wait themselves, and so on until somebody waits for nobody.
+These are pure functions. A *state* is the plain JSON that `Watchdog` publishes for a rank. `ask(rank)` returns it, or
+None if the rank does not answer. Only relevant ranks are asked: first those of the stuck call, then those of the calls
+in which the missing ranks wait themselves, and so on along the chain until it ends at a rank that waits for no other.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ State = dict[str, Any]
 Ask = Callable[[int], State | None]
 Key = tuple[str, int]
 
-MAX_FOLLOWED = 8  # calls, including the first
-OF_ANY_SIZE = ("all_to_all", "exchange")  # Ranks may send different sizes in these.
-OTHER_END = {"send": "receive", "receive": "send"}  # of a transfer, by this end's op
+# The greatest number of calls that the explanation follows, including the first.
+MAX_FOLLOWED = 8
+# The ops in which ranks may send different sizes.
+OF_ANY_SIZE = ("all_to_all", "exchange")
+# The op at the other end of a transfer, by the op at this end.
+OTHER_END = {"send": "receive", "receive": "send"}
 
 
 def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
-    """Returns the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
+    """Return the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
     parts = [f"{describe_call(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
+
+    # Follow the chain breadth first: a missing rank may itself wait in another call, whose missing ranks come next.
     queue, waits_for = [call], {_key(call): set[Key]()}
     while queue:
-        here = queue.pop(0)
-        states = {r: ask(r) for r in here["ranks"]}
-        missing = {r: state for r, state in states.items() if not _arrived(state, here)}
-        prefix = "" if here is call else f"for {describe_call(here)} "
+        current = queue.pop(0)
+        states = {r: ask(r) for r in current["ranks"]}
+        missing = {r: state for r, state in states.items() if not _arrived(state, current)}
+        prefix = "" if current is call else f"for {describe_call(current)} "
         if not missing:
-            parts.append(prefix + _nobody_missing(here, states))
-        parts += [prefix + clause for clause in _clauses(here, missing)]
+            parts.append(prefix + _nobody_missing(current, states))
+        parts += [prefix + clause for clause in _clauses(current, missing)]
         for held in (state["holding"] for state in missing.values() if state and state.get("holding")):
-            waits_for[_key(here)].add(_key(held))
+            waits_for[_key(current)].add(_key(held))
             if _key(held) not in waits_for and len(waits_for) < MAX_FOLLOWED:
                 waits_for[_key(held)] = set()
                 queue.append(held)
@@ -46,11 +51,12 @@ def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
 
 
 def _has_circle(waits_for: dict[Key, set[Key]], at: Key, path: tuple[Key, ...]) -> bool:
+    """Return True if a call that is reached from `at` waits for itself."""
     return at in path or any(_has_circle(waits_for, to, (*path, at)) for to in waits_for.get(at, ()))
 
 
 def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str]:
-    """Says which ranks did not arrive and where they are instead; ranks at the same place share a clause."""
+    """Return clauses about the ranks that did not arrive and where they are instead, one clause per place."""
     by_place: dict[str, list[int]] = {}
     for rank, state in missing.items():
         by_place.setdefault(_place(state), []).append(rank)
@@ -75,6 +81,7 @@ def _place(state: State | None) -> str:
 
 
 def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> str:
+    """Return a clause about a call at which all ranks arrived: a mismatch between their calls, or a stuck network."""
     for rank, state in states.items():
         other = _recorded(state, call)
         if other and not _fits(call, other, is_peer=rank == call["peer"]):
@@ -93,9 +100,9 @@ def _arrived(state: State | None, call: dict[str, Any]) -> bool:
 
 
 def _recorded(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns a rank's own record of a call, if it has published it."""
-    known = [] if state is None else [*state.get("around", []), *state.get("last", [])]
-    return next((each for each in known if _key(each) == _key(call)), None)
+    """Return the record that a rank has published of a call, or None if it has published none."""
+    published = [] if state is None else [*state.get("around", []), *state.get("last", [])]
+    return next((record for record in published if _key(record) == _key(call)), None)
 
 
 def _waits_in(state: State | None, call: dict[str, Any]) -> bool:

@@ -1,8 +1,9 @@
-"""Detect a lost rank from the error state of process groups, and name it by who does not answer in the store.
+"""Detect a lost rank from the error state of process groups, and identify it as the one that does not answer.
 
-NCCL learns of a dead peer in a thread of its own, while the program may wait on the device for ever. torch would then
-end the process by SIGABRT, a minute later and without a name. That is switched off (`leave_errors_to_us`). Instead the
-watchdog polls the error state of all groups, asks every rank whether it is there, and ends the run with one sentence.
+A separate NCCL thread notices a dead peer, while the program may wait on the device for ever. torch would then end the
+process by SIGABRT, a minute later and without naming the rank. `leave_errors_to_us` switches that off. Instead the
+watchdog polls the error state of all groups, asks every rank through the store whether it is alive, and ends the run
+with one sentence.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ from torch.distributed import Store
 from meshwright.comm.group import Group, list_ranks
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-TORCHRUN_DEFAULT = "1"  # what torch's elastic agent sets where the user has set nothing
+TORCHRUN_DEFAULT = "1"  # The value that torch's elastic agent sets if the user has set none.
 ASK_PAUSE_S = 0.05
 
 
 def leave_errors_to_us(env: MutableMapping[str, str]) -> None:
-    """Switches off torch's own teardown after an NCCL error, unless the user has chosen another one. It must be set
-    before the first process group is made."""
+    """Disable torch's teardown after an NCCL error, unless the user has chosen a mode. Call this before the first
+    process group is made."""
+    # Under torchrun, the default looks like the same value set by the user, so it counts as the default.
     by_torchrun = "TORCHELASTIC_RUN_ID" in env and env.get(ERROR_HANDLING) == TORCHRUN_DEFAULT
     if ERROR_HANDLING not in env or by_torchrun:
         env[ERROR_HANDLING] = "0"
 
 
 class ErrorPoll:
-    """Asks the process groups of a mesh for their error state. Back ends that have none, such as Gloo, are asked once
-    and then left out: their calls raise by themselves."""
+    """A poll of the error states of a mesh's process groups.
+
+    Back ends without an error state, such as Gloo, are asked once and then skipped: their calls raise by themselves.
+    """
 
     def __init__(self, groups: Callable[[], Iterable[Group]]) -> None:
         self._groups = groups
-        self._without: set[int] = set()  # ids of process groups that can't tell
+        self._without: set[int] = set()  # The ids of process groups that have no error state.
 
     def look(self) -> str | None:
-        """Returns a sentence about the first group that has failed, or None."""
+        """Return a sentence about the first group that has failed, or None if none has."""
         for group in self._groups():
             process_group = group.process_group
             if process_group is None or id(process_group) in self._without:
@@ -56,16 +60,16 @@ class ErrorPoll:
 
 
 def _backends(process_group: Any) -> list[Any]:
-    """Returns the back ends of a process group, one for each kind of device that it serves."""
-    found: list[Any] = []
+    """Return the back ends of a process group, one for each kind of device that it serves."""
+    backends: list[Any] = []
     for device in getattr(process_group, "_device_types", None) or [torch.device("cpu")]:
         with contextlib.suppress(RuntimeError, AttributeError):
-            found.append(process_group._get_backend(device))
-    return found
+            backends.append(process_group._get_backend(device))
+    return backends
 
 
 def _error_of(backend: Any) -> str | None:
-    """Returns the name of a back end's error state (`SUCCESS` if all is well), or None if it does not tell."""
+    """Return the name of a back end's error state (`SUCCESS` if all is well), or None if it has no such state."""
     ask = getattr(backend, "get_error", None)
     if ask is None:
         return None
@@ -76,14 +80,16 @@ def _error_of(backend: Any) -> str | None:
 
 
 def say_present(store: Store, rank: int, left: str | None = None) -> None:
-    """Tell `who_is_lost` that a rank answers or, with `left`, why it has left the run. These few bytes are separate
-    from the rank's state, so that thousands of ranks are asked in one request."""
+    """Record in the store that a rank answers or, with `left`, why it has left the run. `who_is_lost` reads it.
+
+    These few bytes are separate from the rank's state, so that one request can ask thousands of ranks.
+    """
     store.set(_present(rank), json.dumps(left))
 
 
 def who_is_lost(store: Store, world: int, deadline: float) -> str:
-    """Wait until every rank answers in the store, up to `deadline` (of the monotonic clock), and return a clause that
-    names those that do not, or that have left the run."""
+    """Wait until every rank answers in the store, up to `deadline` (of the monotonic clock). Return a clause that names
+    the ranks that do not answer, or that have left the run."""
     ranks = list(range(world))
     while not store.check([_present(rank) for rank in ranks]) and time.monotonic() < deadline:
         time.sleep(ASK_PAUSE_S)
@@ -101,8 +107,8 @@ def _present(rank: int) -> str:
 
 
 def _silent(store: Store, ranks: list[int]) -> list[int]:
-    """Return the ranks that have not answered. The store only says whether all of some keys are there; halving the list
-    finds a few among thousands with a few dozen requests."""
+    """Return the ranks that have not answered. The store only reports whether all of the given keys exist, so a binary
+    search finds a few ranks among thousands with a few dozen requests."""
     if store.check([_present(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

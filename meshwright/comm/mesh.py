@@ -1,4 +1,4 @@
-"""Process groups made from a layout: the thin object between the pure value and torch.distributed."""
+"""The process groups of a layout: a thin layer between the layout, a pure value, and torch.distributed."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ from meshwright.spec.traffic.communicators import (
 )
 from meshwright.spec.traffic.ledger import Ledger
 
-COMPILING_S = 1800.0  # a rank that compiles is waited for at most so much longer than for others
+# The additional seconds that ranks wait at most for a rank that compiles.
+COMPILING_S = 1800.0
 
 
 def torch_limit(timeout: float) -> timedelta:
-    """Returns torch's own time limit for meeting, longer than the watchdog's `timeout`: the watchdog reports first."""
+    """Return torch's time limit for the rendezvous. It exceeds the watchdog's `timeout`, so the watchdog reports
+    first."""
     return timedelta(seconds=2 * timeout + 30)
 
 
 def call_limit(timeout: float) -> timedelta:
-    """Returns torch's own time limit for calls: it must not end those that the watchdog lets wait."""
+    """Return torch's time limit for calls. It must not end calls that the watchdog still allows to wait."""
     return torch_limit(timeout) + timedelta(seconds=COMPILING_S)
 
 
 def nccl_options(group: str, new: Callable[[], Any]) -> Any:
-    """Returns the options of a group's communicators on NCCL; `new` makes those that it has by default."""
+    """Return the NCCL options of a group's communicators. `new` creates the default options."""
     options = new()
     options.is_high_priority_stream = is_urgent(group)
     if group in MOST_BLOCKS:
@@ -52,23 +54,23 @@ def nccl_options(group: str, new: Callable[[], Any]) -> Any:
 
 
 class Mesh:
-    """The groups that hold this rank, by the layout's names. Groups of one have no process group.
+    """The groups that contain this rank, by the layout's names. Groups of one rank have no process group.
 
-    `samples` are the ranks that read different samples, `tokens` those that hold different tokens of the same
-    sequences; `alone` is this rank by itself, for what is not divided.
+    `samples` are the ranks that read different samples. `tokens` are the ranks that hold different tokens of the same
+    sequences. `alone` is a group of this rank only, for work that is not divided.
     """
 
     def __init__(
         self, layout: Layout, rank: int, made_elsewhere: Mapping[str, Any] | None = None, timeout: float | None = None,
         emulate: EmulateConfig | None = None,
     ) -> None:  # fmt: skip
-        """Every rank must call this together. `made_elsewhere`: process groups by axis to use instead of new ones.
-        `timeout`: seconds until the watchdog reports a call; torch's own limit stands behind it."""
+        """Create the groups. All ranks must call this together. `made_elsewhere`: existing process groups by axis, used
+        instead of new ones. `timeout`: the seconds until the watchdog reports a call; torch's time limit is longer."""
         self.layout, self.rank = layout, rank
         self.ledger, self.flight = Ledger(), FlightRecord()
         self._limit = call_limit(timeout) if timeout else None
         given = made_elsewhere or {}
-        # The group of the pipeline's gradients has the ranks of `pp` and no axis of its own.
+        # The group of the pipeline's gradients has the ranks of `pp`, and no separate axis.
         self._given = {name if name == PP_BACK else layout.without_ones(name): group for name, group in given.items()}
         if unused := self._given.keys() - {*layout.step_groups(), PP_BACK}:
             known = ", ".join(layout.step_groups())
@@ -80,7 +82,7 @@ class Mesh:
         self.tp, self.pp, self.world = self.group("tp"), self.group(PP), self.group(WORLD)
         self.pp_back = self._make_back()
         self.samples, self.tokens = self.group("dp"), self.group("cp")
-        # The ranks that train together: one replica's, where there are several.
+        # The ranks that train together: the ranks of this replica, or all ranks if there is one replica.
         self.inner = self.group(INNER) if layout.replicas > 1 else self.world
         self.alone = Group("alone", (rank,), rank, None, self.ledger, self.flight)
         self.coordinate = layout.coordinate(rank)
@@ -89,13 +91,14 @@ class Mesh:
             self._emulate(emulate)
 
     def use_flight(self, flight: FlightRecord) -> None:
-        """Notes all calls from here on in another record: that of a mesh that is watched, of the same ranks."""
+        """Record all further calls in `flight`, the record of another mesh of these ranks that a watchdog watches."""
         self.flight = flight
         for group in self.groups.values():
             group.flight = flight
 
     def group(self, axes: str) -> Group:
-        """Returns the group over `axes` that holds this rank, made on first use, which its members must do together."""
+        """Return the group over `axes` that contains this rank. Its first use creates it, on all its members
+        together."""
         name = self.layout.without_ones(axes)
         if name not in self.groups:
             self.groups[name] = self._make(name)
@@ -104,7 +107,8 @@ class Mesh:
     def _make(self, name: str) -> Group:
         ranks = self.layout.group(name, self.rank)
         if not ranks and self.layout.size(name) > 1 and name not in self._given:
-            # torch names a group after the number of groups its maker has made before, so every rank makes as many.
+            # torch names a group after the number of groups that the process has made before. A rank outside of the
+            # group makes a dummy one, so that all ranks keep the same count.
             self._new(name, [self.rank])
         process_group = self._given.get(name)
         twin = shared_by_world(self.layout) if name == WORLD else None
@@ -115,20 +119,23 @@ class Mesh:
         return self._group(name, ranks, process_group)
 
     def _make_back(self) -> Group:
-        """Makes the group of the pipeline's gradients. Its calls are counted under `pp`, as activations are."""
+        """Make the group of the pipeline's gradients. The ledger counts its calls under `pp`, like those of the
+        activations."""
         if self.pp.alone:
             return self.pp
         process_group = self._given.get(PP_BACK) or self._new(PP_BACK, self.pp.ranks)
         back = self._group(PP, self.pp.ranks, process_group)
-        back.label = f"{PP_BACK}:{back.ranks[0]}"  # the two are two sequences of calls to the flight record
+        # The two groups are separate sequences of calls to the flight record, so they need separate labels.
+        back.label = f"{PP_BACK}:{back.ranks[0]}"
         self.groups[PP_BACK] = back
         return back
 
     def _new(self, name: str, ranks: Sequence[int]) -> Any:
-        """Makes a process group, of which its back end makes the communicators when it is first used."""
+        """Make a process group. Its back end creates the communicators when the group is first used."""
         options = nccl_options(name, dist.ProcessGroupNCCL.Options) if dist.get_backend() == "nccl" else None
         if options is not None and self._limit is not None:
-            options._timeout = self._limit  # torch takes it from here, and warns on every rank where the two differ
+            # torch takes the time limit from the options, and warns on every rank if the `timeout` below differs.
+            options._timeout = self._limit
         return dist.new_group(
             list(ranks), timeout=self._limit, pg_options=options, use_local_synchronization=True
         )  # fmt: skip
@@ -138,9 +145,10 @@ class Mesh:
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses, self._links)
 
     def _emulate(self, config: EmulateConfig) -> None:
-        """Sends everything from here on through emulated links."""
+        """Send all further calls through emulated links."""
         node_size, adapters = self.layout.node_size or self.layout.world, None
         if config.network_gb_s and node_size < self.layout.world:
+            # The number gives the ranks of a run one name for their shared file, which no other run uses.
             number = torch.tensor([random.getrandbits(48)])
             self.world.broadcast(number)
             meet = partial(self.world.all_reduce, torch.zeros(1))
@@ -152,22 +160,26 @@ class Mesh:
     def warm_up(
         self, wanted: Sequence[Communicator], device: torch.device, notice: Callable[[str], object] | None = None
     ) -> None:
-        """Connects communicators with one tiny call each, in the order given, which must be that of all ranks. A back
-        end that connects a group when it is first used would otherwise do so in the middle of the first step, when the
-        device's memory is full. `notice` is told before what it takes."""
+        """Connect communicators with one tiny call each, in the given order, which all ranks must share.
+
+        A back end that connects a group on first use would otherwise do so in the middle of the first step, when the
+        device's memory is full. `notice` receives a line about the number of communicators first.
+        """
         if notice is not None and wanted:
             notice(f"Connecting {len(wanted)} communicators of this rank, between {len(self.world.ranks)} ranks ...")
         number = torch.zeros(1, device=device)
-        for each in wanted:
-            group = self.groups[each.group] if each.group == PP_BACK else self.group(each.group)
-            if not each.is_pair:
+        for communicator in wanted:
+            name, ranks = communicator.group, communicator.ranks
+            group = self.groups[name] if name == PP_BACK else self.group(name)
+            if not communicator.is_pair:
                 group.all_reduce(number)
-            elif each.ranks[0] == self.rank:
-                group.send(number, group.ranks.index(each.ranks[1])).wait()
+            elif ranks[0] == self.rank:
+                group.send(number, group.ranks.index(ranks[1])).wait()
             else:
-                group.receive(number, group.ranks.index(each.ranks[0])).wait()
+                group.receive(number, group.ranks.index(ranks[0])).wait()
 
     def is_first(self, *axes: str) -> bool:
-        """Whether this rank is the first of its group over each of these axes (or in none). Makes no process group."""
+        """Return True if this rank is the first of its group over each of these axes, or in no such group. Make no
+        process group."""
         groups = (self.layout.group(axis, self.rank) for axis in axes)
         return all(not ranks or ranks[0] == self.rank for ranks in groups)

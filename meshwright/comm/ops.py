@@ -1,8 +1,8 @@
-"""Collectives inside a layer, as registered operators, and those of them that autograd can call.
+"""Collectives for use inside a layer: registered operators, and differentiable functions built on them.
 
-torch.compile can't trace a Python side effect (the ledger) inside an autograd function, but it can call a registered
-operator, whose Python runs every time. The operators work on dim 0: activations are [tokens, hidden], and a part of the
-tokens is a run of rows.
+torch.compile can't trace a Python side effect (the ledger) inside an autograd function. It can call a registered
+operator, whose Python runs every time. The operators work on dim 0: activations are [tokens, hidden], and a shard of
+the tokens is a contiguous range of rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def all_reduce_(x: Tensor, group: str, op: str) -> None:
 
 @operator("meshwright::all_gather")
 def all_gather(x: Tensor, group: str, size: int, again: bool = False) -> Tensor:
-    """Gathers the rows of all ranks. `again` marks the second gather of a tensor, in backward: otherwise the compiler
-    would merge two equal calls into one and keep the result, which is just what gathering again avoids."""
+    """Gather the rows of all ranks.
+
+    `again` marks the second gather of a tensor, in backward. Without it the compiler would merge the two equal calls
+    into one and save the result for backward, which is the memory that gathering again avoids.
+    """
     out = _rows_like(x, x.shape[0] * size)
     group_named(group).all_gather(out, x.contiguous())
     return out
@@ -64,7 +67,7 @@ def _(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows that travel; the gradient of a row goes back to the rank that the row came from."""
+    """An all_to_all of rows. Backward sends the gradient of each row back to the rank that the row came from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
@@ -78,13 +81,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, group: str, sends: list[int], receives: list[int]) -> Tensor:
-    """Sends `sends[n]` rows of x to place n of the group, and receives `receives[n]` rows from there."""
+    """Send `sends[n]` rows of x to place n of the group, and receive `receives[n]` rows from there."""
     out: Tensor = _Exchange.apply(x, group, sends, receives)  # type: ignore[no-untyped-call]
     return out
 
 
 class _ReduceFrom(torch.autograd.Function):
-    """The sum of all ranks' tensors, which every rank then uses alike."""
+    """All-reduce in forward, identity in backward: every rank uses the sum in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -98,7 +101,7 @@ class _ReduceFrom(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Each rank's rows of the sum of all ranks' tensors."""
+    """Reduce-scatter in forward, all-gather in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
@@ -112,11 +115,12 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _CopyTo(torch.autograd.Function):
-    """The same tensor on every rank, each of which uses it in its own way."""
+    """Identity in forward, all-reduce in backward: each rank uses the same tensor in a different way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
+        # An autograd function must not return its input itself.
         return x.view_as(x)
 
     @staticmethod
@@ -127,7 +131,7 @@ class _CopyTo(torch.autograd.Function):
 
 
 class _GatherFrom(torch.autograd.Function):
-    """The rows of all ranks, which each rank uses in its own way."""
+    """All-gather in forward, reduce-scatter in backward: each rank uses the gathered rows in a different way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int) -> Tensor:
@@ -141,7 +145,7 @@ class _GatherFrom(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """The rows of all ranks, which all ranks use alike."""
+    """All-gather in forward, slice in backward: all ranks use the gathered rows in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, index: int) -> Tensor:
@@ -155,7 +159,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SliceRows(torch.autograd.Function):
-    """This rank's rows of a tensor that all ranks hold."""
+    """Slice in forward, all-gather in backward: each rank continues with its rows of a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, index: int) -> Tensor:
@@ -169,32 +173,33 @@ class _SliceRows(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Returns x, which all ranks hold and use in their own ways; backward sums the gradient over them."""
+    """Return x, a replicated tensor that each rank uses in a different way. Backward all-reduces the gradient."""
     return x if group.alone else _CopyTo.apply(x, group.name)  # type: ignore[no-untyped-call]
 
 
 def gather_from(x: Tensor, group: Group) -> Tensor:
-    """Returns the rows of all ranks, which each uses in its own way; backward sums the gradient and scatters it."""
+    """Return the rows of all ranks, which each rank uses in a different way. Backward reduce-scatters the gradient."""
     return x if group.alone else _GatherFrom.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """Returns the rows of all ranks, which all use alike; backward takes this rank's rows and communicates nothing."""
+    """Return the rows of all ranks, which all ranks use in the same way. Backward takes this rank's rows of the
+    gradient and communicates nothing."""
     place = (group.name, group.size, group.index)
     return x if group.alone else _GatherRows.apply(x, *place)  # type: ignore[no-untyped-call]
 
 
 def slice_rows(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's rows of a tensor that all ranks hold; backward gathers the gradient's."""
+    """Return this rank's rows of a replicated tensor. Backward all-gathers the gradient."""
     place = (group.name, group.size, group.index)
     return x if group.alone else _SliceRows.apply(x, *place)  # type: ignore[no-untyped-call]
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Returns the sum of all ranks' tensors. All have the same gradient of it, so backward communicates nothing."""
+    """Return the sum of all ranks' tensors. Its gradient is the same on all ranks, so backward communicates nothing."""
     return x if group.alone else _ReduceFrom.apply(x, group.name)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' tensors; backward gathers the gradient."""
+    """Return this rank's rows of the sum of all ranks' tensors. Backward all-gathers the gradient."""
     return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]

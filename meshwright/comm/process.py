@@ -1,4 +1,4 @@
-"""The settings of a process that takes part in a run: its limits and its environment, each with the reason. No torch.
+"""The limits and environment variables of a process that takes part in a run. This module does not import torch.
 
 Variables that the user has set are never changed.
 """
@@ -11,14 +11,15 @@ import warnings
 from collections.abc import MutableMapping
 from contextlib import suppress
 
-# Enough for any number of ranks. Containers may allow a thousand times as many, and programs that close every possible
-# file before they start a child would take minutes.
+# Enough for any number of ranks. Containers may allow a thousand times as many, but programs that close every possible
+# file descriptor before they start a child would then take minutes.
 MOST_FILES = 1 << 20
-CONNECTIONS = 2  # of a rank to the store: torch's process groups have one, the watchdog has one of its own
+# The connections of a rank to the store: one of torch's process groups, and one of the watchdog.
+CONNECTIONS = 2
 
 
 def prepare_process(timeout: float, env: MutableMapping[str, str] = os.environ) -> None:
-    """Prepares this process to be a rank whose calls may take `timeout` seconds. Call it before a device is used."""
+    """Prepare this process to be a rank whose calls may take `timeout` seconds. Call this before using a device."""
     raise_file_limit()
     for name, value in rank_environment(timeout).items():
         env.setdefault(name, value)
@@ -26,38 +27,43 @@ def prepare_process(timeout: float, env: MutableMapping[str, str] = os.environ) 
 
 
 def rank_environment(timeout: float) -> dict[str, str]:
-    """Returns the variables that a rank needs besides those of its launcher."""
+    """Return the variables that a rank needs in addition to those of its launcher."""
     return {
-        # torch ends a process whose NCCL thread has not moved for so long (480 s by default). Where a driver is stuck
-        # that must not come before the watchdog's report, after which the process ends anyway.
+        # torch ends a process whose NCCL thread has made no progress for this time (480 s by default). If a driver is
+        # stuck, that must not precede the watchdog's report, after which the process ends anyway.
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(int(2 * timeout + 60)),
         # CUDA has 8 hardware queues by default, and every communicator has a stream. Streams that share a queue wait
-        # for each other: two ranks that launch in different orders would lock. CUDA reads it when it starts.
+        # for each other: two ranks that launch in different orders would deadlock. CUDA reads this when it starts.
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
 
 
 def quiet_torch(env: MutableMapping[str, str] = os.environ) -> None:
-    """Silence two kinds of torch warnings: stack traces of lost peers, which we name ourselves, and notes about
-    unbatched sends, which the pipeline makes on purpose. torch writes them from C++ at this level, which it reads when
-    it is imported, or gives them to Python."""
+    """Suppress two kinds of torch warnings: stack traces about lost peers, which we report ourselves, and notes about
+    unbatched sends, which the pipeline makes on purpose.
+
+    torch logs the former from C++, at a level that it reads on import, and issues others as Python warnings.
+    """
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message=r".*unbatched P2P op")
 
 
 def raise_file_limit() -> int:
-    """Raise the number of files that this process and its children may open as far as the system lets it, up to
-    MOST_FILES, and return it. The process that keeps the store has `CONNECTIONS` of each rank: the usual limit of 1,024
-    is reached at about 500 ranks; further ranks time out without an explanation."""
+    """Raise the limit of open files of this process and its children as far as the system allows, up to MOST_FILES.
+    Return the new limit.
+
+    The process that hosts the store has `CONNECTIONS` per rank. About 500 ranks reach the usual limit of 1,024, and
+    further ranks would time out without an explanation.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
     if soft != unlimited and soft < wanted:
-        with suppress(ValueError, OSError):  # some systems refuse what they said they allow
+        with suppress(ValueError, OSError):  # Some systems refuse their own hard limit.
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return file_limit()
 
 
 def file_limit() -> int:
-    """Returns the number of files that this process may open; -1: as many as there can be."""
+    """Return the number of files that this process may open, or -1 if there is no limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,8 +1,8 @@
-"""Python functions as operators of torch: torch.compile can't trace their side effects, but its code can call them.
+"""Register Python functions as torch operators. torch.compile can't trace their side effects, but it can call them.
 
-torch.library.custom_op does the same with Python of its own around every call, which takes the host as long as
-launching ten kernels does. An operator that is defined here goes through torch's dispatcher alone. It has no gradient:
-it is called inside of autograd functions or without gradients, and anything else is an error.
+torch.library.custom_op does the same, but adds a Python layer to every call that costs the host as much as launching
+ten kernels. An operator that is registered here only goes through torch's dispatcher. It has no gradient: it must be
+called inside of an autograd function or without gradients, and anything else is an error.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch._library.effects import EffectType
 
-# The Python of every operator that does more than its result shows, by name: a dry run calls it, since torch would only
-# ask for shapes.
+# The Python function of every operator with a side effect, by operator name. A dry run calls these functions itself,
+# because torch would only ask for shapes.
 BODIES: dict[str, Callable[..., Any]] = {}
 
 Function = Callable[..., Any]
 
 
 def pure_operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any]:
-    """Registers a function as the operator `namespace::name`. Those of its arguments that it writes to are named in
-    `mutates`; a function that returns something needs `shapes_of` too."""
+    """Register a function as the operator `namespace::name`. `mutates` names the arguments that it writes to. A
+    function that returns something also needs `shapes_of`."""
 
     def register(body: Function) -> Any:
         schema = torch.library.infer_schema(body, mutates_args=tuple(mutates))
@@ -37,7 +37,7 @@ def pure_operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function]
 
 
 def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any]:
-    """Registers a function with a side effect, which a dry run calls too."""
+    """Register a function with a side effect. A dry run calls it too."""
 
     def register(body: Function) -> Any:
         BODIES[name] = body
@@ -47,10 +47,10 @@ def operator(name: str, mutates: Iterable[str] = ()) -> Callable[[Function], Any
 
 
 def effectful_operator(name: str) -> Callable[[Function], Any]:
-    """Registers a function that writes to something that is none of its arguments; a dry run calls it too.
+    """Register a function that writes to something other than its arguments. A dry run calls it too.
 
     Torch threads a token through a graph's calls of such operators, so it keeps every call and their order. Marking
-    them by `torch.fx.node.has_side_effect` is not enough: of equal calls only one then remains.
+    them by `torch.fx.node.has_side_effect` is not enough: equal calls are then merged into one.
     """
 
     def register(body: Function) -> Any:
@@ -62,9 +62,10 @@ def effectful_operator(name: str) -> Callable[[Function], Any]:
 
 
 def shapes_of(registered: Any) -> Callable[[Function], Function]:
-    """Registers a function that returns empty tensors like an operator's results."""
+    """Register a function that returns empty tensors with the shapes of an operator's results."""
     if not registered._schema.returns:
-        # Newer versions of torch let the second registration win; 2.11 refuses it when the package is imported.
+        # `pure_operator` has registered one already. torch 2.11 refuses a second registration when the package is
+        # imported; newer versions let it win.
         raise TypeError(f"{registered.name()} returns nothing, so that its shapes are known already")
 
     def register(fake: Function) -> Function:
@@ -75,7 +76,8 @@ def shapes_of(registered: Any) -> Callable[[Function], Function]:
 
 
 def _without_gradients(name: str, body: Function) -> Function:
-    """torch would only warn, and only when backward comes to it."""
+    """Wrap `body` so that it refuses inputs that need a gradient. torch would only warn, and only once backward gets
+    there."""
 
     def run(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):

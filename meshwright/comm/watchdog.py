@@ -1,16 +1,17 @@
 """The watchdog: turns a hang into one message that names the call and the ranks that did not arrive, and ends the run.
 
-Each rank runs two threads. The *timer* only looks at this rank's flight record, so nothing can hold it up. The
-*listener* alone talks to the store, on a connection of its own: a store that does not answer blocks its caller for
-ever. When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store;
-every rank that hears it publishes its state; the first one reads those it needs, writes the message, and all end with
-EXIT_CODE. Where the store is silent, each waiting rank says what it knows by itself. Only JSON goes through the store.
-A call that fails, or a process group that reports an error, raises the same alarm at once: a rank is lost, and the one
-that does not answer is named (`lost_ranks.py`).
+Each rank runs two threads. The *timer* only reads this rank's flight record, so nothing can hold it up. Only the
+*listener* talks to the store, because a store that does not answer blocks its caller for ever. It has a separate
+connection: on torch's, a request that waits, e.g. for a peer of a new communicator, would hold up the listener.
 
-A rank that compiles is late and not lost, however long it takes. It says so in the store at every look, and the others
-count their time from the last such sign; the signs stop when the rank dies or is stopped. The connection is not the one
-that torch has: a request that waits there, e.g. for a peer of a new communicator, would hold up the listener.
+When a call has held up the program longer than `timeout`, the first rank to notice raises the alarm in the store. Every
+rank that receives it publishes its state. The first rank reads the states it needs and writes the message, then all end
+with EXIT_CODE. If the store is silent, each waiting rank reports its local knowledge. Only JSON goes through the store.
+A failed call, or a process group that reports an error, raises the same alarm at once: a rank is lost, and the message
+names the one that does not answer (`lost_ranks.py`).
+
+A rank that compiles is late and not lost, however long it takes. It signals this in the store at every look, and the
+others count their time from the last such sign. The signs stop when the rank dies or is stopped.
 """
 
 from __future__ import annotations
@@ -44,78 +45,85 @@ from meshwright.device import Device
 from meshwright.errors import notice
 from meshwright.record.ending import LAUNCHER_SEES_S, act_before_end, report_loss
 
-EXIT_CODE = 75  # sysexits.h's "temporary failure": the same job may succeed if it is started again
-# How many of its last calls a rank publishes in the store, beside those around the stuck one; its file holds more.
+EXIT_CODE = 75  # "Temporary failure" in sysexits.h: the same job may succeed if it is started again.
+# The number of last calls that a rank publishes in the store, in addition to those around the stuck one. Its file holds
+# more.
 PUBLISHED_CALLS = 8
-# One counter in the store carries both what a listener must hear, so that it asks once per look: it grows by one with
-# every sign of a rank that compiles, and by ALARM with an alarm.
+# One counter in the store carries both kinds of signals, so that a listener makes one request per look. It grows by one
+# with every sign of a rank that compiles, and by ALARM with an alarm.
 ALARM = 1 << 40
 # Value of the key `told` after a hang, whose message was already printed. After a loss the value is the message.
 HANG_TOLD = "1"
-STORE_LINGER_S = 30.0  # the rank whose process is the store waits at most so long for the others to disconnect
-# Seconds that the end of a rank waits for its files. A network disk that is away may block a write for ever.
+# The longest time that the rank whose process hosts the store waits for the others to disconnect.
+STORE_LINGER_S = 30.0
+# The longest time that a rank waits for its files before it ends. A lost network disk may block a write for ever.
 DISK_S = 5.0
-BACKSTOP_S = 120.0  # beyond all that a report may take, after which the process ends even if no Python thread runs
+# Longer than any report takes. After this additional time the process ends even if no Python thread runs.
+BACKSTOP_S = 120.0
 
 _NUMBERS = itertools.count()
 
 
 def open_store(env: Mapping[str, str] = os.environ) -> Store | None:
-    """Opens a separate connection to the store at MASTER_ADDR:MASTER_PORT; returns None if it can't be reached."""
+    """Open a separate connection to the store at MASTER_ADDR:MASTER_PORT. Return None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     limit = timedelta(seconds=30)
     try:
-        # torch would try again and again where nobody listens.
+        # Try the port first: torch would retry again and again if no process listens there.
         socket.create_connection((host, port), limit.total_seconds()).close()
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except (RuntimeError, OSError):
         return None
-    # torchrun's store outlives a restart of the ranks.
+    # torchrun's store outlives a restart of the ranks, so each attempt has separate keys.
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(f"meshwright/{attempt}", store)
 
 
 def store_keeper(env: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the rank whose process is the store of `open_store`, or None where the launcher's is."""
+    """Return the rank whose process hosts the store of `open_store`, or None if the launcher hosts it."""
     return None if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 class Watchdog:
-    """Watches one rank: `with Watchdog(mesh, timeout, open_store(), device, folder=...):` around the run."""
+    """A watchdog over one rank: `with Watchdog(mesh, timeout, open_store(), device, folder=...):` around the run."""
 
     def __init__(
         self, mesh: Mesh, timeout: float, store: Store | None, device: Device, folder: Path | None = None,
         keeper: int | None = None,
     ) -> None:  # fmt: skip
-        """`device`: the one whose events the calls are marked with; it has no default, since the threads would ask the
-        wrong one. `folder`: where `rank-N.json` is written after an alarm. `keeper`: the rank whose process is the
-        store."""
+        """Prepare the watchdog; entering it starts its threads.
+
+        `device`: the device whose events mark the calls. It has no default, because the threads would then query the
+        wrong device. `folder`: the folder for `rank-N.json` after an alarm. `keeper`: the rank whose process hosts the
+        store.
+        """
         self.device = device
         self.rank, self.world, self.flight = mesh.rank, mesh.layout.world, mesh.flight
         self.timeout, self.folder, self.keeper = timeout, folder, keeper
         # Each rank makes one request per interval, so the store gets about a thousand per second at most.
         self.interval = max(min(1.0, timeout / 10), self.world / 1000)
         self.grace = 2 * self.interval + 1.5
-        self._worker = threading.get_ident()  # whose stack is shown
+        self._worker = threading.get_ident()  # The thread whose stack is published.
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
         self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
         self._overdue: RecordedCall | None = None
         self._errors = ErrorPoll(lambda: list(mesh.groups.values()))
-        self._broken: str | None = None  # what a process group says of its failure
-        self._heard = time.monotonic()  # when the store last answered
-        self._signs, self._compiled = 0, -math.inf  # the signs of compiling ranks, and when the last one was heard
+        self._broken: str | None = None  # The error of a process group that failed.
+        self._heard = time.monotonic()  # The time of the store's last answer.
+        # The number of signs of compiling ranks, and the time when the last one was received.
+        self._signs, self._compiled = 0, -math.inf
         self._compiles = False  # True if this rank was compiling at the last look.
-        self._excused: tuple[str, int] | None = None  # the call of which it was said why it takes long
-        self._asked: tuple[str, int] | None = None  # the group and number of the call for which the alarm was raised
+        self._excused: tuple[str, int] | None = None  # The call whose delay this rank has explained.
+        self._asked: tuple[str, int] | None = None  # The group and number of the call for which the alarm was raised.
         self._error: BaseException | None = None
         self._store_gone = False
-        self._answered = False  # an alarm, in the store
+        self._answered = False  # True once this rank has answered an alarm in the store.
         self._alarmed, self._ending = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._writers: list[threading.Thread] = []  # of files, each abandoned if the disk does not answer
+        self._writers: list[threading.Thread] = []  # File writers, each abandoned if the disk does not answer.
 
     def __enter__(self) -> Watchdog:
         if self.world == 1:
@@ -128,7 +136,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Ends the watch. The others may ask later why this rank is not there: `error` is the answer."""
+        """End the watch. `error` is published, because the other ranks may ask later why this rank is gone."""
         if error is not None:
             self._left = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         self._error = error
@@ -137,9 +145,11 @@ class Watchdog:
         waits = STORE_LINGER_S + 1 if error is None and self.rank == self.keeper else 2.0
         for thread in self._threads:
             thread.join(waits)
-            if self._alarmed.is_set():  # this error is only how the end of the other ranks looks from here
+            # After an alarm the error is only a consequence of the other ranks' end. Let the thread report the cause.
+            if self._alarmed.is_set():
                 thread.join(2 * self.grace + 4.0)
-        silent = any(thread.is_alive() for thread in self._threads)  # only a store that does not answer holds one up
+        # Only a store that does not answer can hold up a thread.
+        silent = any(thread.is_alive() for thread in self._threads)
         if self._threads:
             faulthandler.cancel_dump_traceback_later()
         self._threads = []
@@ -150,8 +160,8 @@ class Watchdog:
             self._finish_writes()
 
     def state(self) -> State:
-        """Return the state that this rank publishes after an alarm. Rank lists that the others already know are left
-        out: at thousands of ranks, sending them would take longer than a report may take."""
+        """Return the state that this rank publishes after an alarm. It omits rank lists that the other ranks already
+        have: with thousands of ranks, sending them would take longer than a report may take."""
         frames = self._stack()
         held = self.flight.holding()
         is_known = held is not None and (held.group, held.number) == self._asked
@@ -167,7 +177,7 @@ class Watchdog:
         }
 
     def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
-        """Returns the calls around the one that holds up this rank, and around the one that the alarm is about."""
+        """Return the calls around the one that holds up this rank, and around the one that the alarm is about."""
         places = [(held.group, held.number)] if held else []
         if self._asked is not None and self._asked not in places:
             places.append(self._asked)
@@ -176,6 +186,7 @@ class Watchdog:
     # The timer's thread.
 
     def _time(self) -> None:
+        """Check this rank until a call is overdue or a process group fails, then let the listener end the run."""
         self.device.make_current()
         held: RecordedCall | None = None
         while (broken := self._errors.look()) is None and (held := self._overdue_call()) is None:
@@ -187,8 +198,8 @@ class Watchdog:
         self._wake.set()
         recent = time.monotonic() - self._heard < 3 * self.interval + 1.0
         if self._store is not None and (recent or self._answered):
-            # The listener ends the process, unless the store keeps it waiting. One that answers an alarm waits for the
-            # message, which takes longer than the store usually does.
+            # The listener ends the process, unless the store keeps it waiting. A listener that answers an alarm also
+            # waits for the message, which takes longer than other answers of the store.
             self._stopping.wait(2 * self.grace + 2.0)
         if self._stopping.is_set():
             return
@@ -198,13 +209,17 @@ class Watchdog:
             self._speak_alone(held)
 
     def _arm_backstop(self) -> None:
-        """Have the process end, with all stacks on stderr, if this thread makes no further turn for very long. That
-        needs no Python thread: one that holds the interpreter's lock for ever stops the watchdog's threads too."""
+        """Arrange that the process ends, with all stacks on stderr, if this thread makes no progress for very long.
+
+        `faulthandler` needs no Python thread for this. A thread that never releases the interpreter's lock would stop
+        the watchdog's threads too.
+        """
         with contextlib.suppress(RuntimeError, ValueError, OSError):
             faulthandler.dump_traceback_later(3 * self.timeout + COMPILING_S + BACKSTOP_S, exit=True, file=2)
 
     def _overdue_call(self) -> RecordedCall | None:
-        """Returns a call that has held up the program for too long. Where ranks compile, the time counts anew."""
+        """Return a call that has held up the program for too long, or None. Each sign of a compiling rank restarts the
+        time."""
         held, now = self.flight.holding(self.timeout), time.monotonic()
         if held is None or held.since is None:
             return None
@@ -212,7 +227,7 @@ class Watchdog:
         return None if excused else held
 
     def _pause(self) -> float:
-        """Returns the seconds until the next look: an interval, or less if a call is about to be overdue."""
+        """Return the seconds until the next look: one interval, or less if a call is about to be overdue."""
         oldest = min((c.since for c in list(self.flight.open.values()) if c.since is not None), default=None)
         left = self.interval if oldest is None else max(oldest, self._compiled) + self.timeout - time.monotonic()
         return min(self.interval, max(left, 0.02))
@@ -220,6 +235,7 @@ class Watchdog:
     # The listener's thread: everything that uses the store.
 
     def _listen(self) -> None:
+        """Exchange signals with the other ranks until the run ends, and report its reason for leaving."""
         assert self._store is not None
         store = self._store
         try:
@@ -234,11 +250,11 @@ class Watchdog:
                     self._look(store)
             if (loss := self._loss()) is not None:
                 self._tell_loss(store, loss)
-            # Why this rank is gone. The rank that keeps the store leaves last, where the run ended well.
+            # Publish why this rank is gone. After a run without errors, the rank that hosts the store leaves last.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
             say_present(store, self.rank, self._left)
             self._leave(store, STORE_LINGER_S if self._error is None else 0.0)
-        except RuntimeError:  # the store is gone, and with it the rank that kept it
+        except RuntimeError:  # The store is gone, and with it the rank that hosted it.
             self._store_gone = True
             if self._broken is not None:
                 self._end_alone(self._broken)
@@ -246,7 +262,7 @@ class Watchdog:
                 self._speak_alone(self._overdue)
 
     def _look(self, store: Store) -> None:
-        """Hears an alarm, and which ranks compile; says so of this one."""
+        """Check the store for an alarm and for signs of compiling ranks, and add this rank's sign if it compiles."""
         began, self._compiles = self._compiles, is_compiling()
         if self._compiles and not began:
             store.set("compiling", str(self.rank))
@@ -260,7 +276,7 @@ class Watchdog:
             self._excuse(store, held)
 
     def _excuse(self, store: Store, held: RecordedCall) -> None:
-        """Says once, on one of the ranks that wait in a call, why it takes so long."""
+        """Print once, on one of the ranks that wait in a call, that another rank compiles."""
         if (held.group, held.number) == self._excused:
             return
         self._excused = held.group, held.number
@@ -269,7 +285,9 @@ class Watchdog:
             notice(f"{held.describe()} has waited for more than {self.timeout:g} s: {who}, so this is no hang")
 
     def _raise_alarm(self, store: Store, call: RecordedCall) -> None:
+        """Raise the alarm for an overdue call and end the run with an explanation, unless another rank was first."""
         self._alarmed.set()
+        # Another rank has raised the alarm before this one, so this rank only answers.
         if store.add("signs", ALARM) >= 2 * ALARM:
             self._answer(store)
             return
@@ -280,7 +298,7 @@ class Watchdog:
 
         @cache
         def ask(rank: int) -> State | None:
-            """Returns a rank's state, for which it waits until the deadline that all share."""
+            """Return a rank's state, or None if it is not there by the deadline, which all ranks share."""
             while not store.check([f"state/{rank}"]):
                 if time.monotonic() >= deadline:
                     return None
@@ -291,20 +309,22 @@ class Watchdog:
         self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
 
     def _tell_loss(self, store: Store, what: str) -> None:
-        """Ends the run since `what` failed: the first rank that notices asks all ranks, and names who is not there."""
+        """End the run because `what` failed. The first rank that notices asks all ranks, and names those that do not
+        answer."""
         self._alarmed.set()
         if store.add("signs", ALARM) >= 2 * ALARM:
             self._answer(store)
             return
         begun = time.monotonic()
-        store.set("alarm", json.dumps(None))  # no call is late
+        store.set("alarm", json.dumps(None))  # The alarm is not about an overdue call.
         self._publish(store)
         message = f"{what}; {who_is_lost(store, self.world, begun + self.grace)}"
+        # Give the launcher time to notice which rank died before this one ends too.
         time.sleep(max(0.0, begun + LAUNCHER_SEES_S - time.monotonic()))
         self._end(message, store, lost=True)
 
     def _answer(self, store: Store) -> None:
-        """Publishes this rank's state and stays until the message is out (or the store is gone)."""
+        """Publish this rank's state, wait until the message is out (or the store is gone), and end the process."""
         self._alarmed.set()
         try:
             call = json.loads(store.get("alarm"))
@@ -312,9 +332,9 @@ class Watchdog:
             self._publish(store)
             self._answered = True
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
-            told = store.get("told").decode()
-            if told != HANG_TOLD:
-                report_loss(told, speaks=False)
+            message = store.get("told").decode()
+            if message != HANG_TOLD:
+                report_loss(message, speaks=False)
         except RuntimeError:
             self._store_gone = True
             if (loss := self._loss()) is not None:
@@ -332,10 +352,12 @@ class Watchdog:
         return str(self._error) if isinstance(self._error, CommError) and self._error.lost else None
 
     def _publish(self, store: Store) -> None:
-        """Answer an alarm. Only after a hang do others read states; after a loss it is enough that a rank answers."""
+        """Answer an alarm. Other ranks read the state only after a hang; after a loss it is enough that a rank
+        answers."""
         try:
             state = self.state()
-        except Exception as error:  # the main thread changes what is read here, and any answer is better than none
+        # The main thread changes the data that is read here, and any answer is better than none.
+        except Exception as error:
             state = {"rank": self.rank, "at": f"an unknown place ({type(error).__name__}: {error})"}
         if self._asked is not None:
             store.set(f"state/{self.rank}", json.dumps(state))
@@ -344,7 +366,7 @@ class Watchdog:
         self._write_flight(state)
 
     def _leave(self, store: Store, patience: float) -> None:
-        """Count this rank as gone. The keeper of the store stays until all are, or for `patience` seconds."""
+        """Count this rank as gone. The keeper of the store stays until all are gone, or for `patience` seconds."""
         gone = store.add("left", 1)
         deadline = time.monotonic() + patience
         while self.rank == self.keeper and gone < self.world and time.monotonic() < deadline:
@@ -352,9 +374,11 @@ class Watchdog:
             gone = store.add("left", 0)
 
     def _leave_after_alarm(self, store: Store) -> None:
-        """Count this rank as ended. The keeper of the store first stays long enough for ranks outside the stuck call to
-        hear the alarm, and then until every rank that answered has read the message: on a busy machine that takes
-        longer, and they would take this rank for the dead one."""
+        """Count this rank as ended. The keeper of the store stays longer than the other ranks.
+
+        It first stays until ranks outside the stuck call have received the alarm, then until every rank that answered
+        has read the message. On a busy machine that takes longer, and they would mistake this rank for the dead one.
+        """
         ended, begun = store.add("ended", 1), time.monotonic()
         while self.rank == self.keeper and ended < self.world:
             waited = time.monotonic() - begun
@@ -367,13 +391,13 @@ class Watchdog:
     # The end.
 
     def _speak_alone(self, call: RecordedCall) -> None:
-        """Ends this rank with what it knows by itself, where it can't ask the others."""
+        """End this rank with its local knowledge of an overdue call, because it can't ask the other ranks."""
         what = f"{call.describe()} of ranks {list(call.ranks)[:16]} did not end within {self.timeout:g} s"
         self._write_flight(self.state())
         self._end(f"{what} on rank {self.rank}; {self._store_silence()}")
 
     def _end_alone(self, what: str) -> None:
-        """Ends this rank after a loss, where it can't ask the others."""
+        """End this rank after a loss if it can't ask the other ranks."""
         self._write_flight(self.state())
         self._end(f"{what}; {self._store_silence()}", lost=True)
 
@@ -385,10 +409,13 @@ class Watchdog:
         return f"{why}, so the other ranks can't be asked"
 
     def _end(self, message: str | None, store: Store | None = None, lost: bool = False) -> None:
-        """Print the message, tell the others and end the process at once: its main thread can't do it. Files come last,
-        since the disk may not answer. `lost`: the message is about a loss, of which the launcher may know better."""
+        """Print the message, pass it to the other ranks and end the process at once, because its main thread can't.
+
+        Files come last, since the disk may not answer. `lost`: the message is about a loss, which the launcher may know
+        more about.
+        """
         if not self._ending.acquire(blocking=False):
-            time.sleep(60.0)  # the other thread is ending the process
+            time.sleep(60.0)  # The other thread is ending the process.
         if message is not None and lost:
             report_loss(message, speaks=True)
         elif message is not None:
@@ -396,7 +423,8 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"meshwright: {message}{where}\n")
                 sys.stderr.flush()
-            # It begins before the others hear that the message is out: when they end, a launcher ends this rank too.
+            # Begin to write before the other ranks know that the message is out: once they end, a launcher ends this
+            # rank too.
             self._write_message(message)
         if store is not None:
             with contextlib.suppress(RuntimeError):
@@ -419,7 +447,7 @@ class Watchdog:
                 (folder / name).write_text(text, encoding="utf-8")
 
         writer = threading.Thread(target=write, name=f"meshwright-{name}", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+        with contextlib.suppress(RuntimeError):  # The interpreter is ending and starts no more threads.
             writer.start()
             self._writers.append(writer)
 
@@ -438,11 +466,12 @@ class Watchdog:
         self._try_write(f"rank-{self.rank}.json", json.dumps(record, indent=1))
 
     def _write_message(self, message: str) -> None:
-        """Begin to write the message beside the flight records, for whoever looks at the run later."""
+        """Begin to write the message next to the flight records, for tools that show the run later."""
         self._try_write("hang.json", json.dumps({"time": time.time(), "rank": self.rank, "text": message}))
 
     def _stack(self) -> list[tuple[str, bool]]:
-        """Returns the main thread's frames, innermost first: e.g. `data/dataset.py:120 sample`, and whether `_ours`."""
+        """Return the main thread's frames, innermost first: each as e.g. `data/dataset.py:120 sample`, and whether it
+        is `_ours`."""
         frame = sys._current_frames().get(self._worker)
         walked = [] if frame is None else itertools.islice(traceback.walk_stack(frame), 32)
         places = [(at.f_code.co_filename, f"{line} {at.f_code.co_name}") for at, line in walked]
@@ -450,13 +479,13 @@ class Watchdog:
 
 
 def watched(mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None) -> Watchdog:
-    """Returns the watchdog of a program, to be entered around all its calls. `own_world`: we have joined the world, so
-    that the first rank may be the one that keeps the store."""
+    """Return the watchdog of a program, to be entered around all its calls. `own_world`: Meshwright set up
+    torch.distributed itself, so rank 0 may be the rank that hosts the store."""
     store = open_store() if mesh.layout.world > 1 else None
     return Watchdog(mesh, timeout, store, device, folder, store_keeper() if own_world else None)
 
 
-# Files of torch that have a frame on the stack only while something is compiled, and not while it runs.
+# Files of torch that have a frame on the stack while it compiles, but not while compiled code runs.
 _COMPILER = tuple(
     os.path.join("torch", *name) for name in
     (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"), ("_inductor", "async_compile.py"))
@@ -476,7 +505,7 @@ _LIBRARIES = (str(Path(torch.__file__).resolve().parent.parent) + os.sep, os.pat
 
 
 def _ours(path: str) -> bool:
-    """Whether a file is this package's or the user's, and neither Python's nor an installed library's."""
+    """Return True if a file belongs to this package or to the user, not to Python or an installed library."""
     return path.startswith(_PACKAGE) or not (path.startswith(_LIBRARIES) or path.startswith("<"))
 
 

@@ -1,4 +1,4 @@
-"""A trained model on its own: loaded from a checkpoint into any layout, without an optimizer."""
+"""Load a trained model from a checkpoint into any layout, without an optimizer, and evaluate it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ from meshwright.run.pretrain import build_modules
 from meshwright.spec.model.hf.family import model_section
 from meshwright.spec.model.hf.folder import has_weights
 
-ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")  # sections
+# The config sections that only training uses.
+ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")
 
 
 def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
-    """The weights that PATH[@STEP] or a Hugging Face folder holds, and the config that says of which model."""
+    """Return the weights of a checkpoint (PATH[@STEP]) or a Hugging Face folder, and the config of their model."""
     if (Path(source) / "config.json").is_file():
         if is_described(source):
             folder = HFFolder(Path(source))
@@ -51,7 +52,8 @@ def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
 
 
 def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> Config:
-    """A checkpoint's config, some keys changed; foreign sections are left out, and what only training uses."""
+    """Return a checkpoint's config with the keys of `sections` changed. Sections that another program added, and keys
+    that only training uses, are omitted."""
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
     for key in ("grad_dtype", "local", "server"):
         raw.get("train", {}).pop(key, None)
@@ -61,10 +63,10 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
 def with_model(
     source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any]
 ) -> Any:
-    """Joins the world, loads the model that `source` names, and calls `use` with it."""
-    weights, found = open_model(source)
+    """Join the world, load the model that `source` names, and return the result of `use` with it."""
+    weights, raw_config = open_model(source)
     place = find_place()
-    config = config_with(found, sections)
+    config = config_with(raw_config, sections)
     check(config, place.world, READING_RULES)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     ctx = build_context(config, place.rank, place.world, device, place.local_world)
@@ -74,21 +76,23 @@ def with_model(
         if config.model.kind_facts.is_foreign and has_weights(Path(config.model.hf)):
             PlannedFolder(Path(config.model.hf)).fill_buffers(modules)
         result = use(ctx, modules, place)
-    if joined:  # after an error the process ends, and leaving could wait for peers that are gone
+    # Not in a `finally`: after an error the process ends, and leaving could wait for peers that are gone.
+    if joined:
         leave()
     return result
 
 
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:
-    """Mean loss and perplexity over the first `samples` samples, on however many data-parallel ranks."""
+    """Return the mean loss and perplexity over the first `samples` samples, on any number of data-parallel ranks."""
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = validation_unit(ctx)
     batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
     declared = stage_of(modules[0]).loss_counts
     terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))
-    found = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)
-    if not found.tokens:
+    mean = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)
+    if not mean.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
-    perplexity, tokens = math.exp(min(found.losses.get(LOSS, found.loss), 700.0)), math.ceil(found.tokens)
-    line = {"loss": found.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
-    return line | ({"losses": found.losses} if found.losses else {})
+    # exp overflows a float64 above 709.
+    perplexity, tokens = math.exp(min(mean.losses.get(LOSS, mean.loss), 700.0)), math.ceil(mean.tokens)
+    line = {"loss": mean.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
+    return line | ({"losses": mean.losses} if mean.losses else {})

@@ -1,5 +1,7 @@
-"""Text from a model, token by token, with a key-value cache; on one rank or cut over tp. An encoder-decoder reads the
-prompt with its encoder, and its decoder writes."""
+"""Generate text token by token with a key-value cache, on one rank or with tensor parallelism.
+
+An encoder-decoder reads the prompt with its encoder and generates with its decoder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from meshwright.spec.model.t5 import DECODED, MEMORY
 
 
 class Generator:
-    """A whole model (one stage, no sequence parallelism) and the keys and values of some sequences."""
+    """A whole model (one stage, no sequence parallelism) with the key-value cache of some sequences."""
 
     def __init__(self, module: GraphStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
@@ -27,13 +29,15 @@ class Generator:
         self.lengths: list[int] = []
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
+        """Return the logits [vocab] after `ids`, which continue the tokens so far. Every rank gets the same logits."""
         return self.next_rows([ids])[0]
 
     @torch.no_grad()
     def next_rows(self, rows: list[list[int]]) -> Tensor:
-        """Returns the logits [sequences, vocab] after `rows`, which continue the tokens of each sequence. Shorter ones
-        are filled up at their ends, which no token before can see."""
+        """Return the logits [sequences, vocab] after `rows`, which continue the tokens of each sequence.
+
+        Shorter rows are padded at their ends. Attention is causal, so no real token sees the padding.
+        """
         module, device = self.module, self.module.parallel.device
         before = self.lengths or [0] * len(rows)
         ends = [length + len(row) for length, row in zip(before, rows, strict=True)]
@@ -43,30 +47,31 @@ class Generator:
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         positions = torch.tensor(before, device=device)[:, None] + torch.arange(width, device=device)
         hidden, _ = module.trunk({"tokens": tokens, "positions": positions}, past=self.past)
-        self._go_on(ends)
+        self._set_lengths(ends)
         assert module.head is not None
         last = torch.tensor([n * width + len(row) - 1 for n, row in enumerate(rows)], device=device)
         part, tp = module.head.logits(hidden[last]).t().contiguous(), module.parallel.tp
         return all_gather(part, tp.name, tp.size)[: self.vocab].double().t()
 
-    def _go_on(self, lengths: list[int]) -> None:
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """Set the lengths of the sequences in all caches."""
         self.lengths = lengths
         differ = len(set(lengths)) > 1
-        there = torch.tensor(lengths, device=self.module.parallel.device) if differ else None
+        per_sequence = torch.tensor(lengths, device=self.module.parallel.device) if differ else None
         for cache in self.past.values():
-            cache.length, cache.lengths = max(lengths, default=0), there
+            cache.length, cache.lengths = max(lengths, default=0), per_sequence
 
     def keep(self, numbers: list[int]) -> None:
-        """Goes on with some of the sequences."""
+        """Continue with only these sequences."""
         rows = torch.tensor(numbers, dtype=torch.int64, device=self.module.parallel.device)
         for cache in self.past.values():
             cache.keep(rows)
-        self._go_on([self.lengths[number] for number in numbers])
+        self._set_lengths([self.lengths[number] for number in numbers])
 
 
 class EncoderDecoderGenerator:
-    """A whole encoder-decoder, the output of its encoder for one prompt, and the decoder's keys and values. The text
-    begins after the token `start`."""
+    """A whole encoder-decoder with its encoder's output for one prompt and the decoder's key-value cache. The generated
+    text begins after the token `start`."""
 
     def __init__(self, module: GraphStage, vocab: int, longest: int, start: int) -> None:
         assert module.stage.count == 1 and not module.parallel.splits_tokens
@@ -77,8 +82,10 @@ class EncoderDecoderGenerator:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Returns the logits [vocab] of the first token of the answer to the prompt `ids`; later ones after the token
-        that `ids` then holds. Every rank gets the same."""
+        """Return the logits [vocab] of the next token. Every rank gets the same logits.
+
+        On the first call, `ids` is the prompt. On later calls it holds only the last generated token.
+        """
         module, device = self.module, self.module.parallel.device
         if self.memory is None:
             self.memory, ids = module.stream(MEMORY, {"tokens": torch.tensor([ids], device=device)}), [self.start]
@@ -90,7 +97,8 @@ class EncoderDecoderGenerator:
 
 
 class PlannedGenerator:
-    """A whole model that transformers builds, and the tokens so far, all of which it reads again for each new one."""
+    """A whole model that transformers builds, and the tokens so far. Without a cache, it reads all of them again for
+    each new token."""
 
     def __init__(self, module: PlannedStage, vocab: int, longest: int, device: torch.device) -> None:
         self.module, self.vocab, self.longest, self.device = module.eval(), vocab, longest, device
@@ -98,7 +106,7 @@ class PlannedGenerator:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Returns the logits [vocab] after `ids`, which continue the tokens given before. Every rank gets the same."""
+        """Return the logits [vocab] after `ids`, which continue the tokens so far. Every rank gets the same logits."""
         self.ids += ids
         if len(self.ids) > self.longest:
             raise UserError(f"{len(self.ids)} tokens are more than the model's {self.longest}: give a shorter prompt")
@@ -107,13 +115,14 @@ class PlannedGenerator:
 
 
 def generator_of(module: nn.Module, model: ModelConfig, prompt: int, most: int) -> tuple[Generators, int]:
-    """Returns a generator for a prompt of so many tokens, and how many tokens of at most `most` it can give."""
-    room = max(1, model.seq - prompt + 1)  # the last token is never fed back
+    """Return a generator for a prompt of `prompt` tokens, and the number of tokens, up to `most`, that it can give."""
+    room = max(1, model.seq - prompt + 1)  # The last token is never fed back.
     if isinstance(module, PlannedStage):
         device = next(module.parameters()).device
         return PlannedGenerator(module, model.vocab, min(model.seq, prompt + most), device), min(most, room)
     assert isinstance(module, GraphStage)
-    if encodes(module):  # relative positions have no end; what was never trained is the user's choice
+    # Relative positions have no end, so the user may ask for more tokens than the model was trained on.
+    if encodes(module):
         return EncoderDecoderGenerator(module, model.vocab, most, model.t5.start), most
     return Generator(module, model.vocab, min(model.seq, prompt + most)), min(most, room)
 
@@ -124,13 +133,13 @@ def encodes(module: GraphStage) -> bool:
 
 
 def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
-    """Chooses the next token: the likeliest at temperature 0, else one drawn from the likeliest tokens that together
-    have probability `top_p`."""
+    """Choose the next token: the most likely one at temperature 0. Otherwise draw it from the smallest set of most
+    likely tokens whose probabilities sum to at least `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
-    shares, order = torch.softmax(logits / temperature, 0).sort(descending=True)
-    shares = shares.masked_fill(shares.cumsum(0) - shares >= top_p, 0.0).cpu()
-    return int(order[torch.multinomial(shares, 1, generator=random)])
+    probabilities, order = torch.softmax(logits / temperature, 0).sort(descending=True)
+    probabilities = probabilities.masked_fill(probabilities.cumsum(0) - probabilities >= top_p, 0.0).cpu()
+    return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
 Generators = Generator | EncoderDecoderGenerator | PlannedGenerator
@@ -145,7 +154,7 @@ def generate(
     seed: int = 0,
     ends: Container[int] = (),
 ) -> Iterator[int]:
-    """Yields at most `most` tokens after `prompt`; stops after a token in `ends`."""
+    """Yield at most `most` tokens after `prompt`, and stop after a token in `ends`."""
     random = torch.Generator().manual_seed(seed)
     logits = generator.next_logits(prompt)
     for number in range(most):
@@ -168,30 +177,33 @@ def generate_all(
     batch: int = 8,
     stops: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> list[list[int]]:
-    """Returns what follows each prompt, at most `most` tokens, as it would alone: prompt n with the seed `seed` + n. A
-    text also ends where `stops` says so of its tokens. Of a decoder, `batch` prompts of about one length run together,
-    and those that end leave the others."""
+    """Return the tokens generated after each prompt, at most `most`, the same as if each prompt ran alone.
+
+    Prompt n uses the seed `seed` + n. A text ends after a token in `ends`, or when `stops(tokens)` is True. With a
+    decoder, `batch` prompts of similar length run together, and finished sequences leave the batch.
+    """
     if encodes(module):
         singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
         return [
             list(generate(generator, prompt, room, temperature, top_p, seed + n, ends))
             for n, ((generator, room), prompt) in enumerate(zip(singles, prompts, strict=True))
         ]
-    found: list[list[int]] = [[] for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
+    # Sort by length, so that the prompts of a batch need little padding.
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     for begin in range(0, len(order), batch):
         alive = order[begin : begin + batch]
-        rooms = {n: min(most, max(1, model.seq - len(prompts[n]) + 1)) for n in alive}  # the last is never fed back
+        rooms = {n: min(most, max(1, model.seq - len(prompts[n]) + 1)) for n in alive}  # The last is never fed back.
         randoms = {n: torch.Generator().manual_seed(seed + n) for n in alive}
         longest = min(model.seq, max(len(prompts[n]) + rooms[n] for n in alive))
         generator, rows = Generator(module, model.vocab, longest), [prompts[n] for n in alive]
         while alive:
             for n, logits in zip(alive, generator.next_rows(rows), strict=True):
-                found[n].append(choose_token(logits, temperature, top_p, randoms[n]))
-            ended = [found[n][-1] in ends or len(found[n]) == rooms[n] or stops(found[n]) for n in alive]
-            staying = [at for at, gone in enumerate(ended) if not gone]
+                texts[n].append(choose_token(logits, temperature, top_p, randoms[n]))
+            finished = [texts[n][-1] in ends or len(texts[n]) == rooms[n] or stops(texts[n]) for n in alive]
+            staying = [at for at, is_finished in enumerate(finished) if not is_finished]
             if len(staying) < len(alive):
                 generator.keep(staying)
                 alive = [alive[at] for at in staying]
-            rows = [[found[n][-1]] for n in alive]
-    return found
+            rows = [[texts[n][-1]] for n in alive]
+    return texts

@@ -1,5 +1,7 @@
-"""A model of ours behind the interface of lm-eval, on any layout: every rank runs the harness on the same tasks, and
-what the model is asked is computed by all ranks together."""
+"""Run lm-eval tasks with our models, on any layout.
+
+Every rank runs the harness on the same tasks, and all ranks compute the model's answers together.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MISSING = "tasks are run by lm-eval: pip install meshwright[tasks]"
 
 
 class Asked:
-    """What lm-eval asks a model for. It is made a class of lm-eval's by `harness_model`, when that is imported."""
+    """The methods that lm-eval calls on a model. `run_tasks` combines it with lm-eval's base class, which is imported
+    only then."""
 
     def __init__(
         self, ctx: Context, modules: Sequence[nn.Module], tokenizer: Tokenizer, folder: Path, ends: set[int],
@@ -31,6 +34,7 @@ class Asked:
         self.ctx, self.modules, self.words = ctx, list(modules), tokenizer
         self.ends, self.template, self.batch = ends, template, batch
         self.max_length, self.max_gen_toks = ctx.config.model.seq, 256
+        # Texts begin with the tokenizer's first token or, if it has none, with the end of a document.
         named = special_tokens(folder).get("bos_token")
         begins = [] if named is None else tokenizer.encode(named)
         self.begin = begins[0] if len(begins) == 1 else tokenizer.eod
@@ -48,7 +52,7 @@ class Asked:
         return self.words.recipe.digest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Encodes as the model's own tokenizer does, but for the first token where the text has it already."""
+        """Encode like the model's tokenizer, but do not add the first token if the text has it already."""
         plain = self.words.encode(string)
         if add_special_tokens is False or (add_special_tokens is None and plain[:1] == [self.begin]):
             return plain
@@ -59,26 +63,27 @@ class Asked:
         return [(score.logp, score.greedy) for score in scores(self.ctx, self.modules, texts)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts, in windows as long as the model's context where that is shorter."""
+        """Score whole texts. Texts that are longer than the model's context are split into windows."""
         from lm_eval import utils
 
-        windows, whose = [], []
+        windows, text_of = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for window in utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *utils.make_disjoint_window(window)))
-                whose.append(number)
-        found = [0.0] * len(requests)
-        for number, (logp, _) in zip(whose, self._loglikelihood_tokens(windows), strict=True):
-            found[number] += logp
-        return found
+                text_of.append(number)
+        sums = [0.0] * len(requests)
+        for number, (logp, _) in zip(text_of, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += logp
+        return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Writes texts that end before one of the words that each request names."""
+        """Generate texts, each cut before the first of the stop words in its request."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
         model, texts = self.ctx.config.model, []
         self._check_writes()
+        # Requests with the same settings are generated together.
         for kind in {repr(request.args[1]): request.args[1] for request in requests}.values():
             alike = [number for number, request in enumerate(requests) if request.args[1] == kind]
             wanted = normalize_gen_kwargs(kind, self.max_gen_toks)
@@ -90,8 +95,8 @@ class Asked:
             prompts = [self.tok_encode(requests[n].args[0])[-(self.max_length - most) :] for n in alike]
             drawing = (float(wanted.get("temperature", 0.0)), float(wanted.get("top_p", 1.0)), 0)
             settings = (*drawing, self.ends, self.batch, self._stops(until))
-            found = generate_all(self.modules[0], model, prompts, most, *settings)  # type: ignore[arg-type]
-            texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, found, strict=True)]
+            answers = generate_all(self.modules[0], model, prompts, most, *settings)  # type: ignore[arg-type]
+            texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
         return [text for _, text in sorted(texts)]
 
     def _check_writes(self) -> None:
@@ -116,8 +121,8 @@ class Asked:
             raise UserError("the model has no chat template: leave --chat out, or name one with --template")
         try:
             return self.template.render(chat_history, begins=add_generation_prompt)
-        except Broken:  # some templates know no system
-            return self.template.render([each for each in chat_history if each["role"] != "system"], None, True)
+        except Broken:  # Some templates reject a system message.
+            return self.template.render([turn for turn in chat_history if turn["role"] != "system"], None, True)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return None if self.template is None or chat_template is False else self.template.text
@@ -127,7 +132,7 @@ def run_tasks(
     make: Callable[[type], Any], tasks: Sequence[str], folders: Sequence[str], shots: int | None, limit: int | None,
     chat: bool, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Runs tasks and returns the harness's results by task. `make` is given the class of the model to make."""
+    """Run tasks and return the harness's results by task. `make` receives the class of the model to create."""
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.model import TemplateLM
@@ -144,10 +149,10 @@ def run_tasks(
         raise UserError(f"the tasks of {', '.join(folders)} can't be read ({one_line(str(error))})") from None
     if unknown:
         raise UserError(f"lm-eval knows no task {unknown[0]}: name others, or their folder with --task-folder")
-    found = simple_evaluate(
+    outcome = simple_evaluate(
         model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, apply_chat_template=chat,
         log_samples=False, bootstrap_iters=0 if quiet else 1000,
     )  # fmt: skip
-    if found is None:  # the harness tells the first rank alone
+    if outcome is None:  # The harness returns results on the first rank only.
         return {}
-    return {"results": found["results"], "versions": found["versions"], "samples": found["n-samples"]}
+    return {"results": outcome["results"], "versions": outcome["versions"], "samples": outcome["n-samples"]}

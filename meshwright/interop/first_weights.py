@@ -1,4 +1,4 @@
-"""A checkpoint of a model as it is before any training: what twins of recipes adapt."""
+"""Write a checkpoint of an untrained model. The exact twins of fine-tuning recipes adapt it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright.spec.model.part import ALONE
 
 
 def write_first_weights(model: ModelConfig, to: Path, seed: int) -> None:
-    """Writes the weights that a run with this seed begins with, in float32, as a checkpoint without states."""
+    """Write the initial weights of a run with this seed, in float32, as a checkpoint without optimizer states."""
     records = {record.name: record for record in describe(model).records(ALONE).values()}
     index = Index(step=0, consumed=0, world=1, config=config_of(model))
     for name, record in records.items():
@@ -32,6 +32,7 @@ def write_first_weights(model: ModelConfig, to: Path, seed: int) -> None:
     entries = [TensorEntry(block.key, "F32", block.shape) for block in index.blocks]
 
     def values() -> Iterator[Tensor]:
+        # Blocks of a tensor follow each other, so one whole tensor is in memory at a time.
         drawn, whole = "", torch.empty(0)
         for block in index.blocks:
             record = records[block.tensor.removeprefix("param/")]

@@ -1,7 +1,8 @@
-"""Hugging Face in and out: a folder that transformers wrote becomes a checkpoint, and a checkpoint such a folder.
+"""Import Hugging Face folders as checkpoints, and export checkpoints as Hugging Face folders.
 
-Both go block by block, so memory does not grow with the model. What a folder says beyond our model section (its
-config.json, the names and dtypes of its tensors) is kept in the checkpoint, so that a round trip gives it back.
+Both directions work block by block, so memory does not grow with the model. The checkpoint also stores the information
+of a folder that our model section does not cover: its config.json, and the names and dtypes of its tensors. A round
+trip therefore restores it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from meshwright.spec.model.hf.rows import Mapped, SourceRows
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
 SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}  # transformers refuses a file without it
+METADATA = {"format": "pt"}  # transformers refuses a file without this entry.
 
 
 class Exported(Protocol):
-    """A tensor to write."""
+    """A tensor to write to a file."""
 
     @property
     def entry(self) -> TensorEntry: ...
@@ -57,7 +58,7 @@ T = TypeVar("T", bound=Exported)
 
 @contextmanager
 def written_aside(to: Path) -> Iterator[Path]:
-    """Yields a new folder that gets its final name only when everything has been written."""
+    """Yield a new folder that gets its final name only when everything has been written."""
     to = Path(os.path.abspath(to))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists already: name a new folder")
@@ -75,10 +76,10 @@ def written_aside(to: Path) -> Iterator[Path]:
 
 
 def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str | None = None) -> ModelConfig:
-    """Turns a Hugging Face folder into the checkpoint `to` (weights alone, step 0) and returns its model section.
+    """Turn a Hugging Face folder into the checkpoint `to` (only weights, step 0) and return its model section.
 
-    `dtype` is fp32, bf16, fp16 or fp64; without it tensors become float32, or stay float64 if they are. `upcycle`, e.g.
-    "count=8,top_k=2", makes a dense model a mixture of experts (upcycle.py).
+    `dtype` is fp32, bf16, fp16 or fp64. Without it, tensors become float32, except that float64 stays float64.
+    `upcycle`, e.g. "count=8,top_k=2", turns a dense model into a mixture of experts (upcycle.py).
     """
     folder = HFFolder(source, seq)
     weights = folder if upcycle is None else Upcycled(folder, upcycle)
@@ -89,6 +90,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle
             stored = weights.stored_as(name, dtype)
             kind, size = SAFETENSORS_DTYPES[stored]
             index.tensors[f"param/{name}"] = {"shape": list(whole), "dtype": kind}
+            # The checksums are known only after the blocks have been written.
             for start, shape in blocks_of(whole, size):
                 index.blocks.append(SavedBlock(f"param/{name}", start, shape, WEIGHTS_FILE, str(len(entries)), 0))
                 entries.append(TensorEntry(str(len(entries)), stored, shape))
@@ -103,7 +105,7 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle
 
 
 def _origin(folder: HFFolder) -> dict[str, Any]:
-    """Returns what is kept of a folder beside its weights, and says what was left out of these."""
+    """Return the data of a folder that is stored next to its weights, and print which tensors were left out."""
     config = folder.config
     if folder.left_out:
         print(
@@ -116,20 +118,19 @@ def _origin(folder: HFFolder) -> dict[str, Any]:
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Returns the config of a checkpoint that no run wrote: its model, and a placeholder for the data, which it has
-    none of."""
+    """Return the config of a checkpoint that no run wrote: its model, and a placeholder for the data."""
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
 def _values(weights: HFFolder | Upcycled, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
-    """Yields the blocks' values in order."""
+    """Yield the blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         values = weights.block(block.tensor.removeprefix("param/"), block.start, block.shape)
         yield values.to(TORCH_DTYPES[entry.dtype])
 
 
 class OriginFile(TypedDict):
-    """The file of an origin: its config.json, and by a tensor's full name its name and its code in safetensors."""
+    """The contents of an origin file: the config.json and, by a tensor's full name, its name and safetensors code."""
 
     config: dict[str, Any]
     tensors: dict[str, tuple[str, str]]
@@ -137,8 +138,10 @@ class OriginFile(TypedDict):
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face folder that a model comes from or shall be like: where its files are, its config.json, and how
-    it stored its tensors (full name -> name and dtype)."""
+    """The Hugging Face folder that a model comes from, or that an export follows.
+
+    `tensors`: by a tensor's full name, its name in the folder and its dtype.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -146,17 +149,16 @@ class Origin:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """Returns the origin of an imported checkpoint, or of a Hugging Face folder itself; None if the folder is
-    neither."""
+    """Return the origin of an imported checkpoint or of a Hugging Face folder, or None if the folder is neither."""
     for name in (ORIGIN, "config.json"):
         if (folder / name).is_file():
             try:
-                found = read_json(folder / name)
-                found = found if name == ORIGIN else {"config": found, "tensors": {}}
-                of_kind(found, OriginFile, "it")
-                if strange := {code for _, code in found["tensors"].values()} - set(TORCH_DTYPES):
+                content = read_json(folder / name)
+                content = content if name == ORIGIN else {"config": content, "tensors": {}}
+                of_kind(content, OriginFile, "it")
+                if strange := {code for _, code in content["tensors"].values()} - set(TORCH_DTYPES):
                     raise ValueError(f"it names the unknown dtype {min(strange)}")
-                return Origin(folder, found["config"], found["tensors"])
+                return Origin(folder, content["config"], content["tensors"])
             except (OSError, ValueError) as error:
                 raise UserError(f"{folder / name} can't be read ({error}): get it again") from None
     return None
@@ -164,7 +166,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of theirs to write: its entry, the tensor of ours that holds its rows, and which rows these are."""
+    """A Hugging Face tensor to write: its entry, the name of our tensor that holds its rows, and these rows."""
 
     entry: TensorEntry
     ours: str
@@ -175,11 +177,11 @@ class ExportedTensor:
 def export_folder(
     checkpoint: Path, to: Path, dtype: str = "", family: str = "", like: Path | None = None
 ) -> dict[str, Any]:
-    """Writes a checkpoint's weights as the Hugging Face folder `to`, and returns what was written.
+    """Write a checkpoint's weights as the Hugging Face folder `to`, and return a summary of the written files.
 
-    `dtype` is fp32, fp16, bf16 or fp64; without it tensors have the dtype of the folder that the model comes from, or
-    the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose config.json and tokenizer to
-    follow.
+    `dtype` is fp32, fp16, bf16 or fp64. Without it, tensors get the dtype that they had in the folder that the model
+    comes from, or else the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose
+    config.json and tokenizer to follow.
     """
     reader = open_weights(checkpoint)
     model = config_in(reader.index).model
@@ -192,8 +194,9 @@ def export_folder(
     base = origin.config if origin is not None else {}
     known = str(base.get("model_type")) in FAMILIES and not FAMILIES[base["model_type"]].misfits(model)
     chosen = family_for(model, family or (base["model_type"] if known else ""))
-    told, beside_of = base, origin.folder if origin is not None else checkpoint
+    origin_config, beside_of = base, origin.folder if origin is not None else checkpoint
     prefixes = _prefixes(reader)
+    # The export uses another family than the origin, so the origin's keys and names do not apply.
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
@@ -204,12 +207,13 @@ def export_folder(
         if not base:
             end = end_token(checkpoint, prefixes)
             ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-            config |= {key: told.get(key, value) for key, value in ends.items()}
+            config |= {key: origin_config.get(key, value) for key, value in ends.items()}
+        # config.json keeps its dtype if all tensors keep theirs.
         if dtype or not {each.entry.name for each in planned} <= {name for name, _ in stored.values()}:
             keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
             config |= dict.fromkeys(keys, _dtype_word(planned))
         fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        files = write_shards(aside, planned, lambda shard: _pieces(reader, shard))
+        files = write_shards(aside, planned, lambda shard: _chunks(reader, shard))
     total = sum(each.entry.bytes for each in planned)
     return {
         "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
@@ -219,8 +223,10 @@ def export_folder(
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write as the folder of a transformers model has it: a box of one of its parameters. Of a buffer,
-    which nobody trains, there is no name, and it is copied."""
+    """A tensor to write in the form of a transformers model's folder: a box of one of its parameters.
+
+    `name`: the parameter, or an empty string for an untrained buffer, which is copied from the folder.
+    """
 
     entry: TensorEntry
     name: str
@@ -228,17 +234,20 @@ class PlannedTensor:
 
 
 def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: str) -> dict[str, Any]:
-    """Writes the weights of a model that transformers builds, in the form of the folder that it comes from."""
+    """Write the weights of a model that transformers builds, in the form of the folder that it comes from."""
     from meshwright.checkpoint.planned_files import PlannedFolder, named_shapes
 
-    held = reader.index.tensors
+    saved = reader.index.tensors
     folder = PlannedFolder(like) if has_weights(like) else None
     planned: list[PlannedTensor] = []
     for name, shape in named_shapes(str(like)).items():
-        own = DTYPE_CODES[getattr(torch, held[f"param/{name}"]["dtype"])]
+        own = DTYPE_CODES[getattr(torch, saved[f"param/{name}"]["dtype"])]
         whole = Box((0,) * len(shape), shape, (0,) * len(shape))
         for source, box, stacked in folder.pieces[name] if folder else [(name, whole, False)]:
-            code = PRECISION_CODES[dtype] if dtype else folder.dtype(source) if folder else own
+            if dtype:
+                code = PRECISION_CODES[dtype]
+            else:
+                code = folder.dtype(source) if folder else own
             planned.append(PlannedTensor(TensorEntry(source, code, box.shape[stacked:]), name, box))
     for name, shape in folder.buffers.items() if folder else ():
         source = folder.pieces[name][0].source  # type: ignore[union-attr]
@@ -247,14 +256,14 @@ def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: 
 
     def values(shard: list[PlannedTensor]) -> Iterator[Tensor]:
         for each in shard:
-            found = torch.empty(each.box.shape, dtype=TORCH_DTYPES[each.entry.dtype])
+            tensor = torch.empty(each.box.shape, dtype=TORCH_DTYPES[each.entry.dtype])
             if each.name:
-                record = ParamRecord(each.name, tuple(held[f"param/{each.name}"]["shape"]), each.box.shape,
+                record = ParamRecord(each.name, tuple(saved[f"param/{each.name}"]["shape"]), each.box.shape,
                                      (each.box,), Init("zeros"))  # fmt: skip
-                reader.fill(f"param/{each.name}", record, found)
+                reader.fill(f"param/{each.name}", record, tensor)
             elif folder:
-                found = folder.file_of[each.entry.name].get_tensor(each.entry.name)
-            yield found
+                tensor = folder.file_of[each.entry.name].get_tensor(each.entry.name)
+            yield tensor
 
     config = read_json(like / "config.json")
     with written_aside(to) as aside:
@@ -269,38 +278,38 @@ def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: 
 
 
 def _prefixes(reader: Reader | MergedWeights) -> list[str]:
-    """Returns the token files of a checkpoint's run."""
-    told = reader.index.config.get("data", {}).get("prefixes")
-    return [str(prefix) for prefix in told] if isinstance(told, list) else []
+    """Return the path prefixes of the token files of a checkpoint's run."""
+    prefixes = reader.index.config.get("data", {}).get("prefixes")
+    return [str(prefix) for prefix in prefixes] if isinstance(prefixes, list) else []
 
 
 def _planned(
     reader: Reader | MergedWeights, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
 ) -> Iterator[ExportedTensor]:
-    """Yields the tensors to write. A tied model's output layer is written if its origin had one."""
+    """Yield the tensors to write. The output layer of a tied model is written if its origin had one."""
     for ours, mapped in family.tensors(model).items():
-        held = reader.index.tensors.get(f"param/{ours}")
-        if held is None:
+        saved = reader.index.tensors.get(f"param/{ours}")
+        if saved is None:
             raise UserError(f"{reader.folder} has no param/{ours}: it is not a whole model of its model section")
         twice = ours == "embedding.weight" and model.tied_embeddings and family.head in stored
         runs = mapped.sources()
         for source, shape in mapped.source_shapes().items():
             for name in (source, family.head) if twice else (source,):
-                actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, held["dtype"])]])
+                actual, kind = stored.get(name, [name, DTYPE_CODES[getattr(torch, saved["dtype"])]])
                 entry = TensorEntry(actual, PRECISION_CODES[dtype] if dtype and not mapped.wide else kind, shape)
                 yield ExportedTensor(entry, ours, mapped, runs[source])
 
 
 def _dtype_word(planned: list[ExportedTensor]) -> str:
-    """What config.json calls the dtype of the weights: the smallest that holds them all, since transformers loads them
-    in it, but for those that are wide in any case."""
+    """Return the name of the weights' dtype for config.json. It is the smallest dtype that holds all weights, because
+    transformers loads them in it. Tensors that are always stored in a wide dtype are ignored."""
     dtypes = (TORCH_DTYPES[each.entry.dtype] for each in planned if not each.mapped.wide)
     return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
-def write_shards(folder: Path, planned: Sequence[T], pieces: Callable[[list[T]], Iterator[Tensor]]) -> list[str]:
-    """Writes one file, or several of at most SHARD_BYTES with an index, and returns their names. `pieces` gives the
-    values of some of the tensors, in order."""
+def write_shards(folder: Path, planned: Sequence[T], chunks: Callable[[list[T]], Iterator[Tensor]]) -> list[str]:
+    """Write one file, or several of at most SHARD_BYTES with an index, and return their names. `chunks(tensors)` yields
+    the values of these tensors in order."""
     shards: list[list[T]] = [[]]
     size = 0
     for each in planned:
@@ -312,7 +321,7 @@ def write_shards(folder: Path, planned: Sequence[T], pieces: Callable[[list[T]],
     count = len(shards)
     names = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)] if count > 1 else [SINGLE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        tensor_file.write_tensors(folder / name, [each.entry for each in shard], pieces(shard), METADATA)
+        tensor_file.write_tensors(folder / name, [each.entry for each in shard], chunks(shard), METADATA)
     if count > 1:
         where = {each.entry.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.entry.bytes for each in planned)
@@ -321,9 +330,11 @@ def write_shards(folder: Path, planned: Sequence[T], pieces: Callable[[list[T]],
     return names
 
 
-def _pieces(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
+def _chunks(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
+    """Yield the values of some tensors in order, a block of rows at a time."""
     for each in shard:
         dtype = TORCH_DTYPES[each.entry.dtype]
+        # The rows of a transposed tensor are our columns, so it is read whole.
         if each.mapped.transposed:
             yield _rows(reader, each, 0, each.mapped.shape[0], dtype).t()
             continue
@@ -332,23 +343,26 @@ def _pieces(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iter
 
 
 def _rows(reader: Reader | MergedWeights, theirs: ExportedTensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Rows [low, high) of their tensor, gathered from ours."""
+    """Return rows [low, high) of a Hugging Face tensor, gathered from ours."""
     mapped, boxes, wanted = theirs.mapped, [], []
-    leading = (1,) * (len(mapped.shape) - len(mapped.tail) - 1)  # of a stack, each run lies in one matrix
-    held = 0
+    # In a stack of matrices, each run of rows is in one matrix.
+    leading = (1,) * (len(mapped.shape) - len(mapped.tail) - 1)
+    count = 0
     for run in theirs.runs:
         part = run.of_theirs(low, high)
         if part is not None:
-            at = (*(0 for _ in leading), held, *(0 for _ in mapped.tail))
+            at = (*(0 for _ in leading), count, *(0 for _ in mapped.tail))
             boxes.append(Box(mapped.corner(part.start), (*leading, part.count, *mapped.tail), at))
             wanted.append(part)
-            held += part.count
-    record = ParamRecord(theirs.ours, mapped.shape, (*leading, held, *mapped.tail), tuple(boxes), Init("zeros"))
+            count += part.count
+    record = ParamRecord(theirs.ours, mapped.shape, (*leading, count, *mapped.tail), tuple(boxes), Init("zeros"))
     values = torch.empty(record.local_shape, dtype=dtype)
     reader.fill(f"param/{theirs.ours}", record, values)
-    values = values.view(held, *mapped.tail)
+    values = values.view(count, *mapped.tail)
     if len(wanted) == 1 and wanted[0].step == 1:
         return values
+
+    # Bring our rows into the order of theirs. A run may have a step, if their rows are interleaved.
     ordered = torch.empty_like(values)
     for part, rows in zip(wanted, values.split([part.count for part in wanted]), strict=True):
         where = part.theirs

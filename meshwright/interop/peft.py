@@ -1,9 +1,9 @@
-"""Adapters in and out as PEFT stores them: adapter_config.json and adapter_model.safetensors.
+"""Import and export adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-PEFT has one adapter for each of its model's linear modules, we have one for each kind of rows (queries, keys, values).
-Where a module of theirs holds several of ours, as GPT-2's fused projection does, it gets one adapter of the sum of
-their ranks: A stacks theirs, and B has each in its own rows and columns. On the way back each of ours gets a copy of A.
-The base is read for DoRA alone, whose files hold the norms of rows and not how far they were moved.
+PEFT has one adapter per linear module of its model. We have one per kind of rows (queries, keys, values). If a PEFT
+module holds several of ours, like GPT-2's fused projection, it gets one adapter whose rank is the sum of our ranks. Its
+A stacks our A factors, and its B holds each of our B factors in separate rows and columns. On import, each of our
+adapters gets a copy of A. The base is only read for DoRA: PEFT stores the norms of rows, and we store their change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from meshwright.spec.model.tuning import is_adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 NORMS = "lora_magnitude_vector"
-ROWS = 4096  # of a base's weight that are read at a time for their norms
+ROWS = 4096  # The rows of a base's weight that are read at a time to compute their norms.
 
 
 class AdapterConfig(TypedDict, total=False):
@@ -77,18 +77,21 @@ class AdapterConfig(TypedDict, total=False):
 
 
 def family_of(base: str, model: ModelConfig) -> Family:
-    """Returns the family in whose names adapters are written: that of the base, or the first that fits."""
+    """Return the family whose names the adapters use: the base's family, or the first one that fits."""
     origin = origin_of(fmt.model_folder(base))
-    told = str(origin.config.get("model_type")) if origin is not None else ""
-    return family_for(model, told if told in FAMILIES and not FAMILIES[told].misfits(model) else "")
+    model_type = str(origin.config.get("model_type")) if origin is not None else ""
+    fits = model_type in FAMILIES and not FAMILIES[model_type].misfits(model)
+    return family_for(model, model_type if fits else "")
 
 
 def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
-    """Writes a checkpoint's adapters as the folder `to`, which PEFT loads, and returns what was written."""
+    """Write a checkpoint's adapters as the folder `to`, which PEFT can load, and return a summary of the files."""
     own = AdapterWeights(Reader(checkpoint))
     config, model = own.config.tune, own.config.model
     check_digest(checkpoint, config.base)
     family, base = family_of(config.base, model), open_base(config.base, model)
+
+    # The factors by PEFT's names, and the rank of each module's adapter. Adapters of experts have a different format.
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     of_experts, expert_ranks = expert_tensors(family, own)
@@ -103,20 +106,26 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
                 ranks[module] = config.rank * len(changes)
                 if config.kind == "dora":
                     tensors[f"{PREFIX}{module}.{NORMS}"] = _norms(base, own, name, changes, runs)
-    kept = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
-    for record in kept:
+
+    # The parameters that are trained whole, beside the adapters.
+    trained_whole = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
+    for record in trained_whole:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
     linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
                for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
+
+    # PEFT's scale is alpha / rank, or alpha / sqrt(rank) with rslora.
     written: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.base, "inference_mode": True,
         "r": config.rank, "lora_alpha": config.scale * (math.sqrt(config.rank) if config.rslora else config.rank),
         "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.kind == "dora", "bias": "none",
         "fan_in_fan_out": bool(family.transposed), "target_modules": sorted(set(_suffixes(ranks, linears))),
-        "modules_to_save": sorted({m.rpartition(".")[2] for r in kept for m, _ in _modules(family.mapped(model, r))})
-        or None,
+        "modules_to_save": sorted(
+            {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.mapped(model, r))}
+        ) or None,
         **({"target_parameters": targets_of(expert_ranks)} if expert_ranks else {}),
     }  # fmt: skip
+    # Fused modules have a higher rank. Their alpha is raised too, so that the scale stays the same.
     wide = {module: rank for module, rank in (ranks | expert_ranks).items() if rank != config.rank}
     written |= {"rank_pattern": wide, "alpha_pattern": {
         module: written["lora_alpha"] * (rank / config.rank) ** (0.5 if config.rslora else 1.0)
@@ -134,20 +143,20 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
 
 
 def _modules(mapped: Mapped) -> Iterator[tuple[str, list[SourceRows]]]:
-    """Yields their modules that hold rows of one of our tensors, each with its runs of them."""
+    """Yield the PEFT modules that hold rows of one of our tensors, each with its runs of these rows."""
     for source, runs in mapped.sources().items():
         yield source.rpartition(".")[0], runs
 
 
 def _rows_in(change: Change, runs: list[SourceRows]) -> bool:
-    """Whether a module holds all rows of an adapter; none lies in several modules."""
-    held = sum(each.count for run in runs if (each := run.of_ours(change.record.start, change.record.stop)))
-    assert held in (0, change.record.stop - change.record.start)
-    return held > 0
+    """Return True if a module holds the rows of an adapter. No adapter is spread over several modules."""
+    count = sum(part.count for run in runs if (part := run.of_ours(change.record.start, change.record.stop)))
+    assert count in (0, change.record.stop - change.record.start)
+    return count > 0
 
 
 def _stacked(changes: list[Change], runs: list[SourceRows]) -> dict[str, Tensor]:
-    """Returns both factors of their one adapter."""
+    """Return both factors of the one PEFT adapter that combines several of ours."""
     up = changes[0].up.new_zeros(sum(run.count for run in runs), sum(change.up.shape[1] for change in changes))
     column = 0
     for change in changes:
@@ -163,19 +172,19 @@ def _stacked(changes: list[Change], runs: list[SourceRows]) -> dict[str, Tensor]
 def row_norms(
     base: Base, record: ParamRecord, first: int, count: int, dtype: torch.dtype, packed: bool = False
 ) -> Tensor:
-    """Returns the norms of rows of a base's weight, as it is after packing where it was `packed`."""
-    found = []
+    """Return the norms of rows of a base's weight. If it was `packed`, its values are rounded like those."""
+    norms = []
     for low in range(first, first + count, ROWS):
         rows = min(ROWS, first + count - low)
         part = box_record(record.name, record.shape, (low, 0), (rows, record.shape[1]))
         values = torch.empty(part.local_shape, dtype=dtype)
         fill_range(base, part, 0, part.numel, values.view(-1))
-        found.append(torch.linalg.vector_norm(rounded(values) if packed else values, dim=1))
-    return torch.cat(found)
+        norms.append(torch.linalg.vector_norm(rounded(values) if packed else values, dim=1))
+    return torch.cat(norms)
 
 
 def _norms(base: Base, own: AdapterWeights, name: str, changes: list[Change], runs: list[SourceRows]) -> Tensor:
-    """Returns the norms that their module's rows shall have; those of rows without an adapter are the base's own."""
+    """Return the norms of a PEFT module's rows with DoRA. Rows without an adapter keep the base's norms."""
     norms = changes[0].up.new_empty(sum(run.count for run in runs))
     for run in runs:
         where = (own.records[name], run.start, run.count)
@@ -191,7 +200,7 @@ def _norms(base: Base, own: AdapterWeights, name: str, changes: list[Change], ru
 def _in_their_rows(
     family: Family, model: ModelConfig, own: AdapterWeights, record: ParamRecord
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields a weight that is trained whole, by their names."""
+    """Yield a weight that is trained whole, in PEFT's layout: the name and values of each of its tensors."""
     mapped, values = family.mapped(model, record), own.read(record)
     for source, runs in mapped.sources().items():
         theirs = values.new_empty(sum(run.count for run in runs), *values.shape[1:])
@@ -201,7 +210,7 @@ def _in_their_rows(
 
 
 def _suffixes(modules: dict[str, int], linears: set[str]) -> Iterator[str]:
-    """Yields, for each module, its last words, as many as are needed to name no module that has no adapter."""
+    """Yield, for each module, the shortest suffix of its name that matches no module without an adapter."""
     for module in modules:
         words = module.split(".")
         for count in range(1, len(words) + 1):
@@ -230,10 +239,11 @@ class PeftFolder:
             raise UserError(f"{folder} holds {kind} with bias={bias}: only LORA with bias=none can be imported")
 
     def adapters(self, family: Family, records: dict[str, ParamRecord]) -> dict[str, TheirAdapter]:
-        """Returns the adapters by the name of their module or, of all experts, of their parameter."""
-        found, c = {}, self.config
+        """Return the adapters by the name of their module or, for stacked experts, of their parameter."""
+        adapters, c = {}, self.config
         parameters = targeted(self.folder, family, records, c.get("target_parameters") or [])
         experts = {family.stacked_parameter(name): record.shape[0] for name, record in records.items()}
+        # The factors are removed from `tensors`, so that only parameters that are trained whole remain there.
         for name in [each.removesuffix(f".{DOWN}") for each in self.tensors if each.endswith(DOWN)]:
             try:
                 down, up = self.tensors.pop(f"{name}.{DOWN}"), self.tensors.pop(f"{name}.{UP}")
@@ -243,14 +253,15 @@ class PeftFolder:
             adapted = parameters.get(name, name)
             count = experts[adapted] if name in parameters else 1
             rank = down.shape[0] // count
-            told = self._of_pattern("alpha_pattern", adapted)
-            alpha = float(c.get("lora_alpha", 8.0) if told is None else told)
+            special_alpha = self._of_pattern("alpha_pattern", adapted)
+            alpha = float(c.get("lora_alpha", 8.0) if special_alpha is None else special_alpha)
             one = TheirAdapter(down, up, alpha / (math.sqrt(rank) if c.get("use_rslora") else rank), norms)
-            found[adapted] = unstacked(self.folder, name, one, count) if name in parameters else one
-        return found
+            adapters[adapted] = unstacked(self.folder, name, one, count) if name in parameters else one
+        return adapters
 
     def _of_pattern(self, key: str, module: str) -> Any:
-        """Returns a module's own value of a pattern, whose keys are the ends of names or regular expressions."""
+        """Return a module's value in a pattern, or None. The keys of a pattern are name suffixes or regular
+        expressions."""
         patterns: dict[str, Any] = dict(self.config.get(key) or {})  # type: ignore[call-overload]
         for pattern, value in patterns.items():
             if module == pattern or module.endswith(f".{pattern}") or re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -259,7 +270,7 @@ class PeftFolder:
 
 
 def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
-    """Turns a folder of PEFT's into a checkpoint of adapters on `base`, and returns its tune section."""
+    """Turn a PEFT folder into a checkpoint of adapters on `base`, and return its tune section."""
     folder = PeftFolder(source)
     weights = fmt.model_folder(base)
     origin = origin_of(weights)
@@ -270,21 +281,23 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     rank = max((each.rank for each in theirs.values()), default=0)
     if not rank:
         raise UserError(f"{source} holds no adapters of linear layers: name a folder that PEFT saved LoRA in")
+    # One rank and one scale must serve all adapters: lower ranks are padded, and other scales are folded into B.
     scale = max(each.scale for each in theirs.values())
     pieces, taken = _our_pieces(source, family, model, records, theirs)
     if strange := sorted(set(theirs) - taken):
         raise UserError(f"{source} adapts {strange[0]}, which no {family.model_type} here has as a linear layer")
-    kept = sorted({_part_of(name) for name in _kept(family, model, records, folder.tensors)})
+    trained_parts = sorted({_part_of(name) for name in _trained_whole(family, model, records, folder.tensors)})
+    # Adapters of experts can't have dropout, as in PEFT.
     of_experts = {name for _, name, _, _, weight in _pieces(model) if len(records[weight].shape) > 2}
     dropout = 0.0 if of_experts.intersection(pieces) else float(folder.config.get("lora_dropout", 0.0))
     tune = TuneConfig(
         "dora" if folder.config.get("use_dora") else "lora", base, rank, scale * rank, False, dropout,
-        tuple(sorted(pieces)), tuple(kept),
+        tuple(sorted(pieces)), tuple(trained_parts),
     )  # fmt: skip
     _check_complete(source, model, tune, {f"{each}.lora_a" for names in pieces.values() for each in names})
     values = dict(_expert_values(source, family, model, records, theirs, tune))
     values |= dict(_our_tensors(opened, family, model, records, theirs, tune))
-    values |= dict(_kept_tensors(family, model, records, folder.tensors))
+    values |= dict(_whole_tensors(family, model, records, folder.tensors))
     with written_aside(to) as aside:
         _write(aside, config_of(model) | {"tune": asdict(tune)}, values)
         if not copy_files(weights, aside, (ORIGIN,)) and origin is not None:
@@ -295,6 +308,7 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
 
 
 def _model_of(base: str, folder: Path) -> ModelConfig:
+    """Return the model section of a base."""
     if (folder / "config.json").is_file():
         from meshwright.checkpoint.hf_files import HFFolder
 
@@ -305,24 +319,25 @@ def _model_of(base: str, folder: Path) -> ModelConfig:
 def _our_pieces(
     source: Path, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter]
 ) -> tuple[dict[str, list[str]], set[str]]:
-    """Returns the pieces that are adapted, each with the whole names of its adapters, and the modules that they are."""
-    found: dict[str, list[str]] = {}
+    """Return (the full names of our adapters by the kind of rows that they adapt, the PEFT modules used for them)."""
+    adapters: dict[str, list[str]] = {}
     taken: set[str] = set()
     for block, name, first, rows, weight in _pieces(model):
         if len(records[weight].shape) > 2:
-            if held := adapter_of_experts(source, family, model, records[weight], (first, rows), theirs):
-                found.setdefault(name, []).append(f"{block}.{name}")
-                taken |= held[1]
+            if of_experts := adapter_of_experts(source, family, model, records[weight], (first, rows), theirs):
+                adapters.setdefault(name, []).append(f"{block}.{name}")
+                taken |= of_experts[1]
             continue
         for module, runs in _modules(family.mapped(model, records[weight])):
             if module in theirs and any(run.of_ours(first, first + rows) for run in runs):
-                found.setdefault(name, []).append(f"{block}.{name}")
+                adapters.setdefault(name, []).append(f"{block}.{name}")
                 taken.add(module)
-    return found, taken
+    return adapters, taken
 
 
 def _pieces(model: ModelConfig) -> Iterator[tuple[str, str, int, int, str]]:
-    """Yields the pieces of all linear layers: part, name, first row, rows, and the name of the weight."""
+    """Yield every kind of rows (queries, keys, ...) in every linear layer, as (part, name, first row, number of rows,
+    name of the weight)."""
     described = describe(model)
     for layer, block in enumerate(described.blocks):
         for _, part_name, part in block.parts:
@@ -346,13 +361,14 @@ def _expert_values(
     source: Path, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter],
     tune: TuneConfig,
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yields the parameters of our adapters of experts, as `_our_tensors` does of all others."""
+    """Yield the names and values of our adapters of experts. `_our_tensors` yields all other adapters."""
     for prefix, name, first, rows, weight in _pieces(model):
         record = records[weight]
         if name not in tune.targets or len(record.shape) < 3:
             continue
-        if held := adapter_of_experts(source, family, model, record, (first, rows), theirs):
-            one, dtype = held[0], torch.promote_types(held[0].up.dtype, torch.float32)
+        if of_experts := adapter_of_experts(source, family, model, record, (first, rows), theirs):
+            one = of_experts[0]
+            dtype = torch.promote_types(one.up.dtype, torch.float32)
             down = torch.zeros(record.shape[0], tune.rank, record.shape[2], dtype=dtype)
             up = torch.zeros(record.shape[0], rows, tune.rank, dtype=dtype)
             down[:, : one.rank] = one.down
@@ -365,7 +381,8 @@ def _our_tensors(
     base: Base, family: Family, model: ModelConfig, records: dict[str, ParamRecord], theirs: dict[str, TheirAdapter],
     tune: TuneConfig,
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yields our adapters' parameters. A lower rank is filled up with zeros, and another scale is put into B."""
+    """Yield the names and values of our adapters. Lower ranks are padded with zeros, and other scales are folded into
+    B."""
     for prefix, name, first, rows, weight in _pieces(model):
         adapted = name in tune.targets and len(records[weight].shape) == 2
         for module, runs in _modules(family.mapped(model, records[weight])) if adapted else ():
@@ -382,6 +399,7 @@ def _our_tensors(
                 at = slice(part.start - first, part.start - first + part.count)
                 up[at, : one.up.shape[1]] = one.up[part.theirs].to(dtype) * (one.scale / tune.scale)
                 if one.norms is not None:
+                    # PEFT stores the norms themselves, we store their difference from the base's.
                     own = row_norms(base, records[weight], part.start, part.count, dtype)
                     norms[at] = one.norms.flatten()[part.theirs].to(dtype) - own
             yield f"{prefix}.{name}.lora_a", down
@@ -390,21 +408,24 @@ def _our_tensors(
                 yield f"{prefix}.{name}.norms", norms
 
 
-def _kept(family: Family, model: ModelConfig, records: dict[str, ParamRecord], tensors: dict[str, Tensor]) -> list[str]:
-    """Returns the names of our tensors that a folder holds whole."""
+def _trained_whole(
+    family: Family, model: ModelConfig, records: dict[str, ParamRecord], tensors: dict[str, Tensor]
+) -> list[str]:
+    """Return the names of our tensors that a folder holds whole, in addition to its adapters."""
     return [name for name, record in records.items()
             if all(source in tensors for source in family.mapped(model, record).sources())]  # fmt: skip
 
 
 def _part_of(name: str) -> str:
-    """Returns the name of the part that a parameter belongs to."""
+    """Return the name of the model part that a parameter belongs to, without its layer."""
     return re.sub(r"^layers\.\d+\.", "", name).split(".")[0]
 
 
-def _kept_tensors(
+def _whole_tensors(
     family: Family, model: ModelConfig, records: dict[str, ParamRecord], tensors: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name in _kept(family, model, records, tensors):
+    """Yield the names and values of our tensors that a folder holds whole."""
+    for name in _trained_whole(family, model, records, tensors):
         mapped = family.mapped(model, records[name])
         ours = torch.empty(records[name].shape)
         for source, runs in mapped.sources().items():
@@ -415,7 +436,7 @@ def _kept_tensors(
 
 
 def _write(folder: Path, config: dict[str, Any], values: dict[str, Tensor]) -> None:
-    """Writes a checkpoint of these parameters."""
+    """Write a checkpoint of these parameters, one block per parameter."""
     index = Index(step=0, consumed=0, world=1, config=config)
     entries = [TensorEntry(str(n), DTYPE_CODES[value.dtype], tuple(value.shape)) for n, value in
                enumerate(values.values())]  # fmt: skip

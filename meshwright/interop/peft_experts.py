@@ -1,9 +1,9 @@
-"""Adapters of experts as PEFT stores them.
+"""Import and export adapters of experts in PEFT's format.
 
-transformers holds a weight of all experts of a layer as one parameter, [experts, rows, in], which PEFT adapts by its
-name (`target_parameters`): it wraps the module once for each such parameter, the first one innermost, and stacks the
-factors of all experts in matrices, A by experts and B by columns, of which each rank's come for all experts in turn.
-Older versions had a module for each expert and each of its products, and an adapter for each of these.
+transformers stores a weight of all experts of a layer as one parameter, [experts, rows, in]. PEFT adapts it by its name
+(`target_parameters`) and wraps the module once for each such parameter, the first one innermost. The factors of all
+experts are stacked in two matrices: A as [experts x rank, in] and B as [rows, rank x experts], with the experts varying
+fastest. Older versions had a module for each expert and each of its products, with an adapter for each of these.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from meshwright.errors import UserError
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.hf.family import Family
 
-WRAPPED = ".base_layer"
+WRAPPED = ".base_layer"  # PEFT's name of the module inside a wrapper.
 DOWN, UP = "lora_A.weight", "lora_B.weight"
 
 
 @dataclass(frozen=True)
 class TheirAdapter:
-    """One of PEFT's adapters: its factors, its scale, and with DoRA the norms of rows. Factors of experts are stacked:
-    [experts, rank, in] and [experts, rows, rank]."""
+    """One of PEFT's adapters: its factors, its scale, and with DoRA the norms of rows.
+
+    Factors of experts are stacked: [experts, rank, in] and [experts, rows, rank].
+    """
 
     down: Tensor
     up: Tensor
@@ -42,17 +44,18 @@ class TheirAdapter:
 
 
 def wrappers(parameters: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name under which PEFT stores the adapter of each of these parameters, given in the order of their
-    modules, and the parameter."""
+    """Yield (the name under which PEFT stores the adapter, the parameter) for these parameters, which are in the order
+    of their modules."""
     by_module: dict[str, list[str]] = {}
-    for each in parameters:
-        by_module.setdefault(each.rpartition(".")[0], []).append(each)
-    for module, held in by_module.items():
-        yield from ((module + WRAPPED * depth, each) for depth, each in enumerate(reversed(held)))
+    for parameter in parameters:
+        by_module.setdefault(parameter.rpartition(".")[0], []).append(parameter)
+    # The last parameter is adapted by the outermost wrapper, which has the name of the module itself.
+    for module, adapted in by_module.items():
+        yield from ((module + WRAPPED * depth, parameter) for depth, parameter in enumerate(reversed(adapted)))
 
 
 def expert_tensors(family: Family, own: AdapterWeights) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Returns the factors of all adapters of experts by PEFT's names, and the rank of each parameter's adapter."""
+    """Return (the factors of all adapters of experts by PEFT's names, the rank of each parameter's adapter)."""
     named = {parameter: name for name in own.adapters if (parameter := family.stacked_parameter(name))}
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -66,7 +69,7 @@ def expert_tensors(family: Family, own: AdapterWeights) -> tuple[dict[str, Tenso
 
 
 def _stacked(changes: list[Change], weight: ParamRecord) -> tuple[Tensor, Tensor]:
-    """Returns A and B of their one adapter of a weight, each of ours in its own rows and columns of B."""
+    """Return A and B of the one PEFT adapter of a weight. Each of our adapters has separate rows and columns in B."""
     down = torch.cat([change.down for change in changes], 1)
     up = down.new_zeros(weight.shape[0], weight.shape[1], down.shape[1])
     column = 0
@@ -78,15 +81,15 @@ def _stacked(changes: list[Change], weight: ParamRecord) -> tuple[Tensor, Tensor
 
 
 def targets_of(parameters: Collection[str]) -> list[str]:
-    """Returns the names by which PEFT finds these parameters in all layers."""
-    return sorted({re.sub(r"^.*\.\d+\.", "", each) for each in parameters})
+    """Return the names by which PEFT matches these parameters in all layers."""
+    return sorted({re.sub(r"^.*\.\d+\.", "", parameter) for parameter in parameters})
 
 
 def targeted(source: Path, family: Family, records: Mapping[str, ParamRecord], targets: list[str]) -> dict[str, str]:
-    """Returns the parameters that a folder adapts, by the name under which it holds their adapters."""
+    """Return the parameters that a folder adapts, by the names under which it stores their adapters."""
     known = [parameter for name in records if (parameter := family.stacked_parameter(name))]
     for target in targets:
-        if not any(_ends_with(each, target) for each in known):
+        if not any(_ends_with(parameter, target) for parameter in known):
             raise UserError(
                 f"{source} adapts the parameter {target}: of parameters, only experts' weights of the families that "
                 "are known here can be imported, and it has none of that name"
@@ -99,7 +102,7 @@ def _ends_with(parameter: str, target: str) -> bool:
 
 
 def unstacked(source: Path, name: str, one: TheirAdapter, experts: int) -> TheirAdapter:
-    """Returns a parameter's adapter with its factors by expert; PEFT stores those of all in two matrices."""
+    """Return a parameter's adapter with its factors stacked by expert, from PEFT's two matrices for all experts."""
     if one.down.dim() != 2 or one.up.dim() != 2 or one.down.shape[0] % experts or one.up.shape[1] != one.down.shape[0]:
         shapes = " and ".join(str(list(each.shape)) for each in (one.down, one.up))
         raise UserError(f"{source} holds factors {shapes} of {name}, which are not those of {experts} experts: name "
@@ -112,23 +115,25 @@ def adapter_of_experts(
     source: Path, family: Family, model: ModelConfig, weight: ParamRecord, piece: tuple[int, int],
     theirs: Mapping[str, TheirAdapter],
 ) -> tuple[TheirAdapter, set[str]] | None:  # fmt: skip
-    """Returns the adapter of a piece (first row, rows) of each expert's weight, and the names that it has there; None
-    where there is none."""
+    """Return (the adapter of the rows `piece` of each expert's weight, its names in the folder), or None if there is no
+    such adapter. `piece` is (first row, number of rows)."""
     first, rows = piece
     parameter = family.stacked_parameter(weight.name)
     if parameter in theirs:
         one = theirs[parameter]
         return TheirAdapter(one.down, one.up[:, first : first + rows], one.scale, None), {parameter}
+
+    # Older versions of PEFT: one module, and one adapter, for each expert.
     modules = [run.source.rpartition(".")[0] for run in family.mapped(model, weight).runs
                if first <= run.start % weight.shape[1] < first + rows]  # fmt: skip
-    held = [theirs[module] for module in modules if module in theirs]
-    if not held:
+    adapters = [theirs[module] for module in modules if module in theirs]
+    if not adapters:
         return None
-    alike = {(each.down.shape, each.up.shape, each.scale) for each in held}
-    if len(held) < len(modules) or len(alike) > 1 or held[0].norms is not None:
+    shapes_and_scales = {(each.down.shape, each.up.shape, each.scale) for each in adapters}
+    if len(adapters) < len(modules) or len(shapes_and_scales) > 1 or adapters[0].norms is not None:
         raise UserError(
-            f"{source} adapts the experts of {modules[0]} each in another way, or with DoRA: only LoRA of one rank on "
+            f"{source} adapts the experts of {modules[0]} in different ways, or with DoRA: only LoRA of one rank on "
             "all experts of a layer can be imported"
         )
-    down, up = torch.stack([each.down for each in held]), torch.stack([each.up for each in held])
-    return TheirAdapter(down, up, held[0].scale, None), set(modules)
+    down, up = torch.stack([each.down for each in adapters]), torch.stack([each.up for each in adapters])
+    return TheirAdapter(down, up, adapters[0].scale, None), set(modules)

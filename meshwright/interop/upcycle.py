@@ -1,9 +1,9 @@
-"""Upcycling: a dense model becomes a mixture of experts.
+"""Upcycle a dense model into a mixture of experts.
 
-Every expert of a block begins as a copy of the block's MLP, and the router is drawn at random. Where the experts'
-weights sum to 1, as they do with `normalise`, the mixture computes what the MLP did. Experts with a part of the MLP's
-features are slices of it, in turn; their last product is multiplied by the number of slices, so that experts of all
-slices with equal weights again sum to the MLP.
+Every expert of a block begins as a copy of the block's MLP, and the router is drawn at random. If the experts' weights
+sum to 1, as they do with `normalise`, the mixture computes the same function as the MLP. If experts have only a part of
+the MLP's features, they are slices of it, assigned in turn. Their last product is multiplied by the number of slices,
+so that experts of all slices with equal weights again sum to the MLP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = ("count", "top_k", "ffn", "every", "first_dense", "seed")
 
 
 class Upcycled:
-    """The folder of a dense model, read as that of a mixture of experts."""
+    """A view of a dense model's folder as the folder of a mixture of experts."""
 
     def __init__(self, folder: HFFolder, words: str) -> None:
         given = parse_words(words)
@@ -39,12 +39,13 @@ class Upcycled:
         self.shapes = {name: record.shape for name, record in self.records.items()}
 
     def stored_as(self, name: str, precision: str = "") -> str:
-        """As `HFFolder.stored_as`; what is new has the dtype of the norm before it."""
+        """Return the dtype code of a tensor, like `HFFolder.stored_as`. New tensors get the dtype of the norm before
+        them."""
         layer, _, _ = name.partition(".experts.")
         return self.folder.stored_as(name if name in self.folder.shapes else f"{layer}.norm2.weight", precision)
 
     def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns the rectangle of our global tensor `name` that begins at `start`."""
+        """Return the block of our global tensor `name` that begins at `start`."""
         if name in self.folder.shapes:
             return self.folder.block(name, start, shape)
         record = self.records[name]
@@ -56,13 +57,14 @@ class Upcycled:
         return torch.stack([self._expert(name, expert, start[1:], shape[1:]) for expert in experts])
 
     def _expert(self, name: str, expert: int, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Returns a rectangle of one expert's matrix: of its slice of the MLP's."""
+        """Return a block of one expert's matrix, from the expert's slice of the MLP."""
         dense, ffn = name.replace(".experts.", ".mlp."), self.model.experts.ffn
         first = expert % self.slices * ffn
         if name.endswith(".down.weight"):
             return self.folder.block(dense, (start[0], first + start[1]), shape) * self.slices
+        # A gated MLP has two halves, the gate's features and the others. The expert takes its slice of both.
         parts = []
-        for half in range(self.records[name].shape[1] // ffn):  # the gate's features and the others
+        for half in range(self.records[name].shape[1] // ffn):
             low, high = max(start[0], half * ffn), min(start[0] + shape[0], (half + 1) * ffn)
             if low < high:
                 row = half * self.folder.model.ffn + first + low - half * ffn
@@ -71,28 +73,28 @@ class Upcycled:
 
 
 def parse_words(text: str) -> dict[str, int]:
-    """Reads `count=8,top_k=2`."""
-    found: dict[str, int] = {}
+    """Parse the numbers of --upcycle, e.g. `count=8,top_k=2`."""
+    numbers: dict[str, int] = {}
     for word in text.split(","):
         key, equals, value = word.strip().partition("=")
         number = parse_yaml(value, f"--upcycle {word}") if equals else None
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise UserError(f"'{word}' in --upcycle is not of the form key=number: write e.g. count=8,top_k=2")
-        if key not in WORDS or key in found:
-            what = f"has {key} twice" if key in found else f"does not know '{key}'{nearest(key, WORDS)}"
+        if key not in WORDS or key in numbers:
+            what = f"has {key} twice" if key in numbers else f"does not know '{key}'{nearest(key, WORDS)}"
             raise UserError(f"--upcycle {what}: give each of {', '.join(WORDS)} once at most")
-        found[key] = number
-    if not found.get("count"):
+        numbers[key] = number
+    if not numbers.get("count"):
         raise UserError("--upcycle needs the number of experts: write e.g. count=8,top_k=2")
-    return found
+    return numbers
 
 
 def mixture_of(dense: ModelConfig, given: dict[str, int]) -> ModelConfig:
-    """Returns the model section of a dense model with experts in place of MLPs, or raises."""
+    """Return the model section of a dense model with experts in place of MLPs. Raise if that is not possible."""
     if dense.experts.count:
         raise UserError(f"the model has {dense.experts.count} experts already: import it without --upcycle")
     if dense.bias:
-        raise UserError("the model's MLPs have biases, which experts have not: --upcycle needs a model without")
+        raise UserError("the model's MLPs have biases, which experts don't have: --upcycle needs a model without")
     ffn = given.get("ffn") or dense.ffn
     if dense.ffn % ffn:
         raise UserError(f"--upcycle ffn={ffn} does not divide the model's ffn of {dense.ffn}: {_tries(dense.ffn)}")

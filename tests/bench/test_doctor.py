@@ -56,14 +56,14 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
     [
         (set_to(2, versions=VERSIONS | {"torch": "2.11"}), "versions", "rank 2 has torch 2.11, the others 2.13"),
         (set_to(3, device="A100"), "devices", "rank 3: A100, the others H100"),
-        (set_to(1, device_free=20e9), "devices", "rank 1's on n0 has 18.6 GiB of 74.5 GiB free"),
+        (set_to(1, device_free=20e9), "devices", "the device of rank 1 on n0 has only 18.6 GiB of 74.5 GiB free"),
         (set_to(2, cores=1), "cores", "rank 2 (n1) may use 1 core each: ask the scheduler for 4 or more"),
         (set_to(1, cores=0), "cores", "rank 1 (n0) may use less than one core each"),
         (set_to(3, device_bytes=1e9, device_free=1e9), "memory", "n1 has 954 MiB for a rank"),
         (set_to(0, disk_free=1e9), "disk", "runs/mine has 954 MiB free, and 3 checkpoints take 2.79 GiB"),
         (set_to(2, write_mb_s=3.0), "disk", "n1 writes 3 MB/s to runs/mine"),
         (set_to(3, sees_folder=False), "folder", "rank 3 (n1): runs/mine is not the folder that rank 0 sees"),
-        (set_to(2, clock=-7.5), "clocks", "the clock of n1 is -7.5 s beside rank 0's"),
+        (set_to(2, clock=-7.5), "clocks", "the clock of n1 is -7.5 s off rank 0's"),
         (set_to(2, port="no port can be opened (denied)"), "ports", "n1: no port can be opened (denied)"),
         (
             set_to(1, named_interface="=lo"),

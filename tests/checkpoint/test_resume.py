@@ -301,7 +301,7 @@ def test_a_run_goes_on_when_what_it_was_begun_from_is_gone(tmp_path: Path, capsy
     shutil.rmtree(first)
     capsys.readouterr()
     assert train(0, 1, tiny(tuned, train={"steps": 3}), None, f"{first}@1") == (3, 24)
-    assert f"warning: {tuned}/checkpoints holds checkpoints: the run goes on from step 2" in capsys.readouterr().err
+    assert f"warning: {tuned}/checkpoints holds checkpoints: the run continues from step 2" in capsys.readouterr().err
     with pytest.raises(UserError, match="there is no folder"):
         train(0, 1, tiny(tmp_path / "other", train={"steps": 3}), None, f"{first}@1")
 

@@ -101,7 +101,7 @@ def test_experts_of_a_part_of_the_features_are_slices(
         ("llama2", "count=4,ffn=32", "ffn=32 does not divide the model's ffn of 48: try 6, 8, 12, 16, 24 or 48"),
         ("llama2", "count=4,ffn=16", "make count a multiple of 3"),
         ("llama2", "count=4,first_dense=2", "none of the 2 blocks with experts: lower every or first_dense"),
-        ("gpt2", "count=4", "MLPs have biases, which experts have not: --upcycle needs a model without"),
+        ("gpt2", "count=4", "MLPs have biases, which experts don't have: --upcycle needs a model without"),
         ("mixtral", "count=4", "the model has 4 experts already: import it without --upcycle"),
     ],
 )
