@@ -1,4 +1,4 @@
-"""A predicted step in full: as JSON, as tables for people, and as the days and cost of a whole run. No torch."""
+"""Reports a predicted step as JSON and as text tables, and the days and cost of a whole run. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optim
 
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
-    """Returns the choices that a plan makes, by the names that --layout uses."""
+    """Return the choices that a plan makes, by the names that --layout uses."""
     c, layout = cost.job.config, cost.job.layout
     return {
         **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
@@ -40,7 +40,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    """Describes a layout in a few words; defaults are left out."""
+    """Describe a layout in a few words, without the keys that have their defaults."""
     plain: dict[str, Any] = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
     plain |= {"offload": False, "pieces": 1}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "tp_grid": "grid"}
@@ -50,31 +50,31 @@ def layout_words(layout: dict[str, Any]) -> str:
 
 
 def plain_words(config: Config, ranks: int) -> str:
-    """Says what ranks do, with the key's name behind it: `each batch is divided over 2 copies of the model (dp)`."""
+    """Describe the ranks' work, with each key's name: `each batch is divided over 2 copies of the model (dp)`."""
     layout = config.layout
     copies = ranks // (layout.tp * layout.pp * layout.cp)
-    found = []
+    clauses = []
     if layout.tp > 1:
-        found.append(f"{layout.tp} ranks share each layer (tp)")
+        clauses.append(f"{layout.tp} ranks share each layer (tp)")
     if layout.cp > 1:
-        found.append(f"{layout.cp} ranks share each sequence (cp)")
+        clauses.append(f"{layout.cp} ranks share each sequence (cp)")
     if layout.pp > 1:
-        found.append(f"the layers are divided into {layout.pp} stages (pp)")
+        clauses.append(f"the layers are divided into {layout.pp} stages (pp)")
     if copies > 1:
         divided = f", which divide {SHARDED[config.zero.stage]} (ZeRO {config.zero.stage})" if config.zero.stage else ""
-        found.append(f"each batch is divided over {copies} copies of the model (dp){divided}")
+        clauses.append(f"each batch is divided over {copies} copies of the model (dp){divided}")
     if layout.ep > 1:
-        found.append(f"the experts are divided over {layout.ep} ranks (ep)")
-    if not found:
-        found.append("one rank computes everything")
-    found.append(f"{plural(config.train.micro_batch, 'sequence')} at a time (micro-batch)")
+        clauses.append(f"the experts are divided over {layout.ep} ranks (ep)")
+    if not clauses:
+        clauses.append("one rank computes everything")
+    clauses.append(f"{plural(config.train.micro_batch, 'sequence')} at a time (micro-batch)")
     if config.recompute.mode != "none":
-        found.append(f"backward computes activations again (recompute {config.recompute.mode})")
-    return "; ".join(found)
+        clauses.append(f"backward computes activations again (recompute {config.recompute.mode})")
+    return "; ".join(clauses)
 
 
 def _value(value: Any) -> str:
-    """Formats a value briefly; a split is written as runs of equal stages."""
+    """Format a value briefly. A split is written as runs of equal stages, such as 2x5+4."""
     if not isinstance(value, list):
         return str(value).lower()
     runs = ((layers, len(list(stages))) for layers, stages in groupby(value))
@@ -82,15 +82,15 @@ def _value(value: Any) -> str:
 
 
 def parameters_words(job: Job) -> str:
-    """Returns the size of a model in words; of a mixture also what a token uses."""
-    found = f"{count(parameter_count(job.model))} parameters"
+    """Describe the size of a model and, for a mixture of experts, the number of parameters that a token uses."""
+    words = f"{count(parameter_count(job.model))} parameters"
     if not job.config.model.experts.count:
-        return found
-    return f"{found} (a token uses {count(active_parameters(job.model))})"
+        return words
+    return f"{words} (a token uses {count(active_parameters(job.model))})"
 
 
 def experts_json(job: Job) -> dict[str, Any]:
-    """Returns how a mixture of experts is divided, under the key `experts`; nothing for dense models."""
+    """Return the division of a mixture of experts under the key `experts`, or nothing for dense models."""
     e, layout = job.config.model.experts, job.layout
     if not e.count:
         return {}
@@ -99,7 +99,7 @@ def experts_json(job: Job) -> dict[str, Any]:
 
 
 def experts_words(job: Job) -> str:
-    """Returns the same in words, empty for dense models."""
+    """Describe the division of a mixture of experts in words. The text is empty for dense models."""
     found = experts_json(job).get("experts")
     if not found:
         return ""
@@ -109,7 +109,7 @@ def experts_words(job: Job) -> str:
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
-    """Returns each factor of time = tokens x FLOPs per token / (rate of one device x devices x parallel efficiency)."""
+    """Return each factor of time = tokens x FLOPs per token / (rate of one device x devices x parallel efficiency)."""
     job = cost.job
     per_token = model_flops(job.config.model, 1.0)
     # The time of a device's share of the step if it computed all the time and all stages were equally long.
@@ -128,7 +128,7 @@ def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
 
 
 def memory_json(cost: Cost) -> dict[str, Any]:
-    """Returns the bytes of the rank with the highest peak, and what the device needs in total."""
+    """Return the bytes of the rank with the highest memory peak, and the total that its device needs."""
     device = device_memory(cost.job, cost.cluster, cost.memory)
     return {
         **rank_json(cost.job, cost.memory.pp_rank)["memory"], "pp_rank": cost.memory.pp_rank,
@@ -138,6 +138,7 @@ def memory_json(cost: Cost) -> dict[str, Any]:
 
 
 def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
+    """Return all figures of a predicted step and, with `tokens`, of a whole run."""
     job = cost.job
     found: dict[str, Any] = {
         "cluster": cost.cluster.name, "stack": job.stack.name, "devices": job.world, "layout": layout_of_cost(cost),
@@ -169,8 +170,11 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
 
 
 def context_balance(job: Job) -> dict[str, Any]:
-    """Returns how ranks share a sequence and how evenly: pairs of a query and a key that it sees, the most that a rank
-    has, and that over the mean. Documents, which only the data know, are left out."""
+    """Describe the division of a sequence over cp ranks, and its balance.
+
+    `pairs` counts the visible pairs of a query and a key on the busiest rank, and `balance` is that number over the
+    mean. Document boundaries are ignored, since only the data know them.
+    """
     c, cp = job.config, job.layout.cp
     pairs = causal_pairs(c.context.order, c.model.seq, cp)
     kind = c.context_kind if job.stack.own else "ring"
@@ -179,7 +183,7 @@ def context_balance(job: Job) -> dict[str, Any]:
 
 
 def balance_words(job: Job) -> str:
-    """Says the same in a sentence's words."""
+    """Describe the division of a sequence over cp ranks in words."""
     found = context_balance(job)
     return (
         f"{found['kind']} in {found['order']} order: the busiest of {job.layout.cp} ranks has {found['pairs']:,} "
@@ -188,15 +192,17 @@ def balance_words(job: Job) -> str:
 
 
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
-    """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism,
-    parts of cp as cp."""
+    """Return (axis, traffic, time) of one rank for each axis.
+
+    Time is only known for whole axes: axes that shard states are timed as part of dp, and parts of cp as cp.
+    """
     timed = {name: name.removesuffix(".inner").removesuffix(".outer") for name in cost.traffic}
     timed |= {name: "dp" for name in timed if name.startswith(("dp", "cp-dp")) and "pp" not in name.split("-")}
     return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 
 def report(cost: Cost, tokens: float | None = None) -> str:
-    """Returns the same as `as_json`, as text for people."""
+    """Return the figures of `as_json` as text tables."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words = experts_words(job)
@@ -219,8 +225,9 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     rows = [(f"communication of a rank of stage {cost.memory.pp_rank}", "calls", "wire", "time", "hidden", "all ranks")]
     for name, traffic, axis in axes_of(cost):
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        time, everybody = seconds(axis.seconds) if axis.seconds else "-", size(m["ledger"][name]["wire_bytes"])
-        rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, everybody))
+        time = seconds(axis.seconds) if axis.seconds else "-"
+        all_ranks = size(m["ledger"][name]["wire_bytes"])
+        rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, all_ranks))
     lines += [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     pp = job.layout.pp
@@ -234,7 +241,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
 
 
 def _about_ep(cost: Cost) -> list[str]:
-    """Says what the bytes over ep suppose."""
+    """State the assumption behind the bytes over ep."""
     if not any(axis.split(".")[0] == "ep" for axis in cost.traffic):
         return []
     if cost.job.config.model.experts.capacity is not None:

@@ -1,4 +1,4 @@
-"""1D, 2D, 2.5D and 3D tensor parallelism of the same ranks side by side: what a block costs each. No torch."""
+"""Compares the cost of a block under 1D, 2D, 2.5D and 3D tensor parallelism of the same ranks. No torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PLAIN: dict[str, Any] = {"tp_grid": (), "tp_kind": "", "tp_keep_gathered": False
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one way to cut a block costs a rank: bytes that it sends for a micro-batch, in products and in norms, and
-    for the gradients of copied weights once per step; bytes of its weights and of what it keeps for backward."""
+    """The cost of a block for one rank under one way to shard it. All numbers but `seconds` are in bytes."""
 
     name: str
     job: Job
-    products: int
-    norms: int
-    gradients: int
+    products: int  # Sent per micro-batch for products.
+    norms: int  # Sent per micro-batch for norms.
+    gradients: int  # Sent once per step for the gradients of copied weights.
     weights: int
-    activations: float
+    activations: float  # Saved for backward.
     seconds: float = 0.0
 
     @property
     def wire(self) -> int:
+        """All bytes that the rank sends."""
         return self.products + self.norms + self.gradients
 
     def as_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class BlockCost:
 
 
 def grids_of(tp: int) -> Iterator[Grid]:
-    """Yields every grid of so many ranks that is cut along all of its axes."""
+    """Yield every grid of `tp` ranks with more than one rank along each of its axes."""
     for row in divisors(tp):
         for col in divisors(tp // row):
             depth = tp // row // col
@@ -65,8 +65,10 @@ def grids_of(tp: int) -> Iterator[Grid]:
 
 
 def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the layout keys of every way to cut a block over so many ranks. `keeps`: also of grids that
-    keep what they gathered."""
+    """Yield the name and the layout keys of every way to shard a block over `tp` ranks.
+
+    `keeps` adds grids that save gathered factors for backward instead of gathering them again.
+    """
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
@@ -77,7 +79,7 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def block_cost(name: str, job: Job, cluster: Cluster | None = None) -> BlockCost:
-    """Returns what the job's first block costs a rank."""
+    """Return the cost of the job's first block for one rank."""
     block, at = job.model.blocks[0], job.at
     sent = {"norms": 0, "products": 0}
     for key, _, part in block.parts:
@@ -102,8 +104,10 @@ def _seconds(block: BlockUnit, job: Job, cluster: Cluster) -> float:
 
 
 def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list[BlockCost], list[str]]:
-    """Returns what each way to cut the job's blocks over its tensor-parallel ranks costs, those of a kind from the
-    fewest bytes on, and why others can't be."""
+    """Compare all ways to shard the job's blocks over its tensor-parallel ranks.
+
+    Return the costs, grouped by kind and sorted by bytes sent, and the reasons why other ways are impossible.
+    """
     if job.config.layout.tp < 2:
         raise UserError("layout.tp=1 cuts nothing: give the ranks to compare, e.g. --layout tp=8")
     found: list[BlockCost] = []
@@ -121,7 +125,7 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
 
 
 def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
-    """Describes a comparison for people."""
+    """Return a comparison as text."""
     m, b, shown = job.config.model, job.batch, _shown(found)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
     for one in shown:
@@ -142,7 +146,7 @@ def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
 
 
 def _shown(found: list[BlockCost], most: int = 3) -> list[BlockCost]:
-    """Of each kind, with and without kept factors, those that send the fewest bytes, and the fastest."""
+    """Return, for each kind with and without saved factors, the ways with the fewest bytes sent, and the fastest."""
     kinds: dict[tuple[str, bool], list[BlockCost]] = {}
     for one in found:
         kinds.setdefault((one.name.split()[0], one.name.endswith("kept")), []).append(one)
@@ -152,7 +156,7 @@ def _shown(found: list[BlockCost], most: int = 3) -> list[BlockCost]:
 
 
 def verdict(found: list[BlockCost]) -> list[str]:
-    """Says which way sends the fewest bytes, keeps the least and takes the shortest, and against what."""
+    """Return sentences naming the ways that send the fewest bytes, hold the least memory and take the least time."""
     plain = [one for one in found if one.name.startswith("1D")]
     if not plain or len(found) == len(plain):
         return ["no grid is possible here"]
@@ -168,14 +172,16 @@ def verdict(found: list[BlockCost]) -> list[str]:
     return words
 
 
-CHARTED = (4, 8, 16, 64)  # tensor-parallel ranks, each with a chart
-RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # tokens of a micro-batch over hidden
-SEQUENCES = 64  # of a charted micro-batch, so that every grid's rows divide them
+CHARTED = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # The tokens of a micro-batch divided by the hidden size.
+SEQUENCES = 64  # The sequences of a charted micro-batch, a number that the rows of every charted grid divide.
 
 
 def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
-    """Returns, for each number of ranks, what the best grid of each kind sends for a block of the job's model, in units
-    of its activations [tokens, hidden], over tokens / hidden."""
+    """Return a chart for each number of ranks of the bytes that the best grid of each kind sends for a block.
+
+    The bytes are in units of the activations [tokens, hidden], over tokens / hidden.
+    """
     hidden, found = job.config.model.hidden, []
     for tp in ranks:
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -198,7 +204,8 @@ def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
         kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")
         name = cost.name if kind == "1D" else f"{kind}, gathered kept" if kept else kind
-        if kept and kind != "3D":  # enough lines
+        # A line for every kind would crowd the chart.
+        if kept and kind != "3D":
             continue
         if name not in best or cost.wire < best[name].wire:
             best[name] = cost

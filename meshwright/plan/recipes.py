@@ -1,4 +1,4 @@
-"""What is predicted of a recipe beside what was published of its run. No torch."""
+"""Compares the planner's predictions for recipes with the published figures of their runs. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.plan.target import cluster_for, on_cluster, stack_for, target_of
 from meshwright.show.units import count, percent, seconds
 from meshwright.spec.model.graph import parameter_count
 
-# The figures that may be published of a run's speed, and how they are written. The first that a recipe has is compared.
+# The figures by which a run's speed may be published, and their formats. The first that a recipe has is compared.
 FIGURES: dict[str, Callable[[float], str]] = {
     "step_s": lambda value: f"{seconds(value)} a step",
     "tflops": lambda value: f"{value:.3g} TFLOP/s",
@@ -26,30 +26,30 @@ FIGURES: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recipe's run as it was published and as it is predicted, in the figure that both have."""
+    """A recipe's published and predicted speed, in a figure that both have."""
 
     recipe: Recipe
     cost: Cost
     memory_gib: float
-    figure: str  # a key of FIGURES; empty: nothing was published
+    figure: str  # A key of FIGURES, or empty if nothing was published.
     published: float
     predicted: float
 
     @property
     def error(self) -> float | None:
-        """How much too large the prediction is, as a share; None where there is nothing to compare with."""
+        """The relative error of the prediction, positive if it is too large; None if nothing was published."""
         return self.predicted / self.published - 1 if self.figure else None
 
     @property
     def days(self) -> float | None:
-        """The predicted days of the published tokens."""
+        """The predicted days for the published number of tokens, or None if that was not published."""
         tokens = self.recipe.published.get("tokens")
         return whole_run(self.cost, float(tokens))["days"] if tokens else None
 
 
 @lru_cache(maxsize=64)
 def compared(name: str) -> Comparison:
-    """Predicts the recipe of that name on its own cluster, devices and software stack."""
+    """Predict the recipe of that name on its own cluster, devices and software stack."""
     recipe = read_recipe(name)
     target = target_of(name, placed=False)
     cluster = cluster_for(target, None)
@@ -61,22 +61,23 @@ def compared(name: str) -> Comparison:
 
 
 def _predicted(cost: Cost, recipe: Recipe, figure: str) -> float:
+    """Return the predicted value of a figure."""
     rate = cost.cluster.device.rate(cost.job.config.train.precision) / 1e12
-    # Where a source doesn't say how it counts, recomputed FLOPs are taken to be counted.
+    # If a source doesn't say how it counts, assume that it counts recomputed FLOPs.
     tflops = rate * (cost.mfu if recipe.published.get("counts") == "model" else cost.hfu)
     tokens = float(recipe.published.get("tokens", 0.0))
-    found = {
+    predictions = {
         "step_s": cost.step_s, "tflops": tflops, "tokens_s_device": cost.tokens_per_s_device,
         "device_hours": tokens / cost.tokens_per_s_device / 3600, "": 0.0,
     }  # fmt: skip
-    return found[figure]
+    return predictions[figure]
 
 
 HEADER = ("recipe", "parameters", "hardware", "tokens", "published", "predicted", "error", "days", "predicted")
 
 
 def row(found: Comparison) -> tuple[str, ...]:
-    """Returns the cells of a recipe in the table of all."""
+    """Return the cells of a recipe in the table of all recipes."""
     recipe, days = found.recipe, found.recipe.published.get("days")
     whole = " (whole run)" if recipe.published.get("counts") == "whole run" else ""
     tokens = recipe.published.get("tokens")
@@ -90,7 +91,7 @@ def row(found: Comparison) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# What a terminal of 80 columns has room for: the same figures, with the units once.
+# The columns that fit into a terminal of 80 columns: the same figures in short units.
 SHORT = ("recipe", "devices", "tokens", "published", "planned", "error", "days")
 UNITS = {"step_s": " s/step", "tflops": " TF/s", "tokens_s_device": " tok/s", "device_hours": " h", "": ""}
 MARK = "*"
@@ -99,7 +100,7 @@ days: published/planned. {MARK} of the whole run, with all that interrupted it."
 
 
 def short_row(found: Comparison) -> tuple[str, ...]:
-    """Returns the cells of a recipe in the table of a terminal."""
+    """Return the cells of a recipe in the table for a terminal."""
     recipe, p = found.recipe, found.recipe.published
     mark = MARK if p.get("counts") == "whole run" and found.figure else ""
     days = [f"{float(p['days']):.3g}" if "days" in p else "-", "-" if found.days is None else f"{found.days:.3g}"]
@@ -114,6 +115,7 @@ def short_row(found: Comparison) -> tuple[str, ...]:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
+    """Return the comparison of a recipe as JSON."""
     recipe = found.recipe
     return {
         "name": recipe.name, "title": recipe.title, "source": recipe.source, "hardware": recipe.hardware,
@@ -154,14 +156,15 @@ so many GPUs; their twins learn the first lines of docstrings, those with adapte
 
 
 def markdown(names: Sequence[str] = ()) -> str:
-    """Returns docs/recipes.md."""
-    found = [compared(name) for name in names or recipe_names()]
-    rows = [HEADER, tuple("---" for _ in HEADER), *map(row, found)]
+    """Return the text of docs/recipes.md."""
+    comparisons = [compared(name) for name in names or recipe_names()]
+    rows = [HEADER, tuple("---" for _ in HEADER), *map(row, comparisons)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    return "\n".join([INTRODUCTION, table, "", *map(_described, found)])
+    return "\n".join([INTRODUCTION, table, "", *map(_described, comparisons)])
 
 
 def _described(found: Comparison) -> str:
+    """Return the section of docs/recipes.md about one recipe."""
     recipe, p = found.recipe, found.recipe.published
     by = "the run's" if recipe.layout == "published" else "ours, or of whoever measured"
     peak = f"{found.memory_gib:.0f} of {found.cost.cluster.device.memory_gib:.0f} GiB"
