@@ -100,12 +100,12 @@ def experts_json(job: Job) -> dict[str, Any]:
 
 def experts_words(job: Job) -> str:
     """Describe the division of a mixture of experts in words. The text is empty for dense models."""
-    found = experts_json(job).get("experts")
-    if not found:
+    experts = experts_json(job).get("experts")
+    if not experts:
         return ""
-    words = f"{found['count']} experts, {found['top_k']} for a token; ep {found['ep']}, etp {found['etp']}: "
-    words += f"{count(found['per_rank'])} on a rank"
-    return words + (f" ({found['edp']} copies)" if found["edp"] > 1 else "")
+    words = f"{experts['count']} experts, {experts['top_k']} for a token; ep {experts['ep']}, etp {experts['etp']}: "
+    words += f"{count(experts['per_rank'])} on a rank"
+    return words + (f" ({experts['edp']} copies)" if experts["edp"] > 1 else "")
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
@@ -140,7 +140,7 @@ def memory_json(cost: Cost) -> dict[str, Any]:
 def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
     """Return all figures of a predicted step and, with `tokens`, of a whole run."""
     job = cost.job
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "cluster": cost.cluster.name, "stack": job.stack.name, "devices": job.world, "layout": layout_of_cost(cost),
         "precision": job.config.train.precision, "parameters": parameter_count(job.model),
         "active_parameters": active_parameters(job.model), **experts_json(job), "imbalance": job.imbalance,
@@ -163,10 +163,10 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "ledger": {axis: traffic._asdict() for axis, traffic in mean_of_all_ranks(job).items()},
     }  # fmt: skip
     if job.layout.cp > 1:
-        found["context"] = context_balance(job)
+        figures["context"] = context_balance(job)
     if tokens:
-        found["run"] = whole_run(cost, tokens)
-    return found
+        figures["run"] = whole_run(cost, tokens)
+    return figures
 
 
 def context_balance(job: Job) -> dict[str, Any]:
@@ -177,17 +177,18 @@ def context_balance(job: Job) -> dict[str, Any]:
     """
     c, cp = job.config, job.layout.cp
     pairs = causal_pairs(c.context.order, c.model.seq, cp)
+    # Other programs are assumed to pass keys and values around a ring.
     kind = c.context_kind if job.stack.own else "ring"
-    found = {"kind": kind, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
-    return found | ({"inner": c.context.inner} if c.context.inner else {})
+    context = {"kind": kind, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
+    return context | ({"inner": c.context.inner} if c.context.inner else {})
 
 
 def balance_words(job: Job) -> str:
     """Describe the division of a sequence over cp ranks in words."""
-    found = context_balance(job)
+    context = context_balance(job)
     return (
-        f"{found['kind']} in {found['order']} order: the busiest of {job.layout.cp} ranks has {found['pairs']:,} "
-        f"causal pairs of a sequence, {found['balance']:.3f} times the mean"
+        f"{context['kind']} in {context['order']} order: the busiest of {job.layout.cp} ranks has {context['pairs']:,} "
+        f"causal pairs of a sequence, {context['balance']:.3f} times the mean"
     )
 
 
@@ -229,8 +230,10 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         all_ranks = size(m["ledger"][name]["wire_bytes"])
         rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, all_ranks))
     lines += [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
+
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     pp = job.layout.pp
+    # A long pipeline shows only the two stages at each end.
     for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
@@ -249,12 +252,13 @@ def _about_ep(cost: Cost) -> list[str]:
     lines = ["  Bytes over ep are those of balanced experts: what a rank sends depends on what its tokens choose."]
     if cost.job.imbalance > 1:
         text = f"{cost.job.imbalance:g} times the mean rows, in time and memory."
-        lines.append(f"  The busiest rank's experts are taken to have {text}")
+        lines.append(f"  The busiest rank's experts are assumed to have {text}")
     return lines
 
 
 def _memory_lines(cost: Cost) -> str:
-    device, limit = device_memory(cost.job, cost.cluster, cost.memory), cost.cluster.device.memory_gib
+    device = device_memory(cost.job, cost.cluster, cost.memory)
+    limit = cost.cluster.device.memory_gib
     parts = bytes_at_peak(cost.memory)
     peak = ", ".join(f"{kind} {parts[kind] / GIB:.1f}" for kind in parts if kind != "peak")
     verdict = "fits" if device.total <= limit else "DOES NOT FIT"

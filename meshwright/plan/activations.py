@@ -110,6 +110,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     kept_after = [0.0, *accumulate(reversed(kept))][::-1][1:]  # Bytes kept by the runs after each.
     factors = [sum(each.factors for each in units[begin:end]) for begin, end in runs]
     factors_from = [0.0, *accumulate(reversed(factors))][::-1]  # Bytes of the factors of each run and of later ones.
+
     # At the last runs most activations are kept, and at the first runs most gradients exist. The run after the first
     # also brings an input back from host memory. The head is left out: its gradients are computed in forward.
     shown = sorted({*range(4), *range(len(runs) - 4, len(runs))} & set(range(len(runs) - int(stage.last))))[::-1]
@@ -216,7 +217,7 @@ def bytes_in_flight(
     action of it begins, and the most bytes in host memory.
     """
     c = job.config
-    flying = in_flight(c.pipeline.schedule, c.layout.pp, micro_batches_to_steady_state(job), len(chunks), pp_rank)
+    counts = in_flight(c.pipeline.schedule, c.layout.pp, micro_batches_to_steady_state(job), len(chunks), pp_rank)
 
     def held_by(activations: tuple[int, ...], factors: tuple[int, ...]) -> float:
         return sum(n * one.kept + k * one.factors for n, k, one in zip(activations, factors, chunks, strict=True))
@@ -224,11 +225,11 @@ def bytes_in_flight(
     def offloaded_by(activations: tuple[int, ...]) -> float:
         return sum(n * one.offloaded for n, one in zip(activations, chunks, strict=True))
 
-    most = {place: max(held_by(*each) for each in found) for place, found in flying.items()}
+    most = {place: max(held_by(*each) for each in options) for place, options in counts.items()}
     numbers = range(len(chunks))
     before: list[dict[Op, float]] = [{} for _ in chunks]
     for (op, chunk), size in most.items():
         if op is not Op.FORWARD:
             before[chunk][op] = size
-    forwards = [numbers for (op, _), found in flying.items() if op is Op.FORWARD for numbers, _ in found]
+    forwards = [numbers for (op, _), options in counts.items() if op is Op.FORWARD for numbers, _ in options]
     return [most[Op.FORWARD, chunk] for chunk in numbers], before, max(map(offloaded_by, forwards))

@@ -52,11 +52,11 @@ class Verdict:
     @property
     def complaints(self) -> list[str]:
         """One sentence per difference, parameters first."""
-        found = []
+        complaints = []
         if names := self.differing:
             errors = self._examined
             what = "values after the steps" if self.first_step is None else f"gradients of step {self.first_step}"
-            found.append(
+            complaints.append(
                 f"{len(names)} of {len(errors)} parameters differ in their {what}: the first is {names[0]} (off by "
                 f"{errors[names[0]]:.1e}), the worst {self.worst} (off by {errors[self.worst]:.1e})"
             )
@@ -64,16 +64,16 @@ class Verdict:
             wrong = [step for step, (a, b) in enumerate(pairs, 1) if difference(a, b) > self.tolerance]
             if wrong:
                 one, layout = pairs[wrong[0] - 1]
-                found.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
+                complaints.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
         for axis, (planned, recorded) in self.comm.items():
             if planned is not None and planned != recorded:
-                found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
+                complaints.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
         if self.documents is not None and not self.documents <= self.tolerance:
-            found.append(
-                f"documents of a sample see each other: another first one changes the loss of the others by "
+            complaints.append(
+                f"documents of a sample see each other: replacing the first one changes the loss of the others by "
                 f"{self.documents:.1e} of it"
             )
-        return found
+        return complaints
 
 
 def difference(one: float, other: float) -> float:
@@ -110,7 +110,7 @@ def judge(
     )  # fmt: skip
 
 
-def _largest(names: Sequence[str], found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _largest(names: Sequence[str], errors_of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the largest error of every parameter among the ranks that hold some of it, in the order of `names`."""
-    held = {name: [errors[name] for errors in found if name in errors] for name in names}
+    held = {name: [errors[name] for errors in errors_of_ranks if name in errors] for name in names}
     return {name: max(errors) for name, errors in held.items() if errors}

@@ -218,9 +218,9 @@ class GradientSum(NamedTuple):
         return self.reducer.seconds(network, self.asked.op, *sizes)
 
 
-def expanded(found: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
+def expanded(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
     """Yield the calls as a ledger counts them, with each gradient sum replaced by its reducer's calls."""
-    for each in found:
+    for each in calls:
         yield from each.calls if isinstance(each, GradientSum) else (each,)
 
 
@@ -331,6 +331,7 @@ def rank_sums(job: Job, pp_rank: int) -> list[RepeatedCall | GradientSum]:
 
 
 def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> RepeatedCall:
+    """Return calls over the groups of some axes, which are named without axes of one rank."""
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
@@ -381,13 +382,13 @@ def mean_of_all_ranks(job: Job) -> dict[str, Traffic]:
     return _with_rounds(job, by_axis(all_ranks(job)), range(job.layout.pp), job.world // job.layout.pp)
 
 
-def _with_rounds(job: Job, found: dict[str, Traffic], pp_ranks: Iterable[int], times: int) -> dict[str, Traffic]:
+def _with_rounds(job: Job, totals: dict[str, Traffic], pp_ranks: Iterable[int], times: int) -> dict[str, Traffic]:
     """Add the mean traffic per step with which `times` ranks of each stage synchronise replicas."""
     steps = job.config.train.local.steps
     for rounds in (by_axis(by_line(round_calls(job, pp_rank))) for pp_rank in pp_ranks):
         for axis, whole in rounds.items():
-            found[axis] = found.get(axis, Traffic()).plus(Traffic(*(times * each // steps for each in whole)))
-    return dict(sorted(found.items()))
+            totals[axis] = totals.get(axis, Traffic()).plus(Traffic(*(times * each // steps for each in whole)))
+    return dict(sorted(totals.items()))
 
 
 def sums(job: Job) -> Iterator[RepeatedCall]:
@@ -453,6 +454,7 @@ def by_axis(detail: Detail) -> dict[str, Traffic]:
 
 def all_ranks(job: Job) -> Detail:
     """Return the sum of all ranks' ledgers after one training step of a job, by (phase, axis, op)."""
+    # When the optimizer updates whole matrices, the ranks of a stage send different amounts.
     if job.config.optimizer.whole_matrices and job.world <= LARGEST_COUNTED:
         places = [job.layout.coordinate(rank) for rank in range(job.world)]
         each = (
@@ -460,6 +462,7 @@ def all_ranks(job: Job) -> Detail:
             for rank, at in enumerate(places)
         )
         return by_line(call for calls in each for call in calls)
+    # Replicas with different shares of the batch have different numbers of micro-batches.
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))

@@ -50,7 +50,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
-        f"{found_layouts:,} combinations were looked at, {fitting:,} of those that may be fast fit; "
+        f"{found_layouts:,} combinations were examined, and {fitting:,} of the potentially fast ones fit; "
         f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
@@ -64,7 +64,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     if pp > 1:
         lines.append(
             f"pp={pp} with {plural(job.micro_batches, 'micro-batch')} has a bubble of {percent(cost.bubble)}, the idle "
-            f"share of all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
+            f"share of all its ranks; sends between stages take {seconds(cost.axes['pp'].seconds)}."
         )
     lines += [*_about_experts(best), *_about_states(job)]
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}

@@ -83,6 +83,7 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     The output layer counts as the number of layers with the same FLOPs.
     """
     worth, others = head_worth(model), stages - 1
+    # With stages of exactly equal length, the last one would have this number of layers before the output layer.
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
     last = min(tried, key=lambda n: (max(-(-(model.layers - n) // others), n + worth), -n))

@@ -68,17 +68,17 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
         stage, axes, _ = buffer.division(job.layout, job.config.zero)
         shards = job.layout.size(axes) if axes else 1
         gradient = buffer.gradient if buffer.trained and (stage >= 2 or job.releases_gradients) else 0
-        # The first micro-batch's shard becomes the sum, to which those of later ones are added.
+        # With several micro-batches, each reduced shard is added to a sum and then freed.
         share = gradient / shards if job.micro_batches > 1 else 0.0
         weight = buffer.weight if stage == 3 else 0
         late = stage == 2 and isinstance(job.model, PlannedModel)
         sizes = [(size * gradient, stage < 2, size * share, size * weight, late) for size in buffer.buckets]
         made = [_Bucket(*each) for each in sizes]
         held |= {number: made[at] for number, at in zip(buffer.params, buffer.places, strict=True)}
-    found = [held[number] for number in range(len(packing.params))]
+    by_parameter = [held[number] for number in range(len(packing.params))]
     for param, times in Counter(param for chunk in packing.chunks for each in chunk for param in each.params).items():
-        found[param].left += times
-    return found
+        by_parameter[param].left += times
+    return by_parameter
 
 
 def _backward(

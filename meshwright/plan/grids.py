@@ -110,7 +110,7 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
     """
     if job.config.layout.tp < 2:
         raise UserError("layout.tp=1 cuts nothing: give the ranks to compare, e.g. --layout tp=8")
-    found: list[BlockCost] = []
+    costs: list[BlockCost] = []
     refused: dict[str, str] = {}
     for name, keys in ways_of(job.config.layout.tp, keeps):
         other = job.replaced(layout=keys)
@@ -118,15 +118,15 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
         if why := first_broken_rule(other.config, job.world, PLANNING_RULES):
             refused.setdefault(why, name)
             continue
-        found.append(block_cost(name, other, cluster))
+        costs.append(block_cost(name, other, cluster))
     order = ["1D", "2D", "2.5D", "3D"]
-    found.sort(key=lambda one: (order.index(one.name.split(",")[0].split()[0]), one.wire))
-    return found, [f"{name}: {why}" for why, name in refused.items()]
+    costs.sort(key=lambda one: (order.index(one.name.split(",")[0].split()[0]), one.wire))
+    return costs, [f"{name}: {why}" for why, name in refused.items()]
 
 
-def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
+def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
     """Return a comparison as text."""
-    m, b, shown = job.config.model, job.batch, _shown(found)
+    m, b, shown = job.config.model, job.batch, _shown(costs)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
     for one in shown:
         rows.append((
@@ -139,35 +139,35 @@ def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
         f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
         "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
         "norms, once per step for gradients of copied weights",
-        "", table(rows), *([f"  ({len(found) - len(shown)} more: --json)"] if len(shown) < len(found) else []),
-        "", *verdict(found), *(f"not possible: {line}" for line in refused),
+        "", table(rows), *([f"  ({len(costs) - len(shown)} more: --json)"] if len(shown) < len(costs) else []),
+        "", *verdict(costs), *(f"not possible: {line}" for line in refused),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _shown(found: list[BlockCost], most: int = 3) -> list[BlockCost]:
+def _shown(costs: list[BlockCost], most: int = 3) -> list[BlockCost]:
     """Return, for each kind with and without saved factors, the ways with the fewest bytes sent, and the fastest."""
     kinds: dict[tuple[str, bool], list[BlockCost]] = {}
-    for one in found:
+    for one in costs:
         kinds.setdefault((one.name.split()[0], one.name.endswith("kept")), []).append(one)
     chosen = {one.name for same in kinds.values() for one in same[:most]}
     chosen |= {min(same, key=lambda one: one.seconds).name for same in kinds.values()}
-    return [one for one in found if one.name in chosen]
+    return [one for one in costs if one.name in chosen]
 
 
-def verdict(found: list[BlockCost]) -> list[str]:
+def verdict(costs: list[BlockCost]) -> list[str]:
     """Return sentences naming the ways that send the fewest bytes, hold the least memory and take the least time."""
-    plain = [one for one in found if one.name.startswith("1D")]
-    if not plain or len(found) == len(plain):
+    plain = [one for one in costs if one.name.startswith("1D")]
+    if not plain or len(costs) == len(plain):
         return ["no grid is possible here"]
     least = min(plain, key=lambda one: one.wire)
-    best = min(found, key=lambda one: one.wire)
+    best = min(costs, key=lambda one: one.wire)
     times = f": {least.wire / best.wire:.3g} times fewer than {least.name}" if best is not least else ""
     words = [f"{best.name} sends the fewest bytes{times}"]
-    light = min(found, key=lambda one: one.weights + one.activations)
+    light = min(costs, key=lambda one: one.weights + one.activations)
     words.append(f"{light.name} holds the least: {size(light.weights)} of weights, {size(light.activations)} kept")
-    if any(one.seconds for one in found):
-        fast = min(found, key=lambda one: one.seconds)
+    if any(one.seconds for one in costs):
+        fast = min(costs, key=lambda one: one.seconds)
         words.append(f"{fast.name} is the fastest: {seconds(fast.seconds)} for a block, forward and backward")
     return words
 
@@ -182,18 +182,18 @@ def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
 
     The bytes are in units of the activations [tokens, hidden], over tokens / hidden.
     """
-    hidden, found = job.config.model.hidden, []
+    hidden, result = job.config.model.hidden, []
     for tp in ranks:
         lines: dict[str, list[tuple[float, float]]] = {}
         for ratio in RATIOS:
             for kind, one in _best_of_kinds(job, tp, max(1, round(ratio * hidden / SEQUENCES))).items():
                 tokens = one.job.batch.sequences * one.job.batch.seq
                 lines.setdefault(kind, []).append((ratio, one.wire / (tokens * hidden * one.job.batch.element)))
-        found.append(Chart(
+        result.append(Chart(
             f"{tp} ranks, hidden {hidden}: sent by a rank for a block, forward and backward", "tokens / hidden",
             "x [tokens, hidden]", lines, label=lambda ratio: f"{ratio:g}",
         ))  # fmt: skip
-    return found
+    return result
 
 
 def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:

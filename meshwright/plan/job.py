@@ -102,6 +102,7 @@ class Job:
         """Return the same job with some keys of its config changed, given by section."""
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
         job = replace(self, config=replace(self.config, **changed))
+        # `origin` is no argument of the constructor, and the dataclass is frozen.
         if sections.keys() <= {"zero", "recompute"}:
             object.__setattr__(job, "origin", self.origin or self)
         return job
@@ -167,8 +168,9 @@ class Job:
         """The coordinate of rank 0, or of `rank`. Parts declare the same bytes for all ranks of a layout."""
         if (same := self._placed_alike) is not None:
             return same.at
-        other = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
-        context = self.config.context_plan if self.stack.own else other
+        # Other programs are assumed to pass keys and values around a ring.
+        assumed = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
+        context = self.config.context_plan if self.stack.own else assumed
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
         return coordinate_of(self.layout, self.rank or 0, self.config.layout.sequence_parallel, context, pieces)
 
@@ -330,6 +332,7 @@ def checked_job(config: Config, world: int, stack: Stack | None = None, **more: 
 
 def ranks_per_node(layout: Layout, axis: str) -> int:
     """Return the number of ranks on one node for the group of `axis` that spans the most nodes."""
+    # The groups of a whole axis don't depend on parts of axes. Without parts, more layouts share a cached result.
     return _ranks_per_node(replace(layout, parts=()) if layout.parts and "." not in axis else layout, axis)
 
 
@@ -337,6 +340,7 @@ def ranks_per_node(layout: Layout, axis: str) -> int:
 def _ranks_per_node(layout: Layout, axis: str) -> int:
     node = layout.node_size or layout.world
     first = layout.group(axis, 0)
+    # If groups align with nodes, the first group represents all. Otherwise every group is examined, which is slow.
     alike = "." not in axis and _groups_align_with_nodes(layout, node, axis)
     groups = (first,) if alike else layout.groups(axis)
     return max(1, len(first) // max(len({rank // node for rank in group}) for group in groups))

@@ -26,6 +26,7 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
     if rule is None:
         return
     rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
+    # Ranks along the axis that cuts matrices hold the other parts of each matrix and have different records for them.
     peers = {
         axis: [_packing_at(job, pp_rank, other).params for other in layout.group(axis, rank) or (rank,)]
         for axis in ("tp", "etp")
@@ -69,6 +70,7 @@ def matrix_bytes(job: Job, pp_rank: int) -> float:
         share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks
         shapes |= {(rows, record.shape[-1]) for rows in record.matrices}
     largest = max((rows * columns for rows, columns in shapes), default=0)
+    # A round ends once each rank has the work of FILL of its largest matrices, so a rank holds at most one more.
     held = max(largest, min(share, (FILL + 1) * largest))
 
     def worked(rows: int, columns: int) -> float:
@@ -117,4 +119,5 @@ def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int) -
         collective_seconds(cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis))
         for axis, payload in sent.items()
     )
+    # A matrix is transformed by one rank, so the update takes at least as long as the largest matrix.
     return max(mean, largest) / rate + sum(exchanged)

@@ -91,15 +91,15 @@ class BufferSizes(NamedTuple):
 @remembered("zero")
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Return the sizes of the flat buffers of a rank."""
-    found, layout, usual = [], job.layout, BYTES[job.config.train.precision]
+    sizes, layout, usual = [], job.layout, BYTES[job.config.train.precision]
     for one in packing_of(job, pp_rank).buffers:
         stage, axes, _ = one.division(layout, job.config.zero)
         ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
-        found.append(BufferSizes(
+        sizes.append(BufferSizes(
             one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
             one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.matrices,
         ))  # fmt: skip
-    return found
+    return sizes
 
 
 def node_copy_ranks(job: Job, data_axes: str) -> int:

@@ -100,14 +100,14 @@ class RankSums:
         return [axis for axis in ("dp", "edp") if axis in {**self.gradients, **self.end_gradients, **self.forward}]
 
 
-def _in_few_calls(job: Job, found: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall | GradientSum]:
+def _in_few_calls(job: Job, calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall | GradientSum]:
     """Merge the calls of other programs, which don't use separate buffers for vectors.
 
     They also sum the whole gradients of tied parameters, not shards of them.
     """
     sums: dict[RepeatedCall, GradientSum] = {}
     payloads: Counter[RepeatedCall] = Counter()
-    for each in found:
+    for each in calls:
         if isinstance(each, GradientSum):
             key = replace(each.asked, payload=0)
             before = sums.setdefault(key, each._replace(elements=0))

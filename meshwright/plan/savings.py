@@ -61,13 +61,14 @@ class Figures:
 def techniques(config: Config, job: Job) -> list[Technique]:
     """Return the config as it is, followed by every technique that can be applied to it, each alone."""
     c, summed = config.comm, job.layout.size(DATA_AXES)
+    # Every technique is applied alone, without the compression and the algorithms that the config asks for.
     plain = replace(c, reduce=ReduceConfig(), algorithm=AlgorithmConfig())
-    found = [Technique(BASE, config)]
+    possible = [Technique(BASE, config)]
 
     def add(name: str, comm: CommConfig, **sections: object) -> None:
         other = replace(config, comm=comm, **sections)  # type: ignore[arg-type]
         if other != config and first_broken_rule(other, job.world, PLANNING_RULES) is None:
-            found.append(Technique(name, other))
+            possible.append(Technique(name, other))
 
     off = OverlapConfig(False, False, False, False)
     add("overlap off", replace(plain, overlap=off))
@@ -77,7 +78,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True, piece_gflop=least)))
     if summed > 1:
         naive = replace(plain, bucket_mib=ONE_BUCKET)
-        found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
+        possible.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
         for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
@@ -102,7 +103,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
             local = replace(config.train.local, steps=steps, fragments=steps)
             layout = replace(config.layout, replicas=job.layout.dp)
             add(f"{steps} local steps", plain, layout=layout, train=replace(config.train, local=local))
-    return found
+    return possible
 
 
 def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:

@@ -83,8 +83,8 @@ def sweep(
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
         sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
-            found = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
-            points.append(ScalingPoint(way, devices, batch, found.candidates[0] if found.candidates else None))
+            result = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
+            points.append(ScalingPoint(way, devices, batch, result.candidates[0] if result.candidates else None))
     # Efficiency is the throughput per device relative to the best of any way on the fewest devices that fit.
     fits = [p for p in points if p.best]
     if not fits:

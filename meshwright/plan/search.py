@@ -193,7 +193,7 @@ def _schedules(
     if chosen or pp == 1:
         return tuple(name for name in chosen or (default_kind(chunks),) if KINDS[name].takes(chunks))
     unknown: list[str] = []
-    found: dict[str, list[float]] = {}
+    chosen_figures: dict[str, list[float]] = {}
     for name in dict.fromkeys([default_kind(chunks), *training_kinds(chunks)]):
         seconds, in_flight = KINDS[name].seconds, KINDS[name].in_flight
         if seconds is None or in_flight is None:
@@ -201,9 +201,9 @@ def _schedules(
             continue
         figures = [seconds([PhaseTimes(1.0, 2.0, 1.0)] * pp, micro_batches, chunks)]
         figures += [in_flight(pp, micro_batches, chunks, rank) for rank in range(pp)]
-        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in found.values()):
-            found[name] = figures
-    return (*unknown, *sorted(found, key=lambda name: found[name][0]))
+        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in chosen_figures.values()):
+            chosen_figures[name] = figures
+    return (*unknown, *sorted(chosen_figures, key=lambda name: chosen_figures[name][0]))
 
 
 def _expert_cuts(
@@ -281,9 +281,10 @@ def search(
     """
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
-    found = SearchResult()
+    result = SearchResult()
     if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
-        return replace(found, refused=why)
+        return replace(result, refused=why)
+
     best = float("inf")
     rough: list[Candidate] = []
     shortest: list[float] = []  # A heap of the negative step times of the best KEPT candidates, the longest first.
@@ -296,24 +297,26 @@ def search(
         for zero in _stages(shape, space):
             why = _refused(shape, zero)
             if why:
-                found.broken += len(space.recompute)
-                found.refused = found.refused or why
+                result.broken += len(space.recompute)
+                result.refused = result.refused or why
                 continue
-            found.layouts += len(space.recompute)
+            result.layouts += len(space.recompute)
             if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
             alike = (c.layout, c.train.micro_batch, zero)
             if key in too_large or alike in served:
                 continue
+            # Once something fits, `nearest` is no longer needed. The states alone then reject a layout cheaply.
             if rough and states_gib(shape.replaced(zero={"stage": zero})) > limit:
                 continue
-            fitting = _first_that_fits(shape, zero, cluster, limit, space, found)
+            fitting = _first_that_fits(shape, zero, cluster, limit, space, result)
             if fitting is None:
                 too_large.add(key)
                 continue
-            found.fitting += 1
+            result.fitting += 1
             recomputes = fitting[0].config.recompute.mode != space.recompute[0]
+            # A schedule without a formula comes first whatever its speed, so it does not rule out others.
             if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
                 served.add(alike)
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
@@ -321,11 +324,12 @@ def search(
             heappush(shortest, -rough[-1].cost.step_s)
             if len(shortest) > KEPT:
                 heappop(shortest)
+
     rough.sort(key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
     refined += rough[REFINE_TOP:KEPT]
-    found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
-    return found
+    result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
+    return result
 
 
 def _without_batch(shape: Job) -> object:
@@ -376,7 +380,7 @@ def _least_seconds(shape: Job, cluster: Cluster) -> float:
 
 
 def _first_that_fits(
-    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
+    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, result: SearchResult
 ) -> tuple[Job, float] | None:
     """Return (job, GiB) for the fastest recompute setting that fits, or None if none fits."""
 
@@ -396,8 +400,8 @@ def _first_that_fits(
             job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
     if fits(job, memory):
         return job, memory
-    if found.nearest is None or memory < found.nearest[0]:
-        found.nearest = (memory, job)
+    if result.nearest is None or memory < result.nearest[0]:
+        result.nearest = (memory, job)
     return None
 
 
@@ -407,10 +411,12 @@ def recompute_settings(space: SearchSpace) -> list[dict[str, Any]]:
 
     Offloading, and then MLPs in more chunks, are only added to the mode that recomputes most.
     """
-    again = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
-    least = [(mode, *again[0]) for mode in space.recompute] + [(space.recompute[-1], *each) for each in again[1:]]
+    combinations = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
+    settings = [(mode, *combinations[0]) for mode in space.recompute]
+    settings += [(space.recompute[-1], *combination) for combination in combinations[1:]]
+    # Only modes that recompute whole blocks have inputs to offload.
     blocks = {mode for mode in space.recompute if RecomputeConfig(mode).blocks}
-    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in least]
+    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in settings]
     return [each for each in keys if each["mode"] in blocks or not each["offload"]]
 
 
@@ -422,7 +428,7 @@ def host_gib(job: Job) -> float:
 
 
 def why_nothing(
-    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
+    base: Job, cluster: Cluster, result: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
 ) -> UserError:
     """Return the error for a model that fits nowhere.
 
@@ -431,16 +437,16 @@ def why_nothing(
     """
     devices, batch = base.world, base.global_batch
     under = f" with {', '.join(fixed)}" if fixed else ""
-    if found.nearest is None:
-        if found.refused:
-            return UserError(found.refused)
+    if result.nearest is None:
+        if result.refused:
+            return UserError(result.refused)
         keys = " and ".join(word.partition("=")[0] for word in fixed)
         return UserError(
             f"no layout{under} divides {devices} devices, a global batch of {batch} and this model: "
             + (f"leave {keys} open, or " if keys else "")
             + "change --devices or --global-batch, e.g. to a power of two"
         )
-    needed, job = found.nearest
+    needed, job = result.nearest
     c, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
@@ -454,5 +460,5 @@ def why_nothing(
         f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
         f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
         f"{needed - limit:.1f} GiB too much: use devices "
-        f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
+        f"with more memory{enough}" + (f"; others break a rule: {result.refused}" if result.refused else "")
     )

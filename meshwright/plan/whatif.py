@@ -72,7 +72,7 @@ def parse_change(text: str) -> Change:
     elif kind == "imbalance":
         check_imbalance(f"--what-if '{text}'", change.factor)
     elif not 0 < change.factor <= 1:
-        raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")
+        raise UserError(f"--what-if '{text}': the share of the speed that is left must be above 0 and at most 1")
     return change
 
 
@@ -94,6 +94,7 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
         else:
             job = without_nodes(job, int(change.factor))
     cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
+    # A slow rank changes the timeline alone, so the step grows by the difference of the makespans.
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
     return SimulatedStep(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
@@ -132,11 +133,12 @@ def without_nodes(job: Job, nodes: int) -> Job:
     if world < unit:
         raise UserError(
             f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
-            "take away fewer"
+            "remove fewer"
         )
     samples = batch_unit(c, world)[0]
     batch = job.global_batch // samples * samples
     fewer = replace(job.replaced(train={"global_batch": batch}, layout={"node_size": node}), world=world)
+    # The layout is built, and its sizes checked, when it is first read.
     try:
         assert fewer.layout.world == world
     except UserError as error:

@@ -107,6 +107,7 @@ class ForeignStage(nn.Module):
             return run()
         gate.open()
         result = run()
+        # Backward starts at the result, so the parameters are gathered again there.
         return changed(result, lambda xs: call_in_backward(gate.open, *xs))
 
 
