@@ -64,7 +64,7 @@ class ChosenRowsPart(Part):
             yield Collective("forward", "tp", "all_reduce", payload)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows, and which of them are here."""
+        """Yield the numbers of the rows, and which of them are here."""
         yield Kept("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
 
 
@@ -122,6 +122,6 @@ class DensePart(Part):
         return Work((product,), moved=2.0 * rows * self.width * batch.element, kernels=2)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the product's input, and what the activation needs: its input or its result."""
+        """Yield the product's input, and what the activation needs: its input or its result."""
         widths = self.hidden + (self.width if self.activation else 0)
         yield Kept("dense", batch.tokens(at) * widths * batch.element)

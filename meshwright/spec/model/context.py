@@ -9,7 +9,7 @@ from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch
 
 
 def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Collective]:
-    """Yields the calls of attention to tokens of other ranks. With K the bytes of a rank's keys and values:
+    """Yield the calls of attention to tokens of other ranks. With K the bytes of a rank's keys and values:
 
     ring: forward c - 1 sends of K; backward c sends: K, then c - 2 times K and its gradient, then a gradient.
     gather: forward 1 all_gather of c K; backward the same again and 1 reduce_scatter of c K.
@@ -37,7 +37,7 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
 
 
 def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Kept]:
-    """Yields what attention to tokens of other ranks keeps besides its queries, keys, values and result: log-sums and,
+    """Yield what attention to tokens of other ranks keeps besides its queries, keys, values and result: log-sums and,
     of a ring, the last block that arrived. Ranks that exchange heads keep those that arrived instead of their own, with
     the copies of heads that several ranks need, and the result as the core returns it."""
     tokens, e = batch.tokens(at), batch.element
@@ -56,7 +56,7 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
 def context_working(
     at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int, window: bool = False
 ) -> float:
-    """Returns the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
+    """Return the bytes that merging blocks takes for a moment, in backward: the gradient of the queries so far, wide,
     and of one block; of gathered keys and values a copy in order and their gradients, wide."""
     n, c = at.size(at.context.inner), at.size(at.context.outer)
     if c == 1 and not (batch.documents or window):

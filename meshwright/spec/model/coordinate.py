@@ -13,7 +13,7 @@ from meshwright.spec.layout.grid import DEPTH, ROW
 
 
 def hash_once(self: Any) -> int:
-    """Hashes a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
+    """Hash a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
     hundred blocks at each lookup is slow."""
     found = self.__dict__.get("_hash")
     if found is None:
@@ -41,7 +41,7 @@ class Coordinate:
         return {name: (size, index) for name, size, index in self.axes}
 
     def size(self, axis: str) -> int:
-        """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
+        """Return the size of an axis, or of a product of axes as in "tp-cp"."""
         if "-" not in axis:
             return self._axes.get(axis, (1, 0))[0]
         return math.prod(self.size(word) for word in axis.split("-"))
@@ -88,7 +88,7 @@ def coordinate_of(
     context: ContextPlan = NOT_SHARED,
     piece_flops: float | None = None,
 ) -> Coordinate:
-    """Returns the coordinate of `rank` in a layout."""
+    """Return the coordinate of `rank` in a layout."""
     found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
     sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
     axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]

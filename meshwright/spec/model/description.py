@@ -54,7 +54,7 @@ from meshwright.spec.schedule.kinds import ends_of, placement_of
 
 
 def gpt(model: ModelConfig) -> Model:
-    """Describes a decoder-only transformer of the config's sizes."""
+    """Describe a decoder-only transformer of the config's sizes."""
     h, tied = model.hidden, model.tied_embeddings
     output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
     last = [NamedPart("output", "embedding" if tied else "head", output)]
@@ -69,7 +69,7 @@ LAST_FIELDS = ("labels", "loss_mask", "places", "swapped")
 
 
 def one_stack(model: ModelConfig, head: HeadUnit, **more: Any) -> Model:
-    """Describes a model whose blocks all change one stream, from an embedding to a head."""
+    """Describe a model whose blocks all change one stream, from an embedding to a head."""
     first = Node("embedding", embedding_unit(model), writes=HIDDEN, fields=FIRST_FIELDS)
     last = Node("head", head, (HIDDEN,), fields=LAST_FIELDS)
     nodes = (first, *stack_nodes(block_units(model)), last)
@@ -77,7 +77,7 @@ def one_stack(model: ModelConfig, head: HeadUnit, **more: Any) -> Model:
 
 
 def bert(model: ModelConfig) -> Model:
-    """Describes an encoder: tokens see all others of their sample. Its heads predict masked tokens and, with a pooler,
+    """Describe an encoder: tokens see all others of their sample. Its heads predict masked tokens and, with a pooler,
     whether two segments were swapped."""
     h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
     masked, pooled = model.predictions, int(model.pooler)
@@ -100,7 +100,7 @@ def bert(model: ModelConfig) -> Model:
 
 
 def t5(model: ModelConfig) -> Model:
-    """Describes an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
+    """Describe an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
     output (`memory`). Scores have no scale but a learned bias of the distance. The decoder begins with an embedding of
     its own tokens, whose table is the encoder's."""
     h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
@@ -151,23 +151,23 @@ def t5(model: ModelConfig) -> Model:
 
 
 def glm(model: ModelConfig) -> Model:
-    """Describes a decoder that sees the first segment of a sample, its source, as a whole."""
+    """Describe a decoder that sees the first segment of a sample, its source, as a whole."""
     return replace(gpt(model), prefix=True)
 
 
 def norm_part(model: ModelConfig) -> NormPart:
-    """Describes the norm of a branch: the product after it keeps its output."""
+    """Describe the norm of a branch: the product after it keeps its output."""
     bias = NORMS.named(model.norm).bias and model.bias
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
 def ended_norm(model: ModelConfig) -> NormPart:
-    """Describes a norm whose output nobody keeps for its own gradient."""
+    """Describe a norm whose output nobody keeps for its own gradient."""
     return replace(norm_part(model), keeps_output=False)
 
 
 def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
-    """Describes what turns ids into activations: tokens and, by config, positions, token types and a norm."""
+    """Describe what turns ids into activations: tokens and, by config, positions, token types and a norm."""
     h, normal = model.hidden, Init("normal", model.init_std)
     tokens = TokenEmbeddingPart(
         model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
@@ -184,7 +184,7 @@ def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
 
 
 def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
-    """Describes the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
+    """Describe the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
     each sum; with DeepNorm also values and the MLP's first product do."""
     normal, place = Init("normal", model.init_std), model.norm_place
     small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
@@ -216,7 +216,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
-    """Describes the attention of a block."""
+    """Describe the attention of a block."""
     short = model.latent
     if short.kv_rank:
         return LatentAttentionPart(
@@ -232,7 +232,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
 
 
 def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
-    """Describes the mixture of experts that stands in an MLP's place. Its products have no biases."""
+    """Describe the mixture of experts that stands in an MLP's place. Its products have no biases."""
     e = model.experts
     routing = Routing(
         e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
@@ -243,20 +243,20 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 
 def hf(model: ModelConfig) -> Model:
-    """Describes a model that transformers builds, as its plan cuts it."""
+    """Describe a model that transformers builds, as its plan cuts it."""
     # Reads the module itself, which needs torch and transformers: nothing else here does.
     described: Model = importlib.import_module("meshwright.models.wrapped.blueprint").blueprint(model.hf).model
     return described
 
 
 def describe(model: ModelConfig) -> Model:
-    """Returns the description of the model that a config asks for."""
+    """Return the description of the model that a config asks for."""
     assemble = model.kind_facts.describe
     return _described(load_object(assemble) if isinstance(assemble, str) else assemble, model)
 
 
 def model_of(config: Config) -> Model:
-    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
+    """Return the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
     a grid of tensor-parallel ranks."""
     model, grid = describe(config.model), config.layout.grid
     if grid is not None:
@@ -291,7 +291,7 @@ def _described(assemble: Callable[[ModelConfig], Model], model: ModelConfig) -> 
 
 
 def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
-    """Splits the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
+    """Split the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
     starts = [sum(sizes[:i]) for i in range(count)]
@@ -301,7 +301,7 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """Returns the virtual stages that a config asks for."""
+    """Return the virtual stages that a config asks for."""
     layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
     if own := config.pipeline.encoder_stages:
         blocks = config.model.t5.encoder_layers
@@ -311,7 +311,7 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the pipeline ranks that hold the same parameters, by the name of their group. A table that only the ends
+    """Return the pipeline ranks that hold the same parameters, by the name of their group. A table that only the ends
     of the model share is left to the layout, which knows its ends."""
     model, found = describe(config.model), dict[str, set[int]]()
     places = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
@@ -336,7 +336,7 @@ def on_host(name: str) -> str:
 
 
 def check_family(model: Model, tp: int, pp: int) -> None:
-    """Refuses to cut a model whose plan was not found right."""
+    """Refuse to cut a model whose plan was not found right."""
     from meshwright.spec.model.wrapped.families import check_plan
 
     assert isinstance(model, PlannedModel)
@@ -344,20 +344,20 @@ def check_family(model: Model, tp: int, pp: int) -> None:
 
 
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
-    """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
+    """Return tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
 
 
 def context_parts(config: Config) -> Parts:
-    """Returns cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
+    """Return cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
     cp, inner = config.layout.cp, config.context.inner
     return (("cp", ((CP_INNER, inner), (CP_OUTER, cp // inner))),) if cp > 1 and inner and cp % inner == 0 else ()
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
-    """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
+    """Return the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
     say."""
     c = config.layout
     if config.model.kind_facts.is_foreign and c.tp * c.pp > 1:
@@ -378,21 +378,21 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 
 
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
-    """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
+    """Return the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
     tokens that count in it."""
     documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
     return model.fields(stage) | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
 
 
 def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
-    """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
+    """Return the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
     for each sample."""
     lengths = dict(model.lengths)
     return batch.sequences * lengths[name] if name in lengths else batch.tokens(at)
 
 
 def data_fields(config: Config) -> list[str]:
-    """Returns the names of the fields of a sample that the data of a config have."""
+    """Return the names of the fields of a sample that the data of a config have."""
     facts, names = config.objective_facts, list(config.objective_facts.fields)
     names += ["swapped"] if facts is OBJECTIVES["masked"] and config.model.pooler else []
     names += ["token_types"] if facts.fills_blanks and config.model.token_types else []

@@ -57,12 +57,12 @@ class Routing:
         return self.aux_loss > 0 or self.z_loss > 0
 
     def room(self, seq: int) -> int:
-        """Returns the most tokens that each expert takes of one sequence, where the capacity is limited."""
+        """Return the most tokens that each expert takes of one sequence, where the capacity is limited."""
         assert self.capacity is not None
         return min(seq, math.ceil(seq * self.top_k / self.count * self.capacity))
 
     def places(self, rows: int, part: int, seq: int) -> int:
-        """Returns the places that each expert needs for consecutive rows of a rank, which holds `part` rows of each
+        """Return the places that each expert needs for consecutive rows of a rank, which holds `part` rows of each
         sequence of `seq` tokens: all of them may be among those that the expert takes."""
         whole, rest = divmod(rows, part)
         if not rest:
@@ -71,7 +71,7 @@ class Routing:
 
 
 def exchange_axes(at: Coordinate) -> tuple[str, ...]:
-    """Returns the axes over which rows travel to their experts, in this order: ep, or the parts of it."""
+    """Return the axes over which rows travel to their experts, in this order: ep, or the parts of it."""
     return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
 
 
@@ -192,7 +192,7 @@ class ExpertsPart(Part):
         return found + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else found
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of experts that get equal numbers of rows.
+        """Yield the calls of experts that get equal numbers of rows.
 
         Rows to all ranks that hold a part of each expert, as a column product gathers its input and a row product sums
         its output; with them the numbers and the weights of the chosen experts. Over ep: how many rows each expert
@@ -219,7 +219,7 @@ class ExpertsPart(Part):
         return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
 
     def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
-        """Returns the exchanges of rows over ep: rows and their weights go to the experts, results come back, and the
+        """Return the exchanges of rows over ep: rows and their weights go to the experts, results come back, and the
         gradients of all three go the other way."""
         row = self.mlp.hidden * batch.element
         return (
@@ -228,7 +228,7 @@ class ExpertsPart(Part):
         )  # fmt: skip
 
     def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls that bring rows to all ranks of an expert, and back."""
+        """Yield the calls that bring rows to all ranks of an expert, and back."""
         row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
         whole = batch.tokens(at) * row
         rows = self.gathered_rows(at, batch)
@@ -248,7 +248,7 @@ class ExpertsPart(Part):
         yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
 
     def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls that tell ranks that share a sequence which experts its other tokens chose, where a capacity
+        """Yield the calls that tell ranks that share a sequence which experts its other tokens chose, where a capacity
         counts them: over tp, unless the rows are gathered there anyway or a rank has whole sequences, and over cp."""
         if self.routing.capacity is None:
             return
@@ -259,7 +259,7 @@ class ExpertsPart(Part):
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the router, the experts and the way to them keep."""
+        """Yield what the router, the experts and the way to them keep."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
         up = (2 if self.mlp.gated else 1) * self.width(at)
@@ -278,7 +278,7 @@ class ExpertsPart(Part):
             yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
+        """Return the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
         the last product's input. Where the activation is not gated, its own gradient comes on top."""
         copies = 2 if at.size("ep") > 1 else 1
         features = self.width(at) * (1 if self.mlp.gated else 4)

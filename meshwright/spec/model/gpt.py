@@ -66,7 +66,7 @@ class NormPart(Part):
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input (on a CPU: its copies in float32) and each row's statistics."""
+        """Yield the input (on a CPU: its copies in float32) and each row's statistics."""
         rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
         stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
         if copies:
@@ -93,7 +93,7 @@ class NormPart(Part):
 def core_work(
     batch: MicroBatch, kernels: Kernels, heads: int, d: int, lengths: tuple[int, int], pairs: float, dropout: float
 ) -> Work:
-    """Returns the work of the core of attention: scores and mix of `heads`, `d` wide, for so many queries and keys
+    """Return the work of the core of attention: scores and mix of `heads`, `d` wide, for so many queries and keys
     (`lengths`) of a sequence, of which a fused kernel computes `pairs`."""
     if kernels.fused_attention:
         # Scores and mix: 4 d for each pair of a query and a key that it sees.
@@ -109,7 +109,7 @@ def core_work(
 
 
 def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
-    """Returns what the core of attention keeps of so many `rows` of scores (queries times heads): the log-sum of each,
+    """Return what the core of attention keeps of so many `rows` of scores (queries times heads): the log-sum of each,
     or all scores."""
     if kernels.fused_attention:
         return Kept("log-sums", rows * batch.wide, core=True)
@@ -210,7 +210,7 @@ class AttentionPart(Part):
         return Work(products, moved=rotary) + core
 
     def pairs(self, seq: int) -> float:
-        """Returns the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
+        """Return the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
         lower triangle, without the triangle that lies beyond the window."""
         if not self.causal:
             return float(seq * seq)
@@ -227,7 +227,7 @@ class AttentionPart(Part):
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
+        """Yield queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
         tp ranks share key-value heads, the weight too, since it is concatenated from two parameters."""
         (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
         e, wide, host = batch.element, batch.wide, kernels.host
@@ -268,7 +268,7 @@ class AttentionPart(Part):
         return 0.0
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of the core's result, queries, keys and values, and what an accelerator's
+        """Return the bytes of the gradients of the core's result, queries, keys and values, and what an accelerator's
         kernel needs to find them."""
         one_kernel = kernels.own and kernels.fused_attention and not kernels.host and batch.element == 2
         if not one_kernel or self.biased or at.size("cp") > 1 or self._in_tiles(batch, False):
@@ -284,19 +284,19 @@ class AttentionPart(Part):
 
 
 def kernel_workspace(tokens: int, heads: int, kv_heads: int, width: int, element: int) -> int:
-    """Returns the bytes that cuDNN's and flash attention's backward allocate for themselves: the queries' gradient in
+    """Return the bytes that cuDNN's and flash attention's backward allocate for themselves: the queries' gradient in
     float32 and a number for each row; where several queries share a key, its and its value's gradient for each."""
     shared = 2 * element if kv_heads < heads else 0
     return tokens * heads * (width * (4 + shared) + 4)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:
-    """Returns the rows of the vocabulary that a rank holds; the vocabulary is padded until tp divides it."""
+    """Return the rows of the vocabulary that a rank holds; the vocabulary is padded until tp divides it."""
     return -(-vocab // at.size("tp"))
 
 
 def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, ...], init: Init, tied: bool = False) -> ParamRecord:
-    """Returns the record of a table [vocabulary, hidden] or a bias [vocabulary] cut over tp by rows. Across stages,
+    """Return the record of a table [vocabulary, hidden] or a bias [vocabulary] cut over tp by rows. Across stages,
     each end of a tie holds a copy."""
     vocab, *tail = sizes
     rows = vocabulary_rows(vocab, at)
@@ -338,7 +338,7 @@ class TokenEmbeddingPart(Part):
         return row_calls(at.at_once, batch, self.hidden, 0)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
+        """Yield the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
         belong to the batch. Other programs keep the result besides the first block's input."""
         if not kernels.own:
             yield Kept("output", batch.rows(at) * self.hidden * batch.element)
@@ -348,7 +348,7 @@ class TokenEmbeddingPart(Part):
             yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the rows' numbers and gradients."""
+        """Return the bytes of the rows' numbers and gradients."""
         return float(batch.tokens(at) * (self.hidden * batch.element + 8))
 
 
@@ -373,7 +373,7 @@ class PositionEmbeddingPart(Part):
 
 
 def second_table_factors(at: Coordinate, batch: MicroBatch, kernels: Kernels, hidden: int) -> float:
-    """Returns the bytes of the numbers and gradients of the rows of a table whose result is added to the token
+    """Return the bytes of the numbers and gradients of the rows of a table whose result is added to the token
     embedding's: the two share their gradients, unless these were copied or gathered for one of them."""
     own = hidden * batch.element if kernels.fused or at.splits_tokens else 0
     return float(batch.rows(at) * (own + 8))
@@ -402,14 +402,14 @@ class OutputLayerPart(Part):
         return {"weight": weight} | bias
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
+        """Return the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
         peak."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         product = Product("logits", tokens, columns, self.hidden, precise=True, defers=False)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of a column product whose input is not gathered again, since its gradients are computed in
+        """Yield the calls of a column product whose input is not gathered again, since its gradients are computed in
         forward.
 
         The loss takes, per tile of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
@@ -422,7 +422,7 @@ class OutputLayerPart(Part):
             yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input gradient, which the loss computes in forward. If the embedding on this stage has the same
+        """Yield the input gradient, which the loss computes in forward. If the embedding on this stage has the same
         weight, the weight gradient is kept too, since the embedding adds to the same place later."""
         if not kernels.own:
             return
@@ -432,7 +432,7 @@ class OutputLayerPart(Part):
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of one tile of logits, which a CPU also holds in float32; in other programs, of all
+        """Return the bytes of one tile of logits, which a CPU also holds in float32; in other programs, of all
         logits."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:

@@ -45,7 +45,7 @@ class Stream(NamedTuple):
     by_sample: bool = False
 
     def shape(self, at: Coordinate, batch: MicroBatch) -> tuple[int, ...]:
-        """Returns the shape of one micro-batch on a rank."""
+        """Return the shape of one micro-batch on a rank."""
         own = self.rows.of(batch)
         if self.by_sample:
             return own.sequences, own.seq, self.width
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
 
 
 def reference_of(name: str) -> str:
-    """Returns the name under which a stream passes as the frozen weights alone compute it."""
+    """Return the name under which a stream passes as the frozen weights alone compute it."""
     return f"reference {name}"
 
 
@@ -132,7 +132,7 @@ class Model:
         return self.streams[0].width
 
     def mapped(self: AnyModel, change: Callable[[Node], Unit]) -> AnyModel:
-        """Returns the model with the unit of each node changed."""
+        """Return the model with the unit of each node changed."""
         return replace(self, nodes=tuple(node._replace(unit=change(node)) for node in self.nodes))
 
     @cached_property
@@ -141,17 +141,17 @@ class Model:
         return Stage(0, 1, range(len(self.blocks)))
 
     def nodes_of(self, stage: Stage | None = None) -> tuple[Node, ...]:
-        """Returns the nodes of a stage (by default: of the model) in the order of forward."""
+        """Return the nodes of a stage (by default: of the model) in the order of forward."""
         return _nodes_of(self, stage or self.whole)
 
     def cut(self, stage: Stage) -> int:
-        """Returns the number of the first node of a stage. Nodes before the first block belong to the first stage and
+        """Return the number of the first node of a stage. Nodes before the first block belong to the first stage and
         those after the last block to the last. Between two blocks, a stage begins with a node that reads no stream, if
         there is one: what comes before it belongs to the stage before."""
         return 0 if stage.first else self._begin(stage.layers.start)
 
     def end(self, stage: Stage) -> int:
-        """Returns the number of the first node after a stage."""
+        """Return the number of the first node after a stage."""
         return len(self.nodes) if stage.last else self._begin(stage.layers.stop)
 
     def _begin(self, layer: int) -> int:
@@ -182,7 +182,7 @@ class Model:
         return found[::-1]
 
     def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
+        """Return the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
         found = {stream.name: stream.shape(at, batch) for stream in self.live(self.cut(stage))}
         twins = {reference_of(name): shape for name, shape in found.items()} if self.compared else {}
         return found | twins
@@ -193,7 +193,7 @@ class Model:
         return frozenset(reference_of(stream.name) for stream in self.streams if self.compared)
 
     def read_beside(self, stage: Stage) -> list[Stream]:
-        """Returns the streams that blocks of a stage read beside the one that they change. They are kept once for all
+        """Return the streams that blocks of a stage read beside the one that they change. They are kept once for all
         of them, unless the stage makes them itself."""
         nodes = self.nodes_of(stage)
         local = {node.writes for node in nodes if node.everywhere}
@@ -201,15 +201,15 @@ class Model:
         return [stream for stream in self.streams if stream.name in names]
 
     def fields(self, stage: Stage) -> set[str]:
-        """Returns the fields of a batch that the nodes of a stage read, where the data have them."""
+        """Return the fields of a batch that the nodes of a stage read, where the data have them."""
         return {name for node in self.nodes_of(stage) for name in node.fields}
 
     def groups(self, stage: Stage) -> set[str]:
-        """Returns the names of the groups of ranks with which a stage shares parameters."""
+        """Return the names of the groups of ranks with which a stage shares parameters."""
         return {name for node in self.nodes_of(stage) for name in node.unit.groups}
 
     def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
-        """Returns every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
+        """Return every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
         appears once."""
         records: Records = {}
         ties: set[str] = set()
@@ -244,7 +244,7 @@ def stack_nodes(
     blocks: Iterable[BlockUnit], stream: str = HIDDEN, key: str = "blocks", prefix: str = "layers", first: int = 0,
     fields: tuple[str, ...] = (),
 ) -> tuple[Node, ...]:  # fmt: skip
-    """Returns the nodes of blocks that change one stream. Their numbers in the model begin with `first`, and those in
+    """Return the nodes of blocks that change one stream. Their numbers in the model begin with `first`, and those in
     their parameters' names with 0."""
     return tuple(
         Node(f"{key}.{first + n}", block, (stream,), stream, fields, first + n, f"{prefix}.{n}.")
@@ -254,11 +254,11 @@ def stack_nodes(
 
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
-    """Returns the number of parameters of a whole model."""
+    """Return the number of parameters of a whole model."""
     return sum(record.values.numel for record in model.records(ALONE).values())
 
 
 def active_parameters(model: Model) -> int:
-    """Returns the number of parameters that one token uses: of a mixture, the experts that it goes to."""
+    """Return the number of parameters that one token uses: of a mixture, the experts that it goes to."""
     idle = (count * part.idle for block, count in model.kinds for _, _, part in block.parts)
     return parameter_count(model) - sum(idle)

@@ -68,7 +68,7 @@ class GridNormPart(Part):
         return self._own(at).work(at, batch, kernels)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields, per row: layer norm 1 all_gather of each rank's mean and sum of squares, RMS norm 1 all_reduce of the
+        """Yield, per row: layer norm 1 all_gather of each rank's mean and sum of squares, RMS norm 1 all_reduce of the
         squares; in backward 1 all_reduce of two numbers or of one."""
         rows, axis, size = batch.rows(at) * batch.wide, STREAM.features, at.size(STREAM.features)
         if self.part.facts.centred:
@@ -79,7 +79,7 @@ class GridNormPart(Part):
             yield Collective("backward", axis, "all_reduce", rows)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input, each row's statistics and the output, where the product after it keeps that."""
+        """Yield the input, each row's statistics and the output, where the product after it keeps that."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
         yield Kept("input", stream)
@@ -88,7 +88,7 @@ class GridNormPart(Part):
             yield Kept("output", stream)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the input, the normed input and a gradient in the precision of sums."""
+        """Return the bytes of the input, the normed input and a gradient in the precision of sums."""
         return 3.0 * batch.rows(at) * self._own(at).width * batch.wide
 
     def _own(self, at: Coordinate) -> NormPart:
@@ -134,7 +134,7 @@ class GridAttentionPart(Part):
         return replace(inner, products=(*own, *(p for p in inner.products if not p.linear)))
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of both products and, where ranks share sequences, those for others' keys and values."""
+        """Yield the calls of both products and, where ranks share sequences, those for others' keys and values."""
         for product in self.products:
             yield from product.collectives(at, batch)
         place, own = inside_attention(at, batch, self.grid)
@@ -228,7 +228,7 @@ class GridTokensPart(Part):
         return Work(moved=float((4 * m * k + 2 * n * k) * batch.element), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields forward 1 all_gather of the table and 1 reduce_scatter of what was looked up, backward the reverse."""
+        """Yield forward 1 all_gather of the table and 1 reduce_scatter of what was looked up, backward the reverse."""
         m, n, k = self._sizes(at, batch)
         r, x, table = self.grid.first, m * k * batch.element, n * k * batch.element
         yield Collective("forward", r.weight, "all_gather", table)
@@ -237,7 +237,7 @@ class GridTokensPart(Part):
         yield Collective("backward", r.weight, "reduce_scatter", table)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows that were looked up, and a dropout mask."""
+        """Yield the numbers of the rows that were looked up, and a dropout mask."""
         m, _, _ = self._sizes(at, batch)
         yield Kept("rows", 8 * m)
         if self.part.dropout:
@@ -284,7 +284,7 @@ class GridOutputPart(Part):
         return Work((Product("logits", m, n, k, precise=True, defers=False),), moved=own * n * LOGIT_BYTES, kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of a product, all in forward and none repeated, those of the logits and their gradient tile
+        """Yield the calls of a product, all in forward and none repeated, those of the logits and their gradient tile
         by tile. Each tile of C rows has for the loss 1 all_reduce of C w and 1 of 2 C w over the vocabulary, w as
         elsewhere; and the sum of the losses goes over every axis that cuts rows."""
         m, n, k = self.sizes(at, batch)
@@ -303,14 +303,14 @@ class GridOutputPart(Part):
             yield Collective("forward", axis, "all_reduce", batch.wide)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the gradient of the input, cut as it is, and of a weight that an embedding here shares."""
+        """Yield the gradient of the input, cut as it is, and of a weight that an embedding here shares."""
         _, n, k = self.sizes(at, batch)
         yield Kept("input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element)
         if self.part.tied and at.size("embedding") == 1:
             yield Kept("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of one tile of logits, both gathered factors and their gradients."""
+        """Return the bytes of one tile of logits, both gathered factors and their gradients."""
         m, n, k = self.sizes(at, batch)
         each = batch.element + (batch.wide if kernels.host else 0)
         return float(tile_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
@@ -323,7 +323,7 @@ _PARTS: dict[type[Part], type] = {
 
 
 def on_grid(model: Model, grid: Grid) -> Model:
-    """Returns the same model with every part cut over a grid."""
+    """Return the same model with every part cut over a grid."""
 
     @cache
     def cut(unit: Unit) -> Unit:

@@ -22,14 +22,14 @@ SHARED_BY = CONTEXT_PLANS[
 
 
 def along(at: Coordinate, axis: str) -> Coordinate:
-    """Returns the place of a rank as if the tensor-parallel ranks were those along one axis of the grid."""
+    """Return the place of a rank as if the tensor-parallel ranks were those along one axis of the grid."""
     axes = [each for each in at.axes if not each[0].startswith("tp")]
     axes += [("tp", at.size(axis), at.index(axis))] if at.size(axis) > 1 else []
     return Coordinate(tuple(sorted(axes)))
 
 
 def cut_record(record: ParamRecord, dim: int, parts: int, index: int) -> ParamRecord:
-    """Returns the record of one of several equal blocks of a local tensor, cut along a dim; the last may hold padding
+    """Return the record of one of several equal blocks of a local tensor, cut along a dim; the last may hold padding
     alone."""
     if parts == 1:
         return record
@@ -46,7 +46,7 @@ def cut_record(record: ParamRecord, dim: int, parts: int, index: int) -> ParamRe
 
 
 def held_by(record: ParamRecord, at: Coordinate, copies: Iterable[str]) -> ParamRecord:
-    """Returns the record of a parameter that ranks along `copies` hold too, and apply to other rows. What a tie across
+    """Return the record of a parameter that ranks along `copies` hold too, and apply to other rows. What a tie across
     stages says stays."""
     own = tuple(axis for axis in copies if at.size(axis) > 1)
     kept = tuple(axis for axis in record.copies if not axis.startswith("tp"))
@@ -54,12 +54,12 @@ def held_by(record: ParamRecord, at: Coordinate, copies: Iterable[str]) -> Param
 
 
 def cut_features(record: ParamRecord, at: Coordinate, cut: Cut, dim: int = 0) -> ParamRecord:
-    """Returns the record of a whole vector (or table, along its last dim) of features that is cut as an activation."""
+    """Return the record of a whole vector (or table, along its last dim) of features that is cut as an activation."""
     return held_by(cut_record(record, dim, at.size(cut.features), at.index(cut.features)), at, cut.rows)
 
 
 def cut_weight(record: ParamRecord, at: Coordinate, roles: Roles, whole: bool) -> ParamRecord:
-    """Returns the record of a weight [out, in]. `whole`: the given one has all rows, and not those of the output's
+    """Return the record of a weight [out, in]. `whole`: the given one has all rows, and not those of the output's
     features alone."""
     if whole:
         record = cut_record(record, 0, at.size(roles.y.features), at.index(roles.y.features))
@@ -80,7 +80,7 @@ class GridProduct:
     keeps: bool
 
     def sizes(self, at: Coordinate, batch: MicroBatch) -> tuple[int, int, int]:
-        """Returns (m, n, k) of the product on one rank."""
+        """Return (m, n, k) of the product on one rank."""
         rows = prod(at.size(axis) for axis in self.roles.rows)
         return batch.tokens(at) // rows, self.n // at.size(self.roles.y.features), self.k // at.size(self.roles.summed)
 
@@ -88,7 +88,7 @@ class GridProduct:
         return Product(self.name, *self.sizes(at, batch), defers=False)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields forward 1 all_gather of x and 1 of W, 1 reduce_scatter of y; backward 1 all_gather of y's gradient, 1
+        """Yield forward 1 all_gather of x and 1 of W, 1 reduce_scatter of y; backward 1 all_gather of y's gradient, 1
         of W and 1 of x again, unless they are kept, and 1 reduce_scatter of each one's gradient."""
         m, n, k = self.sizes(at, batch)
         x, weight, y = (size * batch.element for size in (m * k, n * k, m * n))
@@ -104,7 +104,7 @@ class GridProduct:
         yield Collective("backward", r.weight, "reduce_scatter", weight)
 
     def gathered(self, at: Coordinate, batch: MicroBatch) -> Iterator[Kept]:
-        """Yields what is kept in place of x and the weight, where gathered factors are kept."""
+        """Yield what is kept in place of x and the weight, where gathered factors are kept."""
         m, n, k = self.sizes(at, batch)
         if self.keeps:
             yield Kept(f"gathered {self.name} input", m * k * batch.element)
@@ -112,7 +112,7 @@ class GridProduct:
                 yield Kept(f"gathered {self.name} weight", n * k * batch.element)
 
     def working(self, at: Coordinate, batch: MicroBatch) -> float:
-        """Returns the bytes of both gathered factors and the gathered gradient of the output; with them, in forward, of
+        """Return the bytes of both gathered factors and the gathered gradient of the output; with them, in forward, of
         the blocks of x before they are joined or, in backward, of a rank's own blocks of the gradients. In place of a
         factor its gradient of the same size may be there. The output's own gradient is counted where it is made."""
         m, n, k = self.sizes(at, batch)
@@ -124,13 +124,13 @@ class GridProduct:
 
 
 def rows_of_inner(at: Coordinate, batch: MicroBatch, grid: Grid) -> MicroBatch:
-    """Returns the rows of a micro-batch that a rank has inside the MLP, as one sequence."""
+    """Return the rows of a micro-batch that a rank has inside the MLP, as one sequence."""
     rows = prod(at.size(axis) for axis in grid.inner.rows)
     return replace(batch, sequences=1, seq=batch.tokens(at) // rows)
 
 
 def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coordinate, MicroBatch]:
-    """Returns the place of a rank and its micro-batch as attention sees them: some of the heads of whole sequences or,
+    """Return the place of a rank and its micro-batch as attention sees them: some of the heads of whole sequences or,
     where there are too few to deal out, of sequences that the ranks along an axis share."""
     heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
     if shared == 1 or at.size(grid.sharing) == 1:
@@ -141,17 +141,17 @@ def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coo
 
 
 def vocabulary_rows(vocab: int, at: Coordinate, roles: Roles) -> int:
-    """Returns the rows of the vocabulary in a gathered table, which is padded until the grid divides it."""
+    """Return the rows of the vocabulary in a gathered table, which is padded until the grid divides it."""
     parts = at.size(roles.y.features) * at.size(roles.weight)
     return -(-vocab // parts) * at.size(roles.weight)
 
 
 def vocabulary_weight(record: ParamRecord, at: Coordinate, roles: Roles) -> ParamRecord:
-    """Returns the record of a whole table [vocabulary, hidden] as the grid cuts it, its rows padded at the end."""
+    """Return the record of a whole table [vocabulary, hidden] as the grid cuts it, its rows padded at the end."""
     rows = vocabulary_rows(record.shape[0], at, roles) * at.size(roles.y.features)
     return cut_weight(replace(record, local_shape=(rows, *record.local_shape[1:])), at, roles, whole=True)
 
 
 def ends(at: Coordinate) -> Coordinate:
-    """Returns the place of a rank without tensor parallelism: what ties across stages is there."""
+    """Return the place of a rank without tensor parallelism: what ties across stages is there."""
     return Coordinate(tuple(each for each in at.axes if not each[0].startswith("tp")))

@@ -102,7 +102,7 @@ class LatentAttentionPart(Part):
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the normed token, the short vectors before and after their norms, and what the core keeps: queries,
+        """Yield the normed token, the short vectors before and after their norms, and what the core keeps: queries,
         keys, values, their result and each row's log-sum."""
         heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
         yield Kept("normed token", rows * self.hidden * e)
@@ -117,7 +117,7 @@ class LatentAttentionPart(Part):
         yield Kept("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of queries, keys and values."""
+        """Return the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
         merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
         return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

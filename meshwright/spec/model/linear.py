@@ -14,7 +14,7 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
-    """Returns the axes of a parameter that every tp rank holds, and under sequence parallelism applies to its own
+    """Return the axes of a parameter that every tp rank holds, and under sequence parallelism applies to its own
     tokens."""
     if at.size("tp") == 1:
         return {}
@@ -22,7 +22,7 @@ def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
 
 
 def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose output features are cut over tp; `local` of them are this rank's. All ranks
+    """Yield the calls of a product whose output features are cut over tp; `local` of them are this rank's. All ranks
     use the same input, `width` features, so the input gradient is a sum over them.
 
     Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
@@ -42,7 +42,7 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
 def _moved(
     at: Coordinate, cut: bool, phase: str, op: str, payload: int, repeated: bool = False
 ) -> Iterator[Collective]:
-    """Yields a gather or scatter of rows over tp as a linear layer makes it: one call, or in chunks one for each run of
+    """Yield a gather or scatter of rows over tp as a linear layer makes it: one call, or in chunks one for each run of
     ranks (`nn/overlap.py`)."""
     size = at.size("tp")
     if not cut:
@@ -53,7 +53,7 @@ def _moved(
 
 
 def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose input features are cut over tp, `local` of them being this rank's, so that
+    """Yield the calls of a product whose input features are cut over tp, `local` of them being this rank's, so that
     the output, `width` features, is a sum.
 
     Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In chunks:
@@ -71,7 +71,7 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iter
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
-    """Returns the records of a projection [rows, columns] whose input is cut over tp; its bias is added once, after the
+    """Return the records of a projection [rows, columns] whose input is cut over tp; its bias is added once, after the
     sum."""
     rows, columns = sizes
     tp, tp_rank = at.size("tp"), at.index("tp")

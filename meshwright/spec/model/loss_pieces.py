@@ -10,7 +10,7 @@ LOGITS = 1 << 29
 
 
 def tile_rows(tokens: int, columns: int, parts: int = 1) -> int:
-    """Returns the tokens of a tile of logits, `columns` for each; all tiles but the last have the same size. On a grid
+    """Return the tokens of a tile of logits, `columns` for each; all tiles but the last have the same size. On a grid
     a tile is then scattered in equal `parts`."""
     tiles = max(1, -(-tokens * columns // LOGITS))
     rows = -(-tokens // tiles)
@@ -18,7 +18,7 @@ def tile_rows(tokens: int, columns: int, parts: int = 1) -> int:
 
 
 def tile_counts(tokens: int, columns: int, parts: int = 1) -> Iterator[tuple[int, int]]:
-    """Yields (tokens, number) of the equal tiles of the logits, and of the rest."""
+    """Yield (tokens, number) of the equal tiles of the logits, and of the rest."""
     each = tile_rows(tokens, columns, parts)
     full, rest = divmod(tokens, each)
     yield each, full
@@ -27,5 +27,5 @@ def tile_counts(tokens: int, columns: int, parts: int = 1) -> Iterator[tuple[int
 
 
 def answers_of(seq: int) -> int:
-    """Returns for how many answers of a packed sample there is a place: no sample has more, and pairs of them fit."""
+    """Return for how many answers of a packed sample there is a place: no sample has more, and pairs of them fit."""
     return seq + 2 + seq % 2

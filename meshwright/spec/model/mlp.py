@@ -78,7 +78,7 @@ class MLPPart(Part):
         yield from row_calls(at, batch, self.hidden, width)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
+        """Yield what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
         the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
         needs one; uncompiled, the quick GELU also keeps its sigmoid. In chunks of tokens, only that of one at a time,
         while its backward runs."""
@@ -95,7 +95,7 @@ class MLPPart(Part):
         return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
+        """Return the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
         widths = 2
         if self.gated:
             widths = 3 if self._recomputes_swiglu(at, kernels) else 5
@@ -103,5 +103,5 @@ class MLPPart(Part):
 
 
 def rows_of_chunk(tokens: int, chunks: int) -> int:
-    """Returns the tokens of each chunk but the last, which may have fewer."""
+    """Return the tokens of each chunk but the last, which may have fewer."""
     return -(-tokens // chunks)

@@ -36,11 +36,11 @@ class MicroBatch:
     __hash__ = hash_once
 
     def tokens(self, at: Coordinate) -> int:
-        """Returns the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
+        """Return the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
         return self.sequences * self.seq // at.size("cp")
 
     def rows(self, at: Coordinate) -> int:
-        """Returns the tokens that a rank holds between the products."""
+        """Return the tokens that a rank holds between the products."""
         return self.tokens(at) // at.row_parts
 
     @property
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
     divided: bool = True
 
     def of(self, batch: MicroBatch) -> MicroBatch:
-        """Returns a micro-batch as those see it that work on these rows."""
+        """Return a micro-batch as those see it that work on these rows."""
         return replace(batch, seq=self.seq) if self.seq else batch
 
 
@@ -190,21 +190,21 @@ class Part:
     group: str = ""  # the name of the ranks that hold the same parameters, where several nodes or stages do
 
     def records(self, at: Coordinate, name: str) -> Records:
-        """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
+        """Return the parameters that a rank holds, by their name in the part's module; `name` begins their global
         names."""
         return {}
 
     def linears(self) -> tuple[LinearPieces, ...]:
-        """Returns its linear layers, in the order of forward."""
+        """Return its linear layers, in the order of forward."""
         return ()
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Returns, by the end of a weight's global name, the rows of the matrices that stand one below the other in it:
+        """Return, by the end of a weight's global name, the rows of the matrices that stand one below the other in it:
         queries, keys and values are three. An optimizer may update each of them as a whole."""
         return {f"{layer.name}.weight": tuple(rows for _, rows in layer.pieces) for layer in self.linears()}
 
     def losses(self) -> Iterable[LossTerm]:
-        """Returns the terms that the part adds to the loss."""
+        """Return the terms that the part adds to the loss."""
         return ()
 
     @property
@@ -213,35 +213,35 @@ class Part:
         return 0
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns what the forward of one micro-batch computes."""
+        """Return what the forward of one micro-batch computes."""
         return Work()
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
-        """Returns what forward and backward of one micro-batch communicate; calls over one rank may be listed."""
+        """Return what forward and backward of one micro-batch communicate; calls over one rank may be listed."""
         return ()
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
-        """Returns the tensors that forward keeps for backward."""
+        """Return the tensors that forward keeps for backward."""
         return ()
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
+        """Return the bytes that forward or backward needs temporarily, besides what is kept."""
         return 0.0
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that stay after a backward without weight gradients, until these are computed: the factors
+        """Return the bytes that stay after a backward without weight gradients, until these are computed: the factors
         of every product with a trained weight."""
         products = self.work(at, batch, kernels).products
         return float(sum(p.factors * (1 if kernels.fp8 and not p.precise else batch.element) for p in products))
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that the backward of a body's core needs, besides what the body and the parts before it
+        """Return the bytes that the backward of a body's core needs, besides what the body and the parts before it
         keep and the gradients outside of it. What the parts after it kept has gone by then."""
         return 0.0
 
 
 def innermost(part: Part) -> Part:
-    """Returns the part inside those that only change how it is cut, tuned or applied, each of which names it `part`."""
+    """Return the part inside those that only change how it is cut, tuned or applied, each of which names it `part`."""
     while isinstance(inner := getattr(part, "part", None), Part):
         part = inner
     return part
@@ -287,7 +287,7 @@ class Unit:
         return frozenset(group for _, _, part in self.parts if (group := innermost(part).group))
 
     def seen_by(self, at: Coordinate) -> Coordinate:
-        """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
+        """Return what of a coordinate the unit depends on, by which the planner remembers its figures."""
         return at if self.has_experts else at.dense
 
     def records(self, at: Coordinate, prefix: str = "") -> Records:
@@ -319,7 +319,7 @@ class Unit:
         return sum(part.factors(at, batch, kernels) for _, _, part in self.parts)
 
     def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what `working` does for a backward that defers weight gradients: with the unit's factors so far."""
+        """Return what `working` does for a backward that defers weight gradients: with the unit's factors so far."""
         return self.working(at, batch, kernels) + self.factors(at, batch, kernels)
 
 
@@ -413,12 +413,12 @@ class BlockUnit(Unit):
         return max(found, change + 2 * stream)
 
     def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
-        """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
+        """Return the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
         gathered = at.size("tp") if at.splits_tokens else 1
         return batch.rows(at) * gathered * self.hidden * batch.element
 
     def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
+        """Return what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
         then; negative where that is more. The gradients of the block's result and of the sum so far are there too."""
         gone, found = 0.0, -math.inf
         for norm, body in reversed(self.branches):

@@ -14,7 +14,7 @@ TP_CHUNKS = 4  # chunks in which a product over tp is multiplied at most while o
 
 
 def runs(size: int) -> list[range]:
-    """Returns the distances of a group's ranks, 0 for this rank itself, in the runs that are multiplied at once."""
+    """Return the distances of a group's ranks, 0 for this rank itself, in the runs that are multiplied at once."""
     count = min(size - 1, TP_CHUNKS - 1)
     cuts = [1 + (size - 1) * number // count for number in range(count + 1)]
     return [range(1), *(range(low, high) for low, high in pairwise(cuts))]
@@ -27,7 +27,7 @@ def in_chunks(rows: int, weight: int, size: int, least: float | None) -> bool:
 
 
 def summed_chunks(rows: int, weight: int, least: float | None) -> int:
-    """Returns the number of chunks in which a row product is summed while it is multiplied, where all ranks hold all
+    """Return the number of chunks in which a row product is summed while it is multiplied, where all ranks hold all
     rows: each is a call of its own."""
     fits = least is not None and 2.0 * rows * weight >= least * TP_CHUNKS
     return TP_CHUNKS if fits and rows % TP_CHUNKS == 0 else 1

@@ -32,7 +32,7 @@ ALIGNED_KEYS = 16  # elements
 
 
 def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int) -> int:
-    """Returns the bucket of a key that stands `distance` places after its query. Half of the buckets of a direction are
+    """Return the bucket of a key that stands `distance` places after its query. Half of the buckets of a direction are
     of one distance each, the others grow with the logarithm up to `farthest`. All is computed in whole numbers, so that
     no machine's logarithm decides at the edges."""
     first = 0
@@ -53,7 +53,7 @@ def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int)
 
 
 def aligned(keys: int) -> int:
-    """Returns the length of a row of the bias in memory: kernels that add it to scores would copy rows of other lengths
+    """Return the length of a row of the bias in memory: kernels that add it to scores would copy rows of other lengths
     for every block."""
     return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
 
@@ -91,7 +91,7 @@ class RelativeBiasPart(Part):
         return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the bias, which all blocks of the stage keep, and the buckets of all distances; of a decoder also
+        """Yield the bias, which all blocks of the stage keep, and the buckets of all distances; of a decoder also
         where it looks back."""
         row = aligned(batch.seq)
         yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
@@ -126,7 +126,7 @@ class CrossAttentionPart(Part):
         return (self.source,)
 
     def memory(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the micro-batch as the encoder has seen it."""
+        """Return the micro-batch as the encoder has seen it."""
         return replace(batch, seq=self.seq)
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -156,7 +156,7 @@ class CrossAttentionPart(Part):
         yield from row_calls(at, batch, self.hidden, local)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields queries, keys and values, the result, and what the core keeps. The encoder's output is kept once for
+        """Yield queries, keys and values, the result, and what the core keeps. The encoder's output is kept once for
         all blocks."""
         heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
         keys = self.memory(batch).tokens(at)
@@ -166,13 +166,13 @@ class CrossAttentionPart(Part):
             yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
+        """Return the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
         keys = self.memory(batch).tokens(at)
         return float(keys * (2 * self.heads // at.size("tp") * self.head_dim + 2 * self.hidden) * batch.element)
 
 
 def t5_inits(factor: float, hidden: int, heads: int, head_dim: int, ffn: int) -> dict[str, Init]:
-    """Returns how T5's weights begin, so that activations keep their size without a scale in attention: by
+    """Return how T5's weights begin, so that activations keep their size without a scale in attention: by
     1 / sqrt(inputs) of each product, and less for queries."""
     inner = heads * head_dim
     stds = {"q": hidden * head_dim, "in": hidden, "out": inner, "down": ffn, "table": 1}

@@ -93,7 +93,7 @@ class TunedPart(Part):
         return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)
 
     def records(self, at: Coordinate, name: str) -> Records:
-        """Returns the part's records, frozen, and those of the adapters, which the weights' records hold too."""
+        """Return the part's records, frozen, and those of the adapters, which the weights' records hold too."""
         linears = {f"{name}.{each.name}.weight": each for each in self.part.linears()}
         found: Records = {}
         adapted: Records = {}
@@ -136,7 +136,7 @@ class TunedPart(Part):
                 yield adapter, linears[_linear_name(record)]
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the part's own calls, and of DoRA the sum of the squared norms of the rows of each product whose
+        """Yield the part's own calls, and of DoRA the sum of the squared norms of the rows of each product whose
         inputs are cut, before and after the change. The input of a product is gathered again for an adapter's gradient
         only (never that of shared experts), and an embedding that is frozen has no backward."""
         columns = iter([each for each in self.part.linears() if each.cut == "column" and not each.experts])
@@ -152,7 +152,7 @@ class TunedPart(Part):
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the part keeps but for gradients of frozen weights, and of each adapter its short vectors; with
+        """Yield what the part keeps but for gradients of frozen weights, and of each adapter its short vectors; with
         dropout also the mask of its input, and of DoRA the product before it is scaled. Experts compute all again."""
         dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
         yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
@@ -168,17 +168,17 @@ class TunedPart(Part):
             yield Kept("unscaled product", norms if tuning.norms else 0)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what the part needs; of weights that are stored in few bits also the values of the largest."""
+        """Return what the part needs; of weights that are stored in few bits also the values of the largest."""
         return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
 
     def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
-        """Returns the rows that a linear layer's products take."""
+        """Return the rows that a linear layer's products take."""
         if isinstance(self.part, ExpertsPart) and linear.experts:
             return self.part.computed_rows(at, batch)
         return batch.rows(at) if linear.cut == "whole" else batch.tokens(at)
 
     def _unpacked(self, at: Coordinate) -> list[int]:
-        """Returns the number of values of each weight that is stored in few bits."""
+        """Return the number of values of each weight that is stored in few bits."""
         return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
 
 
@@ -189,7 +189,7 @@ def _linear_name(weight: ParamRecord) -> str:
 def adapter_records(
     weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
 ) -> Iterator[AdapterRecord]:
-    """Yields the adapters of a weight: of those pieces of it that a rank holds rows of."""
+    """Yield the adapters of a weight: of those pieces of it that a rank holds rows of."""
     if linear.experts:
         yield from _expert_adapters(weight, at, name, linear, tuning)
         return
@@ -231,14 +231,14 @@ def _adapter(
 
 
 def _first_values(width: int) -> Init:
-    """Returns how an A begins: with the deviation of Kaiming's uniform distribution, from which LoRA draws."""
+    """Return how an A begins: with the deviation of Kaiming's uniform distribution, from which LoRA draws."""
     return Init("normal", 1.0 / math.sqrt(3.0 * width))
 
 
 def _expert_adapters(
     weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
 ) -> Iterator[AdapterRecord]:
-    """Yields the adapters of a weight of all experts [experts, rows, in], of which a rank holds one box for a piece.
+    """Yield the adapters of a weight of all experts [experts, rows, in], of which a rank holds one box for a piece.
     What is not cut over etp is held by all of its ranks, each with a part of its gradient."""
     first, (experts, _, inputs), rank = 0, weight.shape, tuning.rank
     axes = ("etp",) if at.size("etp") > 1 else ()
@@ -263,7 +263,7 @@ def _expert_adapters(
 
 
 def _check_experts(tuning: Tuning, experts: set[str]) -> None:
-    """Raises for what PEFT's adapters of experts can't have either."""
+    """Raise for what PEFT's adapters of experts can't have either."""
     named = sorted(experts.intersection(tuning.targets))
     refused = {"tune.kind=dora": tuning.norms, f"tune.dropout={tuning.dropout:g}": tuning.dropout > 0}
     for key, given in refused.items():
@@ -273,7 +273,7 @@ def _check_experts(tuning: Tuning, experts: set[str]) -> None:
 
 
 def tuned(model: Model, tuning: Tuning) -> Model:
-    """Returns the model with frozen weights and adapters."""
+    """Return the model with frozen weights and adapters."""
     linears = [each for block in model.blocks for _, _, part in block.parts for each in part.linears()]
     experts, usual = ({piece for each in linears if each.experts == those for piece, _ in each.pieces}
                       for those in (True, False))  # fmt: skip
@@ -293,7 +293,7 @@ def tuned(model: Model, tuning: Tuning) -> Model:
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
-    """Freezes a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
+    """Freeze a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
     parts: list[NamedPart] = []
     before = {norm.key: body.part for norm, body in unit.branches}
     for each in unit.parts:

@@ -24,7 +24,7 @@ def family_named(name: Any) -> Family:
 
 
 def family_for(model: ModelConfig, preferred: str = "") -> Family:
-    """Returns the family to write a model as: the preferred one (which must fit), or the first that fits."""
+    """Return the family to write a model as: the preferred one (which must fit), or the first that fits."""
     if preferred:
         family = family_named(preferred)
         misfits = family.misfits(model)

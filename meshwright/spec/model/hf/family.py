@@ -70,7 +70,7 @@ class Family:
         return f"{self.names['head'][0]}.weight"
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
-        """Returns the model section of a config.json; `seq` replaces its context length."""
+        """Return the model section of a config.json; `seq` replaces its context length."""
         config = self._completed(config)
         self._check(config)
         found = {key: values[0] for key, values in self.allows.items() if len(values) == 1}
@@ -100,7 +100,7 @@ class Family:
         return model
 
     def _completed(self, config: HFConfig) -> HFConfig:
-        """Returns a config.json with one name for each key, the defaults of the keys that it lacks, and no nulls."""
+        """Return a config.json with one name for each key, the defaults of the keys that it lacks, and no nulls."""
         given = {
             self.aliases.get(key, key): value
             for key, value in config.items()
@@ -109,7 +109,7 @@ class Family:
         return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
 
     def _architecture(self, config: HFConfig) -> str:
-        """Returns the class that a config.json names, where the family has several."""
+        """Return the class that a config.json names, where the family has several."""
         named = config.get("architectures") or [self.architecture]
         if not isinstance(named, list) or not isinstance(named[0], str):
             raise UserError(f"architectures={named!r} in config.json must be a list of names: correct it")
@@ -121,7 +121,7 @@ class Family:
         return str(named[0])
 
     def _check(self, config: HFConfig) -> None:
-        """Raises for what a completed config.json lacks, or has and we have not."""
+        """Raise for what a completed config.json lacks, or has and we have not."""
         for key, value in self.demands.items():
             if config.get(key, value) != value:
                 raise UserError(
@@ -146,7 +146,7 @@ class Family:
                     )
 
     def misfits(self, model: ModelConfig) -> list[str]:
-        """Returns what this family can't express of a model, as `key=value` words."""
+        """Return what this family can't express of a model, as `key=value` words."""
         found = []
         for key, values in self.allows.items():
             value = value_of(model, key)
@@ -163,7 +163,7 @@ class Family:
         return found + [f"{key}={value}" for key, value in unusual.items() if key not in self.keys]
 
     def config_of(self, model: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Returns a config.json for a model that fits. What `base`, the one that the model may come from, says is kept
+        """Return a config.json for a model that fits. What `base`, the one that the model may come from, says is kept
         where it still holds."""
         if base is not None:
             with suppress(UserError):
@@ -197,11 +197,11 @@ class Family:
         return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
-        """Returns every global tensor of a model, by our name."""
+        """Return every global tensor of a model, by our name."""
         return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
 
     def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
-        """Returns where the rows of one of our tensors are in theirs."""
+        """Return where the rows of one of our tensors are in theirs."""
         numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
         ours, _, kind = full.rpartition(".")
         theirs = self.names[full] if full in self.names else [f"{each}.{kind}" for each in self.names[ours]]
@@ -214,12 +214,12 @@ class Family:
         return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
 
     def stacked_parameter(self, ours: str) -> str:
-        """Returns the parameter of transformers' model that holds a tensor of ours of all experts, or nothing."""
+        """Return the parameter of transformers' model that holds a tensor of ours of all experts, or nothing."""
         numbers = re.findall(INDEX, ours)
         return self.stacked.get(re.sub(INDEX, "#", ours), "").replace("#", "{}").format(*numbers)
 
     def _runs(self, model: ModelConfig, ours: str, sources: Sequence[str], rows: int, expert: int) -> list[SourceRows]:
-        """Returns the runs of one matrix, of which the tensor may hold one for each expert."""
+        """Return the runs of one matrix, of which the tensor may hold one for each expert."""
         if ours in self.by_head:
             return by_head(model, sources[0])
         if ours in self.in_pairs and ours.endswith(".qkv"):
@@ -242,7 +242,7 @@ class Family:
 
 
 def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
-    """Builds a family from its entry in families.yaml, where a name may stand for a list of one."""
+    """Build a family from its entry in families.yaml, where a name may stand for a list of one."""
     tables = {
         table: {ours: [theirs] if isinstance(theirs, str) else theirs for ours, theirs in entry[table].items()}
         for table in ("keys", "names")
@@ -251,7 +251,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
 
 
 def value_of(model: ModelConfig, key: str) -> Any:
-    """Returns the value of a key of the model section, which may have dots."""
+    """Return the value of a key of the model section, which may have dots."""
     found: Any = model
     for word in key.split("."):
         found = getattr(found, word)
@@ -259,7 +259,7 @@ def value_of(model: ModelConfig, key: str) -> Any:
 
 
 def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
-    """Returns how many blocks come before the first that may have experts, from the list of those that have none."""
+    """Return how many blocks come before the first that may have experts, from the list of those that have none."""
     listed = config.get(key) or []
     layers, every = found["layers"], found["experts.every"]
     if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
@@ -277,7 +277,7 @@ def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
 
 
 def model_section(values: Mapping[str, Any]) -> ModelConfig:
-    """Builds a model section from plain values and checks every key."""
+    """Build a model section from plain values and checks every key."""
     return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
 
 
@@ -287,5 +287,5 @@ def same_function(a: ModelConfig, b: ModelConfig) -> bool:
 
 
 def computed(model: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a model section that decide what it computes."""
+    """Return the keys of a model section that decide what it computes."""
     return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}

@@ -21,7 +21,7 @@ PART = "partial_rotary_factor"  # of each head, which turns
 
 
 def read_number(fields: Mapping[str, Any], key: str) -> float | None:
-    """Returns the number under `key`; None where it is missing or null."""
+    """Return the number under `key`; None where it is missing or null."""
     value = fields.get(key)
     if value is None:
         return None
@@ -31,7 +31,7 @@ def read_number(fields: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_length(fields: Mapping[str, Any], key: str) -> int | None:
-    """Returns the number of tokens under `key`; None where it is missing or null."""
+    """Return the number of tokens under `key`; None where it is missing or null."""
     value = read_number(fields, key)
     if value is not None and (value < 1 or value != int(value)):
         raise UserError(
@@ -42,7 +42,7 @@ def read_length(fields: Mapping[str, Any], key: str) -> int | None:
 
 
 def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> dict[str, Any]:
-    """Returns the rotary keys of our model section. Outside of the rotary settings, config.json has the base under
+    """Return the rotary keys of our model section. Outside of the rotary settings, config.json has the base under
     `theta` and the part of each head that turns under `fraction`; None: whole heads turn in this family."""
     given = _settings(config)
     base, part = read_number(given, "rope_theta"), read_number(given, PART)
@@ -58,7 +58,7 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
 
 
 def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our section of rotary scaling from the rotary settings of config.json. A dynamic scaling begins beyond
+    """Return our section of rotary scaling from the rotary settings of config.json. A dynamic scaling begins beyond
     max_position_embeddings; elsewhere the length of the first training stands in the settings."""
     kind = given.get("rope_type") or given.get("type") or "default"
     ours = "none" if kind == "default" else kind
@@ -85,7 +85,7 @@ def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary settings. Where both keys are given the older one counts, as in transformers."""
+    """Return the rotary settings. Where both keys are given the older one counts, as in transformers."""
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
@@ -98,7 +98,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
-    """Returns the rotary settings under the keys of transformers 4, which transformers 5 reads too. Of a dynamic
+    """Return the rotary settings under the keys of transformers 4, which transformers 5 reads too. Of a dynamic
     scaling they compute the base for each length themselves, from the length that the model was first trained on."""
     ours = model.rope_scaling
     if ours.kind == "none":

@@ -27,11 +27,11 @@ class SourceRows:
         return slice(self.source_start, self.source_start + (self.count - 1) * self.step + 1, self.step)
 
     def of_ours(self, low: int, high: int) -> SourceRows | None:
-        """Returns the part of this run that lies in rows [low, high) of our tensor."""
+        """Return the part of this run that lies in rows [low, high) of our tensor."""
         return self._part(low - self.start, high - self.start)
 
     def of_theirs(self, low: int, high: int) -> SourceRows | None:
-        """Returns the part of this run that lies in rows [low, high) of their tensor."""
+        """Return the part of this run that lies in rows [low, high) of their tensor."""
         return self._part(-((self.source_start - low) // self.step), -((self.source_start - high) // self.step))
 
     def _part(self, first: int, last: int) -> SourceRows | None:
@@ -59,7 +59,7 @@ class Mapped:
         return self.shape[2:] if self.stacked else self.shape[1:]
 
     def sources(self) -> dict[str, list[SourceRows]]:
-        """Returns the runs of each of their tensors."""
+        """Return the runs of each of their tensors."""
         found: dict[str, list[SourceRows]] = {}
         for run in self.runs:
             found.setdefault(run.source, []).append(run)
@@ -70,12 +70,12 @@ class Mapped:
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
     def corner(self, row: int) -> tuple[int, ...]:
-        """Returns where a row begins in our tensor."""
+        """Return where a row begins in our tensor."""
         first = divmod(row, self.shape[1]) if self.stacked else (row,)
         return (*first, *(0 for _ in self.tail))
 
     def row_ranges(self, start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields the ranges of rows that the rectangle of our tensor at `start` lies in, in its order."""
+        """Yield the ranges of rows that the rectangle of our tensor at `start` lies in, in its order."""
         if not self.stacked:
             yield start[0], start[0] + shape[0]
             return
@@ -89,13 +89,13 @@ class Mapped:
 
 
 def in_order(counts: Sequence[int], sources: Sequence[str], first: int = 0) -> list[SourceRows]:
-    """Maps our rows from `first` on to whole tensors of theirs, one after another."""
+    """Map our rows from `first` on to whole tensors of theirs, one after another."""
     starts = accumulate(counts, initial=first)
     return [SourceRows(*each, 0) for each in zip(starts, counts, sources, strict=False)]
 
 
 def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
-    """Maps our rows, which are all queries, all keys and all values, to theirs: query, key and value of head 0, of head
+    """Map our rows, which are all queries, all keys and all values, to theirs: query, key and value of head 0, of head
     1, ..."""
     heads, d = model.heads, model.head_dim
     return [
@@ -106,7 +106,7 @@ def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
 
 
 def heads_in_pairs(model: ModelConfig, sources: Sequence[str]) -> list[SourceRows]:
-    """Maps our rows, which are all queries, all keys and all values, to three tensors of theirs. Of the heads of the
+    """Map our rows, which are all queries, all keys and all values, to three tensors of theirs. Of the heads of the
     first two the first rows turn, in pairs that lie in two halves here, and side by side there."""
     d, half, runs, at = model.head_dim, model.rotary_dim // 2, list[SourceRows](), 0
     for source, heads in zip(sources, (model.heads, model.kv_heads, model.kv_heads), strict=True):
@@ -119,7 +119,7 @@ def heads_in_pairs(model: ModelConfig, sources: Sequence[str]) -> list[SourceRow
 
 
 def in_pairs(rows: int, head: int, rope: int, source: str) -> list[SourceRows]:
-    """Maps heads of `head` rows each whose last `rope` rows turn with the position. A pair that turns together lies in
+    """Map heads of `head` rows each whose last `rope` rows turn with the position. A pair that turns together lies in
     two halves here, and side by side there."""
     half, runs = rope // 2, []
     for first in range(0, rows, head):

@@ -14,7 +14,7 @@ TYPES, FIRST = "layer_types", "max_window_layers"  # the kind of each block; the
 
 
 def read_window(config: Mapping[str, Any], key: str, switch: str, by_layer: bool, layers: object) -> dict[str, Any]:
-    """Returns our keys of the window. Its length is under `key`, and ignored unless `switch` is set, if there is one.
+    """Return our keys of the window. Its length is under `key`, and ignored unless `switch` is set, if there is one.
     `by_layer`: config.json says which blocks have it."""
     window = read_length(config, key) if not switch or config.get(switch) else None
     if window is None or type(layers) is not int:
@@ -26,7 +26,7 @@ def read_window(config: Mapping[str, Any], key: str, switch: str, by_layer: bool
 
 
 def _pattern(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Returns which blocks have the window: as listed, or all from one on; the shortest run of them that repeats."""
+    """Return which blocks have the window: as listed, or all from one on; the shortest run of them that repeats."""
     listed = config.get(TYPES)
     if listed is None:
         first = config.get(FIRST, 0)
@@ -43,7 +43,7 @@ def _pattern(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def write_window(model: ModelConfig, key: str, switch: str, by_layer: bool) -> dict[str, Any]:
-    """Returns the keys of config.json for our window."""
+    """Return the keys of config.json for our window."""
     written: dict[str, Any] = {key: model.window or None}
     if switch:
         written[switch] = bool(model.window)

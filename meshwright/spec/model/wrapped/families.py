@@ -17,12 +17,12 @@ ADDED: dict[str, dict[str, Any]] = _TABLE["added"] or {}  # styles that a plan l
 
 
 def mended(family: str, plan: dict[str, str]) -> dict[str, str]:
-    """Returns a family's plan with what it lacks for gradients."""
+    """Return a family's plan with what it lacks for gradients."""
     return {name: style for name, style in (plan | ADDED.get(family, {}).get("plan", {})).items() if style}
 
 
 def check_plan(model: PlannedModel, tp: int, pp: int) -> None:
-    """Refuses a layout on which a family's gradients are not those of one process, or were never compared."""
+    """Refuse a layout on which a family's gradients are not those of one process, or were never compared."""
     family = model.family
     for axis, ranks in (("tp", tp), ("pp", pp)):
         if ranks > 1 and axis not in VERIFIED.get(family, ()):

@@ -99,7 +99,7 @@ class PlannedParameter(NamedTuple):
         return STYLES[self.style].pieces > 1
 
     def record(self, at: Coordinate, name: str) -> ParamRecord:
-        """Returns where the parameter lives; `name` is its global name."""
+        """Return where the parameter lives; `name` is its global name."""
         tp, index, dim, style = at.size("tp"), at.index("tp"), self.dim, STYLES[self.style]
         shape, ends = self.shape, ("embedding",) if self.tied and at.size("embedding") > 1 else ()
         record = ParamRecord(
@@ -164,18 +164,18 @@ class PlannedPart(Part):
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what was measured, and of a head its log-probabilities."""
+        """Yield what was measured, and of a head its log-probabilities."""
         tokens = batch.tokens(at)
         elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
         yield Kept("activations", tokens * elements * batch.element)
         yield Kept("log-probabilities", tokens * self.logits * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the logits and of their gradient, in the precision of sums."""
+        """Return the bytes of the logits and of their gradient, in the precision of sums."""
         return 2.0 * batch.tokens(at) * self.logits * batch.wide
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns the products of all matrices but tables; a stack of experts is used by some of the tokens."""
+        """Return the products of all matrices but tables; a stack of experts is used by some of the tokens."""
         tokens, products = batch.tokens(at), []
         for each in self.parameters:
             if len(each.shape) >= 2 and STYLES[each.style].before != "ids":
