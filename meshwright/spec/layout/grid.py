@@ -79,6 +79,7 @@ class Grid:
 
     @staticmethod
     def of(kind: str, sizes: tuple[int, ...], keeps: bool = False) -> Grid:
+        # Two sizes mean a depth of 1.
         row, col, depth = (*sizes, 1)[:3]
         return Grid(kind, row, col, depth, keeps)
 

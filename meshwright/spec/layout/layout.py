@@ -157,6 +157,7 @@ class Layout:
             holding = _holding(self, name, self.group("pp", rank))
             return holding if rank in holding else ()
         product = _product(self, name)
+        # The first rank of a group has index 0 along every axis inside it.
         first = rank - sum(atom.at(rank) * atom.stride for atom in product.inside)
         return tuple([first + step for step in product.offsets])
 
@@ -177,6 +178,7 @@ class Layout:
         words: dict[str, None] = {}
         for atom in inside:
             named = sum(other.axis == atom.axis for other in inside)
+            # An axis without parts is one atom.
             whole = named == max(1, len(_parts_of(self, atom.axis)))
             words[atom.axis if whole else atom.name] = None
         return "-".join(words)
@@ -201,6 +203,7 @@ class Layout:
         """
         names = [*STEP_GROUPS, *(name for _, pieces in self.parts for name, _ in pieces)]
         names += [name for name, _ in self.shared]
+        # A router's losses are summed over tp-cp, whose ranks share sequences.
         names += ["cp", "tp-cp"] if self.cp > 1 else []
         names += [name for name in ("etp", "ep", "edp") if self.size(name) > 1]
         names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
@@ -226,6 +229,7 @@ class Layout:
         are ignored.
         """
         axes = _view_of(self, "-".join(coordinates), list(coordinates))
+        # Strides of parts whose axis is not given itself. An ignored part has no stride, which counts as 0 below.
         parts = {atom.name: atom.stride for atom in _atoms(self, axes) if atom.axis not in coordinates}
         strides = parts | _strides(self, axes)
         for name, value in coordinates.items():
@@ -248,6 +252,7 @@ class Layout:
 
 
 def check_world(world: int, what: str = "world", most: int = LARGEST_WORLD) -> None:
+    """Raise if a world has more than `most` ranks. `what` names the setting in the error message."""
     if world > most:
         raise UserError(f"{what}={world} is more ranks than anybody has: use {most} at most")
 
@@ -259,6 +264,7 @@ def _check_sizes(layout: Layout) -> None:
             raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")
     if layout.node_size is not None and layout.node_size < 1:
         raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
+
     world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
     model, words, sizes = tp * cp * pp, "tp*cp*pp", f"{tp}*{cp}*{pp}"
     if layout.replicas > 1:
@@ -270,6 +276,8 @@ def _check_sizes(layout: Layout) -> None:
             f"world={world} is not divisible by {words}={sizes}={model}: "
             f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
         )
+
+    # The expert view divides the same ranks of a pipeline stage into etp x ep x edp.
     folded = tp * cp * layout.dp
     if folded % layout.etp:
         product = f"tp*cp*dp={tp}*{cp}*{layout.dp}={folded}"
@@ -294,6 +302,7 @@ def _check_order(layout: Layout) -> None:
             )
         if words.count(word) > 1:
             raise UserError(f"order '{layout.order}' names {word} {words.count(word)} times: name it once")
+    # A size that the order leaves out must be 1. The order names etp and edp by their dense axes.
     for axis in (*AXES, *EXPERT_WORDS.values()):
         word = next((word for word, other in EXPERT_WORDS.items() if other == axis), axis)
         if word not in words and layout.axis_size(axis) > 1:
@@ -410,6 +419,7 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
 def _product(layout: Layout, name: str) -> AxisProduct:
     words = name.split("-")
     axes = _view_of(layout, name, words)
+    # "tp-ep" means the tensor-parallel ranks of experts.
     words = ["etp" if word == "tp" and axes == EXPERT_AXES else word for word in words]
     atoms = _atoms(layout, axes)
     inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
@@ -439,6 +449,7 @@ def node_parts(layout: Layout, key: str = "zero.shard_group=node") -> Parts:
     `key` is the config setting that asked for it, for the error message.
     """
     ranks = layout.group("dp", 0)
+    # Members of the first group on the first node. All groups must be cut into such runs without crossing a node.
     inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
     neighbours = (group[at : at + inside] for group in layout.groups("dp") for at in range(0, len(ranks), inside))
     uneven = any(map(layout.crosses_node, neighbours))
@@ -459,5 +470,8 @@ def exchange_parts(layout: Layout) -> Parts:
     """
     node = layout.node_size or layout.world
     counts = {count for group in layout.groups("ep") for count in Counter(rank // node for rank in group).values()}
-    here = counts.pop()
-    return (("ep", ((EP_NODE, here), (EP_ACROSS, layout.ep // here))),) if not counts and 1 < here < layout.ep else ()
+    per_node = counts.pop()
+    # More counts are left if the groups differ in their ranks per node.
+    if counts or not 1 < per_node < layout.ep:
+        return ()
+    return (("ep", ((EP_NODE, per_node), (EP_ACROSS, layout.ep // per_node))),)

@@ -121,7 +121,9 @@ def pieces(
 def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
     """Yield the pieces of a run of queries and a run of keys: query i sees keys i + low to i + high of its run."""
     ahead, count, keys = q.first - k.first, q.end - q.begin, k.end - k.begin
+    # Key j is visible to query i if its number is at most the query's: j <= i + ahead / step.
     high = ahead // step
+    # Without a window, -count puts the lower end of the band before the first key for every query.
     low = (ahead - window) // step + 1 if window else -count
     for piece in _band(count, keys, low, high):
         yield Piece(
@@ -147,6 +149,7 @@ def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
         yield Piece(top, bottom, 0, bottom + high, True)
     if to_last < from_first:
         yield Piece(to_last, from_first, 0, keys, False)
+    # Where both ends move, `width` queries see a parallelogram: a backwards triangle and a causal one to its right.
     width = high - low + 1
     for at in range(from_first, to_last, width):
         bottom = min(at + width, to_last)

@@ -94,6 +94,7 @@ def redistribution(before: Sequence[Ownership], after: Sequence[Ownership]) -> R
             wanted.extend((tensor, target, *part) for box in boxes for part in held.cover(target, box))
     load = [0] * ranks
     moves = []
+    # Assigning the largest regions first balances the load better: small ones fill the gaps at the end.
     for tensor, target, region, box, holders in sorted(wanted, key=lambda entry: -_numel(entry[2])):
         # Among equals, the next rank after the receiver: simultaneous sends then spread over the group.
         source = target if target in holders else min(holders, key=lambda rank: (load[rank], (rank - target) % ranks))
@@ -130,6 +131,7 @@ class _Held:
         while open_parts:
             part = open_parts.pop()
             low, high = map(np.array, part)
+            # The regions that overlap the part.
             near = np.flatnonzero(((self.low < high) & (self.high > low)).all(axis=-1))
             if not len(near):
                 raise ValueError(f"rank {target} needs the elements from {part[0]} to {part[1]}, which no rank holds")
@@ -137,6 +139,7 @@ class _Held:
             first = next((i for i in near if target in self.boxes[i]), near[0])
             met = _meet(part, self.regions[first])
             open_parts.extend(_without(part, met))
+            # The regions that contain all of it: any of their ranks can send it.
             low, high = map(np.array, met)
             around = np.flatnonzero(((self.low <= low) & (self.high >= high)).all(axis=-1))
             yield met, box, {rank: held for i in around for rank, held in self.boxes[i].items()}

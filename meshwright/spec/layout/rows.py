@@ -122,6 +122,7 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     place = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(before, sizes)
     # Chunk i of a document begins at row floor((i * size + shift) / chunks), which this line inverts.
     chunk = -(-((place + 1) * chunks - shift) // np.maximum(size, 1)) - 1
+    # Counted from either end, the chunk's number is the rank.
     return by_key(np.minimum(chunk, chunks - 1 - chunk), ranks)
 
 

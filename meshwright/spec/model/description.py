@@ -317,6 +317,7 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 def stages_of(config: Config) -> list[Stage]:
     """Return the virtual stages that a config asks for."""
     layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    # Without this setting, a stage may hold blocks of both the encoder and the decoder.
     if own := config.pipeline.encoder_stages:
         blocks = config.model.t5.encoder_layers
         both = (split_layers(blocks, own), split_layers(layers - blocks, count - own))
@@ -380,6 +381,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
     c = config.layout
     if config.model.kind_facts.is_foreign and c.tp * c.pp > 1:
         check_family(describe(config.model), c.tp, c.pp)
+    # Parts of dp and ep depend on the nodes of a layout's groups, so they are added to a first layout.
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),

@@ -131,6 +131,7 @@ class ExpertsPart(Part):
         """
         if self.routing.capacity is None:
             return self.gathered_rows(at, batch) * self.routing.top_k
+        # The ranks whose rows are gathered count the slots together if etp equals tp, and separately otherwise.
         part, whole = batch.seq // at.size("cp"), at.cuts_experts_alike
         rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
         return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
@@ -163,6 +164,7 @@ class ExpertsPart(Part):
             )
         width, local = self.width(at), self.experts(at)
         first, inside = at.index("ep") * local, at.index("etp") * width
+        # A gated first product stacks gate and up, and etp cuts each of them.
         halves = 2 if self.mlp.gated else 1
         up = [
             Box((first, half * self.mlp.ffn + inside, 0), (local, width, hidden), (0, half * width, 0))
@@ -239,6 +241,7 @@ class ExpertsPart(Part):
         row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
         whole = batch.tokens(at) * row
         rows = self.gathered_rows(at, batch)
+        # If every tp rank has all tokens and a shard of every expert, no rows move, and the results are all-reduced.
         if same and not at.splits_tokens:
             yield Collective("forward", "tp", "all_reduce", whole)
             yield Collective("backward", "tp", "all_reduce", whole)

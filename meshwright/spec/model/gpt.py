@@ -176,6 +176,7 @@ class AttentionPart(Part):
             if tp <= self.kv_heads:
                 parts = (q_rows, (k_first, kv, queries), (v_first, kv, queries + kv))
                 return {f"qkv.{key}": rows_of(full, parts, total, tail, init, decay=decay)}
+            # Copied key-value heads are a separate parameter, because only their gradients are summed over the copies.
             shared = (KV_COPIES,)
             kv_parts = ((k_first, kv, 0), (v_first, kv, kv))
             return {

@@ -114,6 +114,7 @@ class Model:
     __hash__ = hash_once
 
     def __post_init__(self) -> None:
+        # A node works on the rows of the stream that it writes.
         rows = {stream.name: stream.rows for stream in self.streams}
         for node in self.nodes:
             assert node.writes not in rows or node.everywhere or node.unit.rows == rows[node.writes], node.key
@@ -183,6 +184,7 @@ class Model:
 
         They are collected in one walk from the end, because the planner asks for thousands of cuts.
         """
+        # Every stage computes these streams itself, so they never cross a cut.
         local = {node.writes for node in self.nodes if node.everywhere}
         needed: set[str] = set()
         live: list[list[Stream]] = [[]]
@@ -227,6 +229,7 @@ class Model:
         ties: set[str] = set()
         for node in self.nodes_of(stage):
             for name, record in node.unit.records(at, node.prefix).items():
+                # `ties` never contains "", so parameters that are not tied are always added.
                 if record.tied not in ties:
                     records[f"{node.key}.{name}"] = record
                 ties |= {record.tied} if record.tied else set()

@@ -56,6 +56,7 @@ class MLPPart(Part):
         first = at.index("tp") * width
         parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
         total = self.ffn
+        # A gated MLP stacks gate and up in one weight, and tp cuts each of them.
         if self.gated:
             parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
         records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}

@@ -221,6 +221,7 @@ def _adapter(
     rank, width = tuning.rank, weight.shape[1]
     init = _first_values(width)
     norms: ParamRecord | None = None
+    # Every rank has a partial gradient of the factor that all of them hold.
     if cut == "row":
         axes = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 else {}
         down = columns_of(f"{name}.lora_a", rank, width, at.size("tp"), at.index("tp"), init)

@@ -110,6 +110,7 @@ def interleaved(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Act
     order = _rounds(pp, micro_batches, chunks)
     forwards = [Action(Op.FORWARD, i, chunk) for i, chunk in order]
     backwards = [Action(Op.BACKWARD, i, chunks - 1 - chunk) for i, chunk in order]
+    # The warm-up is that of Megatron-LM's interleaved schedule.
     planned = _alternate(forwards, backwards, warm_up=2 * (pp - rank - 1) + (chunks - 1) * pp)
     return [action for action in planned if action.micro_batch >= 0]
 
@@ -270,6 +271,7 @@ def with_shares(table: Table, zero_stage: int) -> Table:
         due: list[Action] = []
         for action in actions:
             meaning = MEANING.get(action.op)
+            # A reduce follows the send of its compute's result, for which another stage waits.
             if action.op not in SENDS:
                 out += due
                 due = []
@@ -292,6 +294,7 @@ def with_transfers(table: Table) -> Table:
     its compute. A receive precedes the compute that the receiver is running when the tensor arrives, so that posting it
     there, without waiting, never delays the sender.
     """
+    # The factor cancels the division by chunks, so times are whole numbers and the order is free of rounding.
     simulation = simulate(table, forward=1.0 * table.chunks, backward=2.0 * table.chunks)
     ends = [(timed.end, rank, timed.action) for rank, row in enumerate(simulation.ranks) for timed in row]
     ranks: list[list[Action]] = [[] for _ in range(table.pp)]

@@ -80,6 +80,7 @@ def simulate(
         op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]] for op in table.computes
     }
     if weights is not None and Op.WEIGHT_GRAD in durations:
+        # Measured or estimated times replace the assumed halves of the backward.
         durations[Op.WEIGHT_GRAD] = later = _durations(table, "weights", weights)
         durations[Op.INPUT_GRAD] = [
             [max(0.0, whole - part) for whole, part in zip(*rows, strict=True)]
@@ -93,6 +94,7 @@ def simulate(
         math.fsum(durations[a.op][rank][a.chunk] for a in actions if a.op in durations)
         for rank, actions in enumerate(table.ranks)
     )
+    # Rounding can make the idle time slightly negative.
     bubble = max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0
     peaks = tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks)
     return Simulation(table, makespan, bubble, busy, peaks, times, arrived, send)
@@ -132,6 +134,7 @@ def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> t
             direction = MEANING[action.op].direction
             key = (direction, action.micro_batch, rank, action.chunk)
             start = clock[rank]
+            # The first stage of a direction, and computes without one, take no result of another stage.
             if table.beside(-direction, rank, action.chunk) is not None:
                 if key not in arrived:
                     waiting[key] = rank

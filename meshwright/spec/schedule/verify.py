@@ -223,6 +223,7 @@ def _check_progress(table: Table, buffered: bool) -> None:
             action = table.ranks[rank][position[rank]]
             if action.peer is not None:
                 tensor = _tensor(table, rank, action)
+                # The peer already waits at the other end of this transfer, so both continue.
                 if waits[action.peer] == tensor:
                     waits[action.peer] = None
                     position[action.peer] += 1

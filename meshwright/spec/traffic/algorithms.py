@@ -44,6 +44,8 @@ def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
     """Return the rounds of member `at` of a ring of some ranks of the group. Member k reduces the chunks parts[k]."""
     count = len(members)
     right, left = members[(at + 1) % count], members[at - 1]
+    # In `reduce`, a chunk starts at the right neighbour of the member that reduces it, goes once around the ring and
+    # ends at that member. In `gather` it starts there.
     reduce = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(1, count)]
     gather = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(count - 1)]
     return Sum(reduce, gather)
@@ -56,6 +58,8 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
 
     reduce, gather = [], []
     for step in (1 << bit for bit in range((size - 1).bit_length())):
+        # In the tree of chunk j, rank r has number r - j. Parents and children are `step` apart in every tree, so one
+        # message carries the chunks of all trees in which this rank sends.
         up, down = (place - step) % size, (place + step) % size
 
         def sends(number: int, step: int = step) -> bool:
@@ -77,6 +81,7 @@ def halving_doubling(size: int, place: int, on_node: int = 1) -> Sum:
         return tuple(chunk for chunk in range(size) if chunk // step == rank // step)
 
     steps = [1 << bit for bit in range((size - 1).bit_length())]
+    # In each round, partners differ in one bit of their place.
     partners = [(place ^ step, step) for step in steps]
     gather = [Round(other, half(place, step), other, half(other, step)) for other, step in partners]
     reduce = [Round(other, half(other, step), other, half(place, step)) for other, step in reversed(partners)]
@@ -99,6 +104,7 @@ def hierarchical(size: int, place: int, on_node: int = 1) -> Sum:
 def _two_rings(size: int, place: int, width: int) -> Sum:
     """Return the rounds of two rings. Ranks reduce over a row of `width` neighbours, then over their column."""
     row, column = divmod(place, width)
+    # In its row, a rank reduces the chunks of all ranks of its column, which the column then divides.
     beside = _ring(
         range(row * width, (row + 1) * width), column, [tuple(range(first, size, width)) for first in range(width)]
     )

@@ -78,6 +78,7 @@ def used_groups(config: Config, layout: Layout) -> set[str]:
         if experts.aux_loss or experts.z_loss:
             names.add(SEQUENCE)
     names |= {name for name, _ in layout.shared if name != EMBEDDING}
+    # The layout always has an embedding group, but only tied weights sum gradients over it.
     if config.model.tied_embeddings:
         names.add(EMBEDDING)
     if layout.replicas > 1:
@@ -99,6 +100,7 @@ def _data_groups(config: Config, layout: Layout) -> set[str]:
 def pipeline_pairs(config: Config, layout: Layout) -> list[tuple[int, int]]:
     """Return the pairs of pipeline ranks that send to each other, sorted, each with the lower rank first."""
     placement = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
+    # Consecutive stages on one rank pass activations without a send.
     neighbours = (sorted((before, after)) for (before, _), (after, _) in pairwise(placement) if before != after)
     return sorted({(low, high) for low, high in neighbours})
 

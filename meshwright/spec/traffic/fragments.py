@@ -53,5 +53,6 @@ def _due(config: LocalConfig, step: int) -> list[int]:
     end of that period.
     """
     at = (step - 1) % config.steps + 1
+    # Before the first step nothing is due. `moment_of` asks for such steps because of the delay.
     spread = range(config.fragments) if step > 0 else ()
     return [f for f in spread if (f + 1) * config.steps // config.fragments == at]

@@ -59,6 +59,7 @@ def algorithm_seconds(links: Links, kind: str, op: str, payload: float, size: in
         return 0.0
     on_node = min(on_node, size)
     if kind == "torch":
+        # A ring is as slow as its slowest link, and each of its rounds waits for one message.
         across = size > on_node
         rate, latency = (min(links.link, links.network), links.network_s) if across else (links.link, links.link_s)
         trips = 2 if op == "all_reduce" else 1
@@ -88,5 +89,6 @@ def fastest(links: Links, op: str, payload: float, size: int, on_node: int) -> s
 def links_of(config: LinkConfig, on_node: int, node_size: int) -> Links:
     """Return the links of a group that has `on_node` ranks on a node."""
     link, latency = config.link_gb_s * 1e9, config.latency_us * 1e-6
+    # The groups on a node share its adapters, so a group with fewer ranks on the node has a smaller share.
     network = config.network_gb_s * 1e9 * on_node / node_size if config.network_gb_s else link
     return Links(link, network, latency, latency)

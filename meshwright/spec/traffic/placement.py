@@ -148,6 +148,7 @@ def place(
         at += -(-size // align) * align
         last = i + 1 == len(sizes)
         if last or (at - begin >= bucket_elements if units is None else units[i + 1] != units[i]):
+            # Padding makes every rank's share of the bucket equally large and aligned.
             at = begin + -(-(at - begin) // (align * ranks)) * align * ranks
             buckets.append((begin, at))
             begin = at

@@ -209,6 +209,7 @@ class Family:
         """Return the position of the rows of one of our tensors in their tensors."""
         numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
         ours, _, kind = full.rpartition(".")
+        # An exact name with its last word takes precedence over a module's name.
         theirs = self.names[full] if full in self.names else [f"{name}.{kind}" for name in self.names[ours]]
         stacked = theirs[0].count("#") > len(numbers)
         runs: list[SourceRows] = []
@@ -230,6 +231,7 @@ class Family:
             return by_head(model, sources[0])
         if ours in self.in_pairs and ours.endswith(".qkv"):
             return heads_in_pairs(model, sources)
+        # Latent attention's kv_a is treated as one head, since all heads share its rotated rows.
         if ours in self.in_pairs:
             head = rows if ours.endswith(".kv_a") else model.head_dim
             return in_pairs(rows, head, model.latent.rope_dim, sources[0])

@@ -34,9 +34,11 @@ class SourceRows:
 
     def of_theirs(self, low: int, high: int) -> SourceRows | None:
         """Return the part of this run inside rows [low, high) of their tensor; None if it is empty."""
+        # The negated floor divisions round up: the first row of the run at or after `low`, and at or after `high`.
         return self._part(-((self.source_start - low) // self.step), -((self.source_start - high) // self.step))
 
     def _part(self, first: int, last: int) -> SourceRows | None:
+        # Numbers within the run, limited to its rows.
         first, last = max(0, first), min(self.count, last)
         if first >= last:
             return None

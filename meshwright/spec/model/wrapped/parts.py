@@ -92,8 +92,10 @@ class PlannedParameter(NamedTuple):
         cut, last = STYLES[self.style].cut, len(self.shape) - 1
         if cut in ("rows", "columns"):
             return 0 if cut == "rows" else 1
+        # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
         if cut == "in":
             return None if self.name.rpartition(".")[2] == "bias" or (self.packed and not last) else last
+        # Outputs are the second last dim of a matrix or of a stack of experts, and the only dim of a bias.
         return max(0, last - 1) if cut == "out" else None
 
     @property
@@ -129,6 +131,7 @@ class PlannedParameter(NamedTuple):
         def corner(n: int) -> tuple[int, ...]:
             return (*zeros[:dim], n, *zeros[dim + 1 :])
 
+        # Each concatenated tensor is cut by itself, and this rank's shards of them are concatenated locally.
         boxes = tuple(
             Box(corner((piece * tp + index) * count), sized(count), corner(piece * count))
             for piece in range(style.pieces)
