@@ -98,7 +98,7 @@ def test_a_split_backward_that_is_not_whole_is_found() -> None:
     for edit, says in (
         (lambda a: a.remove(weight), "the weight gradient of micro-batch 1 chunk 1 is missing"),
         (lambda a: (a.remove(weight), a.insert(a.index(grad), weight)), "without the input gradient before it"),
-        (lambda a: a.insert(a.index(weight), Action(Op.BACKWARD, 1, 1)), "comes twice, or after what did the same"),
+        (lambda a: a.insert(a.index(weight), Action(Op.BACKWARD, 1, 1)), "occurs twice, or after an action with"),
     ):
         actions = list(table.ranks[0])
         edit(actions)
