@@ -128,24 +128,26 @@ def tflops(rate: float) -> str:
     return f"{rate:.1f} TFLOP/s" if rate >= 1 else f"{rate:.2g} TFLOP/s"
 
 
-def report(f: dict[str, Any]) -> str:
+def report(result: dict[str, Any]) -> str:
     """Return one result of the bench as text. The floor is the lower bound on the step's time."""
-    low = f["floor"]
+    low = result["floor"]
+    datasheet_mfu = f"{result['mfu']:.3f} of the datasheet, " if result["mfu"] else ""
     rows = [
-        ("step", f"{f['step_ms']:.1f} ms   {f['tokens_per_s']:,.0f} tokens/s"),
-        ("model", f"{tflops(f['tflops'])}   MFU " + (f"{f['mfu']:.3f} of the datasheet, " if f["mfu"] else "")
-         + f"{f['mfu_measured']:.3f} of {tflops(low['product_tflops'])} measured"),
-        ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
-        ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
+        ("step", f"{result['step_ms']:.1f} ms   {result['tokens_per_s']:,.0f} tokens/s"),
+        ("model", f"{tflops(result['tflops'])}   MFU {datasheet_mfu}"
+         f"{result['mfu_measured']:.3f} of {tflops(low['product_tflops'])} measured"),
+        ("memory", "-" if result["peak_gib"] is None else f"{result['peak_gib']:.1f} GiB at most"),
+        ("floor", f"{result['floor_ms']:.1f} ms: the step reaches {result['of_floor']:.3f} of it"),
         ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "
          f"{low['attention_ms']:.1f} per micro-batch (both back to back {low['loaded_ms']:.1f}, "
          f"each after a rest {low['rested_ms']:.1f}), "
          f"optimizer {low['optimizer_ms']:.1f} per step"),
-        ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
+        ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in result["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    share = "products in pieces, " if f["overlap"] else ""
-    share += f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
-    share += f"grid {f['grid']}, " if f["grid"] else ""
-    share += plural(f["micro_batches"], "micro-batch")
-    title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}, {f['device']}"
+    tp, cp, pp = (result[axis] for axis in ("tp", "cp", "pp"))
+    share = "products in pieces, " if result["overlap"] else ""
+    share += f"tp={tp} cp={cp} pp={pp}, " if tp * cp * pp > 1 else ""
+    share += f"grid {result['grid']}, " if result["grid"] else ""
+    share += plural(result["micro_batches"], "micro-batch")
+    title = f"{result['model']} {result['precision']}, seq={result['seq']}, {share}, {result['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     check_drawing(args)
     config = model_config(args)
     if config.model.kind_facts.is_encoder_decoder or config.objective_facts.fills_blanks:
-        raise UserError(f"{args.source} is no model that continues a text: use meshwright generate")
+        raise UserError(f"{args.source} is not a model that continues text: use meshwright generate")
     args.rendered = template_of(args, config)
     # A template with a mistake should fail here, before any rank starts.
     replace(args.rendered).render([{"role": "user", "content": "?"}], begins=True)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def check_drawing(args: argparse.Namespace) -> None:
     """Refuse values of --temperature, --top-p and --seed that tokens can't be drawn with."""
     if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p lies above 0 and up to 1")
+        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
 

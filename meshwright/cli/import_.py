@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     switches = {"experts": "count", "latent": "kv_rank"}
     unused = {"preset", *(name for name, key in switches.items() if not model[name][key])}
     used = {key: value for key, value in model.items() if key not in unused}
-    # YAML's safe dumper does not take tuples.
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in used.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
     return exit_code(found)

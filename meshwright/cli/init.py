@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"there is no model '{model}'{nearest(model, known)}: the models are {', '.join(known)}")
     args.out = args.out or Path(f"{model}.yaml")
     if args.out.exists():
-        raise UserError(f"{args.out} is there already: give another --out, or remove it first")
+        raise UserError(f"{args.out} already exists: give another --out, or remove it first")
     files = "Token files of `meshwright data prepare`, without .bin?"
     data = args.data or _answer("--data", files, "data/text", asks).split()
     devices = args.devices or _whole("--devices", _answer("--devices", "How many devices (or CPU ranks)?", "1", asks))
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
-    # The file is read back, so that a config that `train` would refuse is a mistake of this command.
+    # The file is read back and checked, so that a config that `train` would refuse is reported here.
     check(load_config(args.out), devices, TRAINING_RULES)
     nproc = f" --nproc {devices}" if devices > 1 else ""
     if args.json:
@@ -157,7 +157,7 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
         return {"preset": name}, 3e-4
     layers, hidden, heads, seq, lr = SIZES[name]
     vocab = max(int((read_metadata(prefix) or {}).get("vocab_size") or 0) for prefix in data)
-    # Rounded up like the vocabularies that `train` expects (see `unused_tokens`), with room for tp to divide it.
+    # Rounded up to the multiple that `train` regards as usual (see `unused_tokens`).
     vocab = -(-(vocab or USUAL_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
 

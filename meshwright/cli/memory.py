@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     target, world = world_from_args(args)
     if world < 1:
-        raise UserError(f"--devices {world} is no number of ranks: give at least 1")
+        raise UserError(f"--devices {world} is not a number of ranks: give at least 1")
     job, cluster = job_on(target, world, args.cluster)
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank

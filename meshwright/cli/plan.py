@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
     for word in args.words:
-        # A split in a config file is ignored, but one that is given here must mean something to the user.
+        # A split in a config file is ignored. One on the command line is refused, since the user expects an effect.
         if word.startswith("pipeline.split="):
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
     base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> None:
 def without_twins(candidates: list[Candidate]) -> list[Candidate]:
     """Return the candidates, but only the first of those whose figures all look the same. They may for example differ
     only in the order of the axes inside a node."""
-    # The figures are compared without the first cell, which is the layout. Reversed twice, since the last entry of a
-    # key stays in a dict.
+    # The first cell, the layout, is not compared. In a dict the last value of a key wins, so the candidates come in
+    # reverse for the first one to win.
     return list({ranking_cells(candidate)[1:]: candidate for candidate in reversed(candidates)}.values())[::-1]
 
 

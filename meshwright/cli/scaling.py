@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     if args.global_batch is not None and args.global_batch < 1:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
     if (args.global_batch or 1) * max(counts) >= LARGEST:
-        raise UserError(f"--global-batch {args.global_batch} is more samples than any data set has: use a smaller one")
+        raise UserError(f"--global-batch {args.global_batch} is more samples than anybody has: use a smaller one")
     found: dict[str, list[ScalingPoint]] = {}
     for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)

@@ -147,7 +147,7 @@ def time_of(text: str) -> int:
         return int(seconds_of("--time", text))
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     if not (total := 86400 * days + 3600 * hours + 60 * minutes + seconds):
-        raise UserError(f"--time {text} is no time: give e.g. 4:00:00")
+        raise UserError(f"--time {text} is not a time: give e.g. 4:00:00")
     return total
 
 
@@ -164,7 +164,7 @@ def send(text: str, to_slurm: bool) -> str:
     """Send the job file to the scheduler and return the scheduler's answer."""
     command = ["sbatch"] if to_slurm else ["kubectl", "apply", "-f", "-"]
     if shutil.which(command[0]) is None:
-        raise UserError(f"{command[0]} is not here: write the file with --out and submit it where it is")
+        raise UserError(f"{command[0]} is not installed here: write the file with --out and submit it where it is")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()

@@ -253,7 +253,7 @@ def nodes_of(args: argparse.Namespace) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", args.nodes or "1")
     least, most = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (0, 0)
     if not 1 <= least <= most:
-        raise UserError(f"--nodes {args.nodes} is no number of machines: give e.g. 2, or 1:4 for one to four")
+        raise UserError(f"--nodes {args.nodes} is not a number of machines: give e.g. 2, or 1:4 for one to four")
     return least, most
 
 
