@@ -73,10 +73,10 @@ def in_bf16(device: Device, mlp: str, keys: dict[str, Any], sinks: bool, favoure
     x, grad = (drawn(rows, 256, seed=seed).to(torch.bfloat16) for seed in (1, 2))
     saved = Saved()
     found = one_pass(low, x, grad, 4, RoutedInputs(saved=saved), sinks)
-    assert saved.chosen is not None
+    assert saved.chosen is not None and saved.all_chosen is not None
     chosen = saved.chosen.cpu()
     replayed = Saved()
-    replayed.chosen = replayed.all_chosen = chosen
+    replayed.chosen, replayed.all_chosen, replayed.room = chosen, saved.all_chosen.cpu(), saved.room
     expected = one_pass(high, x, grad, 4, RoutedInputs(saved=replayed, again=True))
     assert found.keys() == expected.keys()
     router = high.experts.router
