@@ -134,19 +134,20 @@ def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> t
     dp = max(1, devices // its.least_world)
     grid = its.tp_grid
     fits = given and most % its.least_world == 0
-    while not fits and dp * math.prod(sizes.values()) > most and (dp > 2 or max(sizes.values()) > 2):
+    while not fits and dp * math.prod(sizes.values()) > most:
+        # A grid of 2 ranks along each side can't shrink, even if its tp is too large for `most`.
+        fixed = {"tp"} if grid and max(grid) <= 2 else set()
+        shrinkable = {axis: size for axis, size in sizes.items() if size > 2 and axis not in fixed}
         if dp > 2:
             dp = _half(dp)
-            continue
-        axis = max(sizes, key=lambda name: sizes[name])
-        sizes[axis] = _half(sizes[axis])
-        # The ranks of a grid are the product of its sides, so tp shrinks to what 2 ranks along each side make. A grid
-        # that is as small already can't shrink: its tp stays too large for `most`.
-        if axis == "tp" and grid:
+        elif not shrinkable:
+            break
+        elif (axis := max(shrinkable, key=lambda name: sizes[name])) == "tp" and grid:
+            # The ranks of a grid are the product of its sides.
             grid = tuple(min(2, side) for side in grid)
             sizes["tp"] = math.prod(grid)
-            if grid == its.tp_grid:
-                break
+        else:
+            sizes[axis] = _half(sizes[axis])
     least = math.prod(sizes.values())
     if given:
         if most % least:

@@ -215,3 +215,17 @@ def some_ranks_monitor(rank: int, world: int) -> list[dict[str, float]]:
 def test_a_value_that_only_some_ranks_have_is_theirs_mean() -> None:
     for found in run_ranks(4, some_ranks_monitor):
         assert found == [{"stage": 0.5}, {"late": 7.0, "stage": 0.5}, {"late": 7.0, "stage": 0.5}]
+
+
+def norms_of_replicas(rank: int, world: int) -> list[float]:
+    """Return the norm of the first step of two replicas, without and with declared counts of the loss."""
+    sections = {"steps": 2, "outer": "average"}
+    config = small_config(layout={"replicas": 2}, train={"global_batch": 8, "local": sections}, run={"eval_samples": 8})
+    loss_only = lambda sample: {"loss": counts(sample)["loss"]}  # noqa: E731
+    return [trainer_of(config, forward_step, each, rank, world).step().grad_norm for each in (None, loss_only)]
+
+
+def test_declared_counts_change_no_norm_of_replicas() -> None:
+    """Undeclared, the squares are weighted by the mean tokens of a replica, and the replicas here differ by a few."""
+    (undeclared, declared), _ = run_ranks(2, norms_of_replicas)
+    assert declared == pytest.approx(undeclared, rel=0.05)
