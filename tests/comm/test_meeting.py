@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_it_is_said_for_whom_rank_0_waits(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    """It is said after 5 s and then every 30 s. The ranks arrive after 31 s and after 62 s."""
+    """Rank 0 says it after 5 s and then every 30 s. The ranks arrive after 31 s and after 62 s."""
     meeting._wait_for_all(Arrivals(clock, 31.0), 1, 3, "node0:29500", 100.0)  # type: ignore[arg-type]
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" at ")[0] for line in said] == [
