@@ -122,7 +122,9 @@ class Runner:
             left.put(batch)
         self.say(header())
         shared = Shared()
-        with shared_gpu() if self.transport.device == "cuda" else nullcontext():
+        # Ranks that are processes of their own may be killed, and do without the service.
+        shares = self.transport.device == "cuda" and any(isinstance(case, Exact | Same) for case in cases)
+        with shared_gpu() if shares else nullcontext():
             threads = [
                 threading.Thread(target=self._serve, args=(left, shared), daemon=True) for _ in range(self.lanes)
             ]

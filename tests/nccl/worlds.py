@@ -24,6 +24,7 @@ from tests.nccl.transports import Transport
 from tests.support.ranks import _SERVER
 
 Body = Callable[..., Any]
+END_S = 5.0  # seconds for idle ranks to end
 
 
 class CaseFailed(Exception):
@@ -134,9 +135,14 @@ class World:
 
     def close(self) -> None:
         """End the ranks, including those that hang."""
-        for child in self._children:
-            child.kill()
-        for pipe, child in zip(self._pipes, self._children, strict=True):
-            child.join()
+        # A rank that waits for a case ends by itself when its pipe closes. A kill could leave the memory of a client of
+        # the multi-process service behind, so it is only for ranks that hang.
+        for pipe in self._pipes:
             pipe.close()
+        patient = time.monotonic() + END_S
+        for child in self._children:
+            child.join(max(0.0, patient - time.monotonic()))
+            if child.is_alive():
+                child.kill()
+                child.join()
         shutil.rmtree(self.folder, ignore_errors=True)
