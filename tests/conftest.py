@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # `nohup` ignores SIGHUP, and children inherit that, so a request by SIGHUP would never reach the run under test.
+    # A handler is not inherited: children start with the default action, and pytest itself survives its terminal.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     # Read here, since an error in a worker of pytest-xdist is an INTERNALERROR.
     if part := config.getoption("--shard"):
         shard_of(part)

@@ -31,6 +31,9 @@ class Transport:
             found |= {
                 "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
                 "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
+                # The contexts of about 16 processes with 32 queues each, as a run sets, are more than one H200 has:
+                # CUDA then reports that it is out of memory.
+                "CUDA_DEVICE_MAX_CONNECTIONS": "8",
             }  # fmt: skip
         return found
 
