@@ -1,4 +1,4 @@
-"""`meshwright bench step`: one device's training step beside the least time that it could take."""
+"""`meshwright bench step`: time a training step on one device and compare it with a lower bound on that time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
 
-MOST_TOKENS = 1 << 24  # of a micro-batch: one activation of the smallest model has tens of GB
-ROUNDS = 3  # of each of two configs that are compared
+# The most tokens of a micro-batch. At this size one activation of the smallest model already takes tens of GB.
+MOST_TOKENS = 1 << 24
+# The number of measurements of each config when two are compared; the median is reported.
+ROUNDS = 3
 EXAMPLES = """example:
   meshwright bench step --model 3b
   meshwright bench step --model 1b --micro-batches 8 --json
   meshwright bench step --model 3b --precision fp8
-  meshwright bench step --model 3b --tp 8 --overlap both (what products in pieces cost, without any link)
-  meshwright bench step --model 3b --tp 8 --overlap both --piece-gflop 0    (the same, of all products)
-  meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; the others are not there)
+  meshwright bench step --model 3b --tp 8 --overlap both (what splitting products costs, without any link)
+  meshwright bench step --model 3b --tp 8 --overlap both --piece-gflop 0    (the same, with all products split)
+  meshwright bench step --model 3b --tp 2                (one rank's share, sequence parallel; no other rank is started)
   meshwright bench step --model 3b --tp 4 --tp-grid 2x2  (one rank's share of a grid)
   meshwright bench step --model 3b --micro-batch 1 --seq 131072 --cp 8 --context ring
 
-tflops counts 6 operations for each weight of a product and token, and 6 x layers x hidden x seq per token for causal
-attention; mfu divides by the maker's dense bf16 rate, mfu_measured by that of a large product measured here."""
+tflops counts 6 operations per token and weight of a matrix product, plus 6 x layers x hidden x seq per token for causal
+attention; mfu divides by the vendor's dense bf16 rate, mfu_measured by the rate of a large product measured here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> None:
     device = Device.choose(args.device)
     device.check_precision(args.precision)
     print(f"measuring {args.model} on {device.name}", file=sys.stderr, flush=True)
-    # In turns, since a device slows down as it gets warm.
+    # The configs are measured in turns, because a device slows down as it gets warm: measured one after the other, the
+    # second config would look slower than it is.
     rounds: list[list[dict[str, Any]]] = [[] for _ in configs]
     for _ in range(ROUNDS if len(configs) > 1 else 1):
         for config, measured in zip(configs, rounds, strict=True):
@@ -89,24 +92,25 @@ def run(args: argparse.Namespace) -> None:
                 measured.append(step.measure(step.make_trainer(config, device), args.steps))
             device.empty_cache()
     least = floor.measure(configs[0], device, PRECISION_DTYPES[args.precision])
-    found = []
+    results = []
     for config, measured in zip(configs, rounds, strict=True):
-        middle = sorted(measured, key=lambda each: each["step_ms"])[len(measured) // 2]
+        median = sorted(measured, key=lambda result: result["step_ms"])[len(measured) // 2]
         overlap = config.comm.overlap.tensor
         about = {"model": args.model, "overlap": overlap, "in_pieces": products_in_pieces(config)}
-        found.append(about | step.as_json(config, device, middle, least))
+        results.append(about | step.as_json(config, device, median, least))
     if args.json:
-        print(json.dumps(found[0] if len(found) == 1 else found))
+        print(json.dumps(results[0] if len(results) == 1 else results))
         return
-    print("\n\n".join(map(report, found)))
-    if len(found) > 1:
-        without, pieces = (each["step_ms"] for each in found)
-        cut = [name for name, is_cut in found[1]["in_pieces"].items() if is_cut]
+    print("\n\n".join(map(report, results)))
+    if len(results) > 1:
+        without, pieces = (result["step_ms"] for result in results)
+        cut = [name for name, is_cut in results[1]["in_pieces"].items() if is_cut]
         print(f"\nwith products in pieces ({', '.join(cut) or 'none is long enough'}) the step takes "
               f"{percent(pieces / without - 1)} longer")  # fmt: skip
 
 
 def _config(args: argparse.Namespace, overlap: bool) -> Config:
+    """Return the config to measure, with or without splitting products over tp (`comm.overlap.tensor`)."""
     return bench_config(
         args.model, args.precision, args.micro_batches, args.micro_batch, args.seq,
         train={"compile": args.compile}, run={"device": args.device},
@@ -124,23 +128,26 @@ def tflops(rate: float) -> str:
     return f"{rate:.1f} TFLOP/s" if rate >= 1 else f"{rate:.2g} TFLOP/s"
 
 
-def report(f: dict[str, Any]) -> str:
-    low = f["floor"]
+def report(result: dict[str, Any]) -> str:
+    """Return one result of the bench as text. The floor is the lower bound on the step's time."""
+    low = result["floor"]
+    datasheet_mfu = f"{result['mfu']:.3f} of the datasheet, " if result["mfu"] else ""
     rows = [
-        ("step", f"{f['step_ms']:.1f} ms   {f['tokens_per_s']:,.0f} tokens/s"),
-        ("model", f"{tflops(f['tflops'])}   MFU " + (f"{f['mfu']:.3f} of the datasheet, " if f["mfu"] else "")
-         + f"{f['mfu_measured']:.3f} of {tflops(low['product_tflops'])} measured"),
-        ("memory", "-" if f["peak_gib"] is None else f"{f['peak_gib']:.1f} GiB at most"),
-        ("floor", f"{f['floor_ms']:.1f} ms: the step reaches {f['of_floor']:.3f} of it"),
+        ("step", f"{result['step_ms']:.1f} ms   {result['tokens_per_s']:,.0f} tokens/s"),
+        ("model", f"{tflops(result['tflops'])}   MFU {datasheet_mfu}"
+         f"{result['mfu_measured']:.3f} of {tflops(low['product_tflops'])} measured"),
+        ("memory", "-" if result["peak_gib"] is None else f"{result['peak_gib']:.1f} GiB at most"),
+        ("floor", f"{result['floor_ms']:.1f} ms: the step reaches {result['of_floor']:.3f} of it"),
         ("", f"products {low['products_ms']:.1f} (back to back {low['products_loaded_ms']:.1f}), attention "
          f"{low['attention_ms']:.1f} per micro-batch (both back to back {low['loaded_ms']:.1f}, "
          f"each after a rest {low['rested_ms']:.1f}), "
          f"optimizer {low['optimizer_ms']:.1f} per step"),
-        ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["kinds_ms"].items()) or "-"),
+        ("by kind", ", ".join(f"{kind} {ms:.1f}" for kind, ms in result["kinds_ms"].items()) or "-"),
     ]  # fmt: skip
-    share = "products in pieces, " if f["overlap"] else ""
-    share += f"tp={f['tp']} cp={f['cp']} pp={f['pp']}, " if f["tp"] * f["cp"] * f["pp"] > 1 else ""
-    share += f"grid {f['grid']}, " if f["grid"] else ""
-    share += plural(f["micro_batches"], "micro-batch")
-    title = f"{f['model']} {f['precision']}, seq={f['seq']}, {share}, {f['device']}"
+    tp, cp, pp = (result[axis] for axis in ("tp", "cp", "pp"))
+    share = "products in pieces, " if result["overlap"] else ""
+    share += f"tp={tp} cp={cp} pp={pp}, " if tp * cp * pp > 1 else ""
+    share += f"grid {result['grid']}, " if result["grid"] else ""
+    share += plural(result["micro_batches"], "micro-batch")
+    title = f"{result['model']} {result['precision']}, seq={result['seq']}, {share}, {result['device']}"
     return "\n".join([title, *(f"  {name:<8} {text}" for name, text in rows)])

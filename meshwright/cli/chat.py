@@ -1,4 +1,4 @@
-"""`meshwright chat`: a conversation with a model in the terminal, or with lines that another program writes."""
+"""`meshwright chat`: talk to a model in the terminal, or through a pipe from another program."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ EXAMPLES = """example:
 Each line is a message. /reset forgets the conversation, /system TEXT begins a new one with other instructions, and
 Ctrl-D ends; Ctrl-C ends an answer early."""
 
-CUT = "\N{REPLACEMENT CHARACTER}"  # a character of which only the first tokens are there
+# Tokenizers decode a character whose last tokens are still missing to this.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
-    parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions that precede the conversation")
     parser.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
-    parser.add_argument("--tokenizer", metavar="T", help="another tokenizer than the one beside the model")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer (default 512)")
+    parser.add_argument("--tokenizer", metavar="T", help="use another tokenizer than the one beside the model")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer (default 512)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)")
     parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens that hold this share")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nproc", type=int, default=1, help="cut the model over this many tensor-parallel ranks")
+    parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,9 +49,10 @@ def run(args: argparse.Namespace) -> int:
     check_drawing(args)
     config = model_config(args)
     if config.model.kind_facts.is_encoder_decoder or config.objective_facts.fills_blanks:
-        raise UserError(f"{args.source} is no model that continues a text: use meshwright generate")
+        raise UserError(f"{args.source} is not a model that continues text: use meshwright generate")
     args.rendered = template_of(args, config)
-    replace(args.rendered).render([{"role": "user", "content": "?"}], begins=True)  # tells mistakes before ranks start
+    # A template with a mistake should fail here, before any rank starts.
+    replace(args.rendered).render([{"role": "user", "content": "?"}], begins=True)
     if tokenizer_of(args, config) is None:
         raise UserError("no tokenizer is known for this model: name one with --tokenizer")
     args.parent = os.getpid()
@@ -58,21 +60,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def template_of(args: argparse.Namespace, config: Config) -> ChatTemplate:
-    """Returns the template that was named, the one beside the model, or the one that the run's data were made with."""
+    """Return the template given by --template, else the one beside the model, else the one the run's data were made
+    with."""
     folder = Path(args.source)
     if args.template:
         return named_template(args.template, folder)
     try:
         return load_template(folder)
     except UserError:
-        told = [(read_metadata(prefix) or {}).get("template") for prefix in config.data.prefixes]
-        if not (told and isinstance(told[0], str) and told[0]):
+        recorded = [(read_metadata(prefix) or {}).get("template") for prefix in config.data.prefixes]
+        if not (recorded and isinstance(recorded[0], str) and recorded[0]):
             raise
-        return ChatTemplate(told[0])
+        return ChatTemplate(recorded[0])
 
 
 class Talk:
-    """A conversation and where its next message comes from."""
+    """A conversation, with the input that its next messages are read from."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Any, vocab: int, seq: int) -> None:
         self.args, self.tokenizer, self.vocab, self.seq = args, tokenizer, vocab, seq
@@ -82,11 +85,12 @@ class Talk:
         self.reset(args.system)
 
     def reset(self, system: str) -> None:
+        """Forget the conversation and begin a new one with the given system message, if there is one."""
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def next_ids(self) -> list[int]:
-        """Returns the tokens that the next answer follows; none at the end."""
+        """Read the next message and return the tokens of the conversation up to it; none at the end of the input."""
         for line in self.lines:
             word, _, rest = line.strip().partition(" ")
             if word in ("/reset", "/system"):
@@ -96,11 +100,12 @@ class Talk:
                 ids = self._ids()
                 if ids:
                     return ids
+                # The message can't be answered: without it the conversation is as before, and the user may try again.
                 self.messages.pop()
         return []
 
     def _ids(self) -> list[int]:
-        """Returns the tokens of the conversation so far; none if that can't be answered."""
+        """Return the tokens of the conversation so far. If it can't be answered, print why and return none."""
         try:
             ids: list[int] = self.tokenizer.encode(self.template.render(self.messages, begins=True))
         except Broken as error:
@@ -116,25 +121,29 @@ class Talk:
         return ids
 
     def ends(self, known: set[int]) -> set[int]:
-        """Returns the tokens that end an answer: those that end a text, and the one that the template puts there."""
+        """Return the tokens that end an answer: those that end a text, and the one that the template puts after an
+        answer. `known`: the tokens that end a text."""
         mark, after = "ANSWER", []
         with contextlib.suppress(Broken):
             text = self.template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}])
             after = self.tokenizer.encode(text.rpartition(mark)[2].lstrip())
+        # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.
         return known | ({after[0]} if after and not self.tokenizer.decode(after[:1]) else set())
 
     def answered(self, tokens: Iterator[int], ends: set[int]) -> None:
-        """Shows an answer while it is written, and keeps it."""
+        """Print an answer while it is generated, and add it to the conversation."""
         ids: list[int] = []
         shown = 0
         try:
             for token in tokens:
                 ids += [] if token in ends else [token]
-                text = self.tokenizer.decode(ids).rstrip(CUT)
+                # All tokens are decoded each time, since several tokens may make up one character.
+                text = self.tokenizer.decode(ids).rstrip(INCOMPLETE)
                 if not self.args.json:
                     print(text[shown:], end="", flush=True)
                 shown = max(shown, len(text))
         except KeyboardInterrupt:
+            # A single process keeps the shortened answer. Several ranks could not all stop at the same token.
             if self.args.nproc > 1:
                 raise
         text = self.tokenizer.decode(ids)
@@ -143,14 +152,16 @@ class Talk:
 
 
 def _lines(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the messages: on a terminal after a mark, and with the keys that edit a line."""
-    if args.nproc > 1:  # a rank that was started has no input of its own
+    """Yield the lines that the user writes; on a terminal, after a prompt and with line editing."""
+    if args.nproc > 1:
+        # A started rank has no standard input, so this one opens that of the process that started it.
         given: IO[str] = open(f"/proc/{args.parent}/fd/0", encoding="utf-8", errors="replace")  # noqa: SIM115
         yield from given
         return
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
+    # Importing readline is what gives `input` its line editing.
     import readline  # noqa: F401
 
     print("(/reset forgets the conversation, /system TEXT begins another, Ctrl-D ends)", file=sys.stderr)
@@ -163,6 +174,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def chat_rank(args: argparse.Namespace) -> None:
+    """Run one rank of a chat. Rank 0 reads messages and prints answers; all ranks generate every token together."""
     from meshwright.comm.announce import Announcements
     from meshwright.infer.evaluate import with_model
     from meshwright.infer.generate import generate, generator_of
@@ -184,8 +196,10 @@ def chat_rank(args: argparse.Namespace) -> None:
 
 
 def _shared(announced: Any, ids: list[int]) -> list[int]:
-    """Send rank 0's tokens to all ranks. The others may wait for hours until somebody types a line."""
+    """Send rank 0's tokens to all ranks and return them.
+
+    The others may wait for hours until the user types a line. Inside a broadcast that would be taken for a hang."""
     if announced is None:
         return ids
-    found: list[int] = json.loads(announced.next(json.dumps([int(token) for token in ids])))
-    return found
+    shared: list[int] = json.loads(announced.next(json.dumps([int(token) for token in ids])))
+    return shared

@@ -1,4 +1,4 @@
-"""`meshwright check`: does a config's layout compute what one process computes? No torch until ranks start."""
+"""`meshwright check`: test whether a config's layout computes the same as one process. No torch until ranks start."""
 
 from __future__ import annotations
 
@@ -38,15 +38,20 @@ EXAMPLES = """example:
 A small twin of the config trains a few steps in float64, on one process and on the layout, and every gradient of every
 step is compared. Exit code 0 if all agree, 1 if not, with the first and the worst parameter; 2 if the input is wrong;
 70 if a process crashed, so that nothing is known.
-Features that lose something by design are replaced by their exact counterparts, and the page says which."""
+Features that are inexact by design are replaced by their exact counterparts, and the page says which."""
 
-OWN_JSON = True  # its --json names a file
-EXACT = 1e-10  # relative to a parameter's largest element
+# The --json of this command names a file, so `main` must not add its own --json.
+OWN_JSON = True
+# The default tolerance of the float64 twin, relative to a parameter's largest element.
+EXACT = 1e-10
 # Tolerances of --full by precision: the rounding that a different order of additions explains.
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
-RANK_BYTES = 500 * 2**20  # of a process with torch and a twin
-MOST_RANKS = 8  # that are started unasked: enough for three axes of 2, and the same twin on every larger machine
-CRASHED = os.EX_SOFTWARE  # 70: apart from 1, which says that the layout differs
+# Host memory of a process with torch and a twin.
+RANK_BYTES = 500 * 2**20
+# The most ranks without --nproc: enough for three axes of 2, and a limit that gives every larger machine the same twin.
+MOST_RANKS = 8
+# 70, to tell a crash from 1, which says that the layout differs.
+CRASHED = os.EX_SOFTWARE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train on one process, then on the layout, compare both and return the exit code."""
     if place_in_launcher(args.nproc):
         raise UserError("check starts its own ranks: leave out torchrun or srun")
     if args.nproc is not None and args.nproc < 1:
@@ -75,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         args.scratch = Path(scratch)
         args.checked = checked = checked_from(args)
         check(checked.config, checked.world, TRAINING_RULES)
-        providers_of(args)  # A file that can't be imported is refused before any process starts.
+        # A providers file that can't be imported is refused before any process starts.
+        providers_of(args)
         if args.full and not has_own_providers(args):
             check_memory(checked.alone)
         if checked.world > 1:
@@ -97,11 +104,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(ranks: int, body: Callable[..., None], args: argparse.Namespace) -> int:
-    """Train on ranks and return 0 or the exit code of the command, which is CRASHED after a bug."""
+    """Run `body` on some ranks and return 0 or the exit code of the command, which is CRASHED after a bug."""
     try:
         code = start(ranks, body, args)
     except (UserError, OSError):
-        raise  # `main` turns them into one sentence
+        # `main` turns these into one sentence.
+        raise
     except Exception:
         traceback.print_exc()
         return CRASHED
@@ -113,24 +121,26 @@ def checked_from(args: argparse.Namespace) -> Checked:
     config = config_of(args)
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)
-    # A module that is not ours can't be made smaller here.
+    # A small twin is built from our own parts: a module of the user or of transformers can't be made smaller here.
     if args.full or has_own_providers(args) or config.model.kind_facts.is_foreign:
         return full_size(config, args.nproc or devices, exact=not args.full)
     most = args.nproc or ranks_here()
     checked = exact_twin(config, devices, most, given=args.nproc is not None)
     if not config.tune.adapts:
         return checked
+    # The config's base has the sizes of the full model, so the twin gets small base weights (see `_prepare`).
     base = str(args.scratch / "base")
-    split, one = (replace(c, tune=replace(c.tune, base=base)) for c in (checked.config, checked.alone))
-    return replace(checked, config=split, alone=one)
+    split, single = (replace(c, tune=replace(c.tune, base=base)) for c in (checked.config, checked.alone))
+    return replace(checked, config=split, alone=single)
 
 
 def has_own_providers(args: argparse.Namespace) -> bool:
+    """Return whether --model names a Python file with the user's own providers."""
     return bool(args.model) and args.model.endswith(".py")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Return the config, with the model of the folder that --model names in place of its own."""
+    """Return the config. If --model names a folder, that folder's model replaces the config's."""
     if not args.model or (has_own_providers(args) and Path(args.model).is_file()):
         return load_config(args.config, args.overrides)
     if not Path(args.model).is_dir():
@@ -141,16 +151,17 @@ def config_of(args: argparse.Namespace) -> Config:
     raw = read_sections(args.config)
     for word in args.overrides:
         set_key(raw, word)
-    # Any other key of the config's model, such as its layers, would win over the folder's.
-    its = raw.get("model")
-    seq = {"seq": its["seq"]} if isinstance(its, dict) and "seq" in its else {}
+    # Only `seq` is kept of the config's model: any other key, such as its layers, would win over the folder's.
+    model = raw.get("model")
+    seq = {"seq": model["seq"]} if isinstance(model, dict) and "seq" in model else {}
     return config_from(raw | {"model": {"hf": args.model, **seq}})
 
 
 def devices_of(args: argparse.Namespace, config: Config) -> int:
-    """Return the devices of a run: --nproc if the layout fits it, a recipe's, or twice the least that the layout takes,
-    so that dp is checked too. A batch that is too small for that gets the least."""
-    least, experts = config.layout.least_world, config.layout.ep * (config.layout.etp or config.layout.tp)
+    """Return the devices of the run that the twin is made of: --nproc if the layout fits it, a recipe's, or twice the
+    least that the layout takes, so that dp is checked too. If the batch is too small for that, return the least."""
+    least = config.layout.least_world
+    experts = config.layout.ep * (config.layout.etp or config.layout.tp)
 
     def is_whole(devices: int) -> bool:
         return devices % least == 0 and devices // config.layout.pp % experts == 0
@@ -167,7 +178,7 @@ def devices_of(args: argparse.Namespace, config: Config) -> int:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks that this machine runs at once: by its memory, at most MOST_RANKS."""
+    """Return the number of ranks that fit into this machine's memory at once, at least 2 and at most MOST_RANKS."""
     from meshwright.device import host_memory_bytes
 
     return max(2, min(int(host_memory_bytes() // RANK_BYTES), MOST_RANKS))
@@ -190,7 +201,7 @@ def check_memory(alone: Config) -> None:
 
 
 def _prepare(checked: Checked, scratch: Path) -> None:
-    """Writes the weights that adapters change."""
+    """Write the base weights that the twin's adapters change, if it has adapters."""
     base = checked.config.tune.base
     if checked.config.tune.adapts and base.startswith(str(scratch)):
         from meshwright.interop.first_weights import write_first_weights
@@ -199,7 +210,7 @@ def _prepare(checked: Checked, scratch: Path) -> None:
 
 
 def providers_of(args: argparse.Namespace) -> Any:
-    """Returns the providers of the file that --model names, else ours."""
+    """Return the providers of the Python file that --model names, or else our own."""
     from meshwright.check.checking import Providers
 
     if not has_own_providers(args):
@@ -213,7 +224,7 @@ def providers_of(args: argparse.Namespace) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        raise UserError(f"--model {args.model} can't be imported ({said}): mend the file") from error
+        raise UserError(f"--model {args.model} can't be imported ({said}): fix the file") from error
     names = ("model_provider", "forward_step", "datasets_provider")
     if missing := [name for name in names if not hasattr(module, name)]:
         raise UserError(f"{args.model} has no {missing[0]}: define it as for `meshwright.pretrain`")
@@ -221,19 +232,21 @@ def providers_of(args: argparse.Namespace) -> Any:
 
 
 def reference(args: argparse.Namespace) -> None:
+    """Train the reference: the same model on one process."""
     from meshwright.check.checking import run_reference
 
     run_reference(args.checked.alone, args.scratch, providers_of(args), args.checked.compared)
 
 
 def as_rank(args: argparse.Namespace) -> None:
+    """Train one rank of the layout."""
     from meshwright.check.checking import run_rank
 
     run_rank(args.checked.config, args.scratch, providers_of(args), args.checked.compared)
 
 
 def judged(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the results of all ranks and return the figures of the page."""
+    """Read the results of all ranks, compare them with the reference and return the figures of the page."""
     from meshwright.check.checking import REFERENCE, Steps
 
     checked: Checked = args.checked
@@ -243,8 +256,9 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     tolerance = rounding if args.tolerance is None else args.tolerance
     own = has_own_providers(args)
     if args.full:
-        ranks = [replace(rank, parameters={}) for rank in ranks]  # one update of rounded gradients moves them apart
-    # The plan counts the field `segments`, which a module of transformers does not read.
+        # Parameters are not compared: a single update with rounded gradients already moves them apart.
+        ranks = [replace(rank, parameters={}) for rank in ranks]
+    # The planned bytes include the field `segments`, which a module of transformers does not read.
     foreign = own or (checked.config.model.kind_facts.is_foreign and checked.config.has_segments)
     verdict = judge(checked.config, checked.world, tolerance, one, ranks, plans=not foreign)
     measured = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
@@ -253,14 +267,14 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
-    """Returns the planned peak of the fullest rank, and the measured one; on a CPU, which does not measure it, the one
-    of a dry run."""
+    """Return the planned peak of the fullest rank and the measured peak. A CPU does not measure it: there a
+    dry run of that rank replaces the measurement."""
     job = checked_job(checked.config, checked.world)
     memory = largest(job)
     if measured:
         return {"planned": int(memory.peak), "measured": max(measured), "how": "measured"}
     if checked.config.model.kind_facts.is_foreign:
-        # The masks of transformers look at the values of positions, which `meta` lacks.
+        # transformers builds its masks from the values of positions, and tensors on `meta` have none.
         return {"planned": int(memory.peak), "measured": None, "how": "not measured (a CPU does not measure it)"}
     from meshwright.device import Device
     from meshwright.dryrun.run_rank import run_rank
@@ -270,7 +284,8 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
     return {"planned": int(memory.peak), "measured": dry.most["peak"], "how": "dry run (a CPU does not measure it)"}
 
 
-MOST_NAMED = 5  # parameters whose differences are shown
+# The number of parameters whose differences the page shows.
+MOST_NAMED = 5
 
 
 def as_json(name: str, model: str | None, checked: Checked, verdict: Verdict) -> dict[str, Any]:
@@ -291,7 +306,7 @@ def as_json(name: str, model: str | None, checked: Checked, verdict: Verdict) ->
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Returns the page of one check."""
+    """Return the result of a check as text."""
     axes = ", ".join(f"{axis} {number}" for axis, number in found["layout"].items() if number > 1 or axis == "dp")
     name = f"{found['config']} with the model of {found['model']}" if found["model"] else found["config"]
     head = f"{name} on {plural(found['world'], 'rank')} ({axes}) beside one process, in {found['precision']}"
@@ -318,6 +333,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _named(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return rows of the parameters whose gradients differ most, after the first one beyond the tolerance."""
     errors: dict[str, float] = found["gradients"]
     worst = sorted(errors, key=lambda name: -errors[name])[:MOST_NAMED]
     first = [found["first"]] if found["first"] in errors and found["first"] not in worst else []
@@ -325,6 +341,7 @@ def _named(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _bytes(found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return a row for each axis with the bytes that it was planned to send and those that it sent."""
     rows = []
     for axis, pair in found["wire_bytes"].items():
         planned, recorded = pair["planned"], pair["recorded"]

@@ -1,5 +1,5 @@
-"""`meshwright comm`: every collective on the groups of a layout, with a profile of the machine for the planner (bench),
-and what each way to communicate less saves of a step (savings, see `cli/savings.py`)."""
+"""`meshwright comm bench` measures every collective on the groups of a layout and writes a profile of the machine for
+the planner. `meshwright comm savings` shows what each way to communicate less saves (see `cli/savings.py`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["bench", "savings"], help="links and ranks of a layout; or a config's savings")
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="savings: a config, and its keys")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="savings: predict for this cluster")
-    parser.add_argument("--devices", type=int, metavar="N", help="savings: predict for so many devices")
+    parser.add_argument("--devices", type=int, metavar="N", help="savings: predict for this many devices")
     timed = "savings: timed steps of each technique (default 7)"
     parser.add_argument("--steps", type=count_argument, default=7, help=timed)
     parser.add_argument("--nproc", type=int, metavar="N", help="local ranks to start (default: the GPUs, or 2)")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
-    """Notes in `args` what to measure, or raises the error that says why it can't be measured."""
+    """Store the request to measure in `args`, or raise the error that says why it can't be measured."""
     check_svg("--svg", args.svg)
     for name in ("out", "svg"):
         path = getattr(args, name)
@@ -88,6 +88,7 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
     layout = Layout(world, args.tp, args.pp, args.cp, args.ep, args.order, node_size, etp=args.etp)
     if world % node_size:
         raise UserError(f"--node-size {node_size} does not divide {world} ranks: nodes must be alike")
+    # All ranks of the node share its memory.
     memory = host_bytes() // local_world
     if sizes[-1] > memory // 8:
         fix = "lower the upper end"
@@ -98,19 +99,20 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
 
 
 def bench(args: argparse.Namespace) -> None:
-    """Runs the whole bench on one rank; the first rank writes and prints."""
+    """Run the whole bench as one rank. All ranks measure; rank 0 writes the files and prints the report."""
     from meshwright.bench.comm import joined, measure
 
     with joined(args.request) as (mesh, device, place):
-        found = measure(args.request, mesh, device, place.local_world)
+        results = measure(args.request, mesh, device, place.local_world)
     if place.rank:
         return
-    write(args.out, lambda: as_yaml(found["cluster"]))
-    write(args.svg, lambda: svg(chart(found)))
-    print(json.dumps(found | {"profile": args.out and str(args.out)}) if args.json else report(found), flush=True)
+    write(args.out, lambda: as_yaml(results["cluster"]))
+    write(args.svg, lambda: svg(chart(results)))
+    print(json.dumps(results | {"profile": args.out and str(args.out)}) if args.json else report(results), flush=True)
 
 
 def chart(found: dict[str, Any]) -> Chart:
+    """Return a chart of bus bandwidth over payload, with one line for each axis and collective."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for p in found["points"]:
         name = f"{p['axis']} {p['op']}".replace("_", "-")
@@ -120,6 +122,7 @@ def chart(found: dict[str, Any]) -> Chart:
 
 
 def report(found: dict[str, Any]) -> str:
+    """Return the measured points, the fitted links and the rates of one rank as tables of text."""
     rates, cluster = found["rates"], found["cluster"]
     blocks = [f"{plural(found['world'], 'rank')}, {found['node_size']} per node, {found['backend']}, {found['device']}"]
     points = [("axis", "op", "ranks", "payload", "time", "algorithm GB/s", "bus GB/s", "factor")]

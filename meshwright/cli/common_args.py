@@ -1,4 +1,4 @@
-"""The arguments that planning commands share, and the job that they describe. No torch."""
+"""Command-line arguments that the planning commands share, and the jobs that they describe. No torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def _target_of(
     as_run: bool = True,
     place_options: Sequence[str] = ("cluster", "devices", "world"),
 ) -> Target:
-    """Return the target of a planning command, and say on stderr where its preset only approximates a model. A command
-    that gives one of `place_options` plans another run than the recipe's."""
+    """Return the target of a planning command, and say on stderr if its preset only approximates a model.
+
+    If one of `place_options` or a key of the layout is given, the command plans another run than the one that a recipe
+    describes."""
     places = (getattr(args, name, None) for name in place_options)
     own = any(word.partition(".")[0] in ("layout", "pipeline", "zero", "recompute", "context") for word in words)
     target = target_of(args.target, words, layout, as_run, placed=own or bool(layout) or any(places))
@@ -51,7 +53,7 @@ def _target_of(
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Adds what every command about one layout takes besides its devices."""
+    """Add the options for the layout and the batch, which every command about a single layout takes."""
     parser.add_argument("--layout", default="", metavar="tp=8,pp=16,...", help="the layout, in short words")
     add_batch(parser)
 
@@ -63,13 +65,14 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
-    """The keys that a command was given, with those that have an option of their own."""
+    """Return the key=value words of a command, including the keys that --global-batch and --seq set."""
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
     return words + ([f"model.seq={args.seq}"] if args.seq is not None else [])
 
 
 def world_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command about a number of ranks, whatever cluster they are on."""
     _target_arguments(parser)
     ranks = "number of devices, one rank each (default: the recipe's, else tp x cp x pp x replicas)"
     parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
@@ -77,8 +80,9 @@ def world_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
-    """Returns what to plan, and on how many ranks."""
-    # The --cluster of `memory` only names the devices of the total: the run stays the recipe's.
+    """Return the target to plan and the number of its ranks."""
+    # The --cluster of `memory` only names the device that the total is for, so it does not make the run another one
+    # than the recipe's.
     target = _target_of(args, words_of(args), args.layout, place_options=("world",))
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.stays_in_node and not c.node_size:
@@ -96,19 +100,21 @@ def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwrigh
 def planned_from_args(
     args: argparse.Namespace, words: Sequence[str], layout: str = "", as_run: bool = True
 ) -> tuple[Target, Cluster, Stack]:
-    """Returns what to plan; with `as_run` it has the layout and the stack of a preset's published run."""
+    """Return the target to plan, its cluster and its software stack. With `as_run`, a preset gets the layout and the
+    stack of its published run."""
     target = _target_of(args, words, layout, as_run)
     cluster = cluster_for(target, args.cluster)
-    before, target = target.config.train.precision, with_supported_precision(target, cluster)
-    if (precision := target.config.train.precision) != before:
+    asked = target.config.train.precision
+    target = with_supported_precision(target, cluster)
+    if (precision := target.config.train.precision) != asked:
         notice(f"planned in {precision}, which {cluster.name} is used with: set train.precision for another")
     stack = args.stack or (target.run.get("stack") if as_run else None)
     return target, cluster, stack_for(target.config, cluster, stack)
 
 
 def print_result(args: argparse.Namespace, found: Mapping[str, Any], text: str, job: Job | None = None) -> None:
-    """Print what a planning command found: the text, or with --json the document. Of a job of experts both say how
-    their rows are divided."""
+    """Print the result of a planning command: `text`, or with --json the mapping. If `job` has experts, both also say
+    how the rows of the experts are divided."""
     if args.json:
         print(json.dumps({**found, **(experts_json(job) if job else {})}))
         return
@@ -121,12 +127,13 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def step_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a command about one step of one layout."""
+    """Add the arguments of a command about one step of one layout."""
     cluster_arguments(parser, "that of the preset's published run, else Meshwright's own")
     add_devices(parser)
     add_layout(parser)
 
 
 def step_from_args(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
+    """Return the target, the job and the cluster that the arguments of `step_arguments` describe."""
     target, cluster, stack = planned_from_args(args, words_of(args), args.layout)
     return target, on_cluster(target, devices_for(target, args.devices), cluster, stack), cluster

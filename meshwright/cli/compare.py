@@ -1,4 +1,5 @@
-"""The option `--compare` of `import` and `export`: our model beside transformers'. No torch until it is asked for."""
+"""The option `--compare` of `import` and `export`, which compares our model with transformers'. No torch unless it is
+given."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from meshwright.infer.reading import sections_of
 def add_compare(parser: argparse.ArgumentParser) -> None:
     compare = "run both models on real text, in float32 on the CPU; exit code 1 if logits or greedy text differ"
     parser.add_argument("--compare", action="store_true", help=compare)
-    allowed = "with --compare: the largest difference of a logit, as a part of the largest (default: by the dtype)"
+    allowed = "with --compare: the largest difference of a logit, relative to the largest logit (default: by the dtype)"
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=allowed)
 
 
 def check_compare(args: argparse.Namespace) -> None:
-    """Refuse what would only fail after the model is written: a wrong tolerance, or no transformers."""
+    """Refuse a wrong tolerance or a missing transformers now, rather than after the model has been written."""
     if not args.compare:
         return
     if not 0.0 <= args.tolerance < 1.0:
@@ -29,17 +30,18 @@ def check_compare(args: argparse.Namespace) -> None:
 
 
 def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[str, Any]:
-    """Compares a checkpoint with a Hugging Face folder where that was asked for, and says on stderr what was found.
-    Returns what --json adds."""
+    """Compare a checkpoint with a Hugging Face folder if --compare is given, and print the verdict on stderr. Return
+    the keys that --json adds."""
     if not args.compare:
         return {}
     from meshwright.check.compare_hf import compare_folders
 
     notice(f"compares {checkpoint} with what transformers makes of {folder}")
-    found = compare_folders(checkpoint, folder, sections_of([], 1), args.tolerance)
-    notice(found.words())
-    return {"compared": found.as_json()}
+    comparison = compare_folders(checkpoint, folder, sections_of([], 1), args.tolerance)
+    notice(comparison.words())
+    return {"compared": comparison.as_json()}
 
 
 def exit_code(found: dict[str, Any]) -> int:
+    """Return the exit code for the result of `compared`: 1 if the models differ, else 0."""
     return int(bool(found) and not found["compared"]["agree"])

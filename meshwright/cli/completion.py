@@ -27,20 +27,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def options() -> dict[str, list[str]]:
-    """By command, its options and the words that an argument may be."""
+    """Return the options of each command, with the words that its arguments may be."""
     from meshwright.cli.main import COMMANDS, MIXED
 
-    found = {}
+    by_command = {}
     for name in COMMANDS:
         module = importlib.import_module(f"meshwright.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         words = [*dict.fromkeys(["--json", *_words(parser)])]
-        found[name] = words + (["layout=auto"] if name == "train" else []) + (KEYS if name in MIXED else [])
-    return found
+        by_command[name] = words + (["layout=auto"] if name == "train" else []) + (KEYS if name in MIXED else [])
+    return by_command
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of its actions, and the choices of its arguments."""
+    # argparse has no public way to list the arguments of a parser.
     for action in parser._actions:
         yield from action.option_strings if "-h" not in action.option_strings else ["--help"]
         if isinstance(action, argparse._SubParsersAction):
@@ -51,16 +53,18 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from map(str, action.choices)
 
 
-KEYS = ["@keys"]  # stands for all config keys, which would be repeated for every command otherwise
+# A placeholder for all config keys, which the scripts would otherwise repeat for every command.
+KEYS = ["@keys"]
 
 
 def _table() -> tuple[str, str, list[tuple[str, str]]]:
-    """All commands, all keys, and by command its words."""
-    found = {name: list(dict.fromkeys(words)) for name, words in options().items()}
-    return " ".join(found), " ".join(config_keys()), [(name, " ".join(words)) for name, words in found.items()]
+    """Return all commands, all config keys, and for each command its words. Words are joined by blanks."""
+    unique = {name: list(dict.fromkeys(words)) for name, words in options().items()}
+    return " ".join(unique), " ".join(config_keys()), [(name, " ".join(words)) for name, words in unique.items()]
 
 
 def bash() -> str:
+    """Return the completion script for bash."""
     commands, keys, rows = _table()
     cases = "\n".join(f'    {name}) words="{words.replace("@keys", "$keys")}" ;;' for name, words in rows)
     return f"""# bash completion of meshwright
@@ -81,6 +85,7 @@ complete -o filenames -F _meshwright meshwright"""
 
 
 def zsh() -> str:
+    """Return the completion script for zsh."""
     commands, keys, rows = _table()
     cases = "\n".join(f"    {name}) words=({words.replace('@keys', '$keys')}) ;;" for name, words in rows)
     return f"""#compdef meshwright
@@ -104,6 +109,7 @@ compdef _meshwright meshwright"""
 
 
 def fish() -> str:
+    """Return the completion script for fish."""
     commands, keys, rows = _table()
     lines = [
         "# fish completion of meshwright",

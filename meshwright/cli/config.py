@@ -1,4 +1,4 @@
-"""`meshwright config`: shows a config with everything resolved, or only checks it."""
+"""`meshwright config`: show a config with everything resolved, or only check it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    own = read_recipe(args.config).devices if args.config in recipe_names() else 0
-    world = args.world if args.world is not None else own or config.layout.least_world
+    recipe_devices = read_recipe(args.config).devices if args.config in recipe_names() else 0
+    world = args.world if args.world is not None else recipe_devices or config.layout.least_world
     check(config, world, TRAINING_RULES if args.action == "check" else RULES)
     if args.action == "show":
         print(json.dumps(to_mapping(config)) if args.json else to_yaml(config).rstrip())
         return
+    # The check has passed, so the world is a multiple of the ranks that one copy of the model takes.
     tp, pp = config.layout.tp, config.layout.pp
     dp = world // config.layout.least_world
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}

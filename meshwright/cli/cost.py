@@ -1,4 +1,4 @@
-"""`meshwright cost`: time, communication, bubble and memory of one training step, before it runs. Needs no torch."""
+"""`meshwright cost`: predict time, communication, bubble and memory of one training step. Needs no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
-    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run: its days and price too")
-    busiest = "of a mixture, the busiest rank's rows over the mean (default 1: balanced experts)"
+    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, to predict its days and price too")
+    busiest = "mixture of experts: the busiest rank's rows over the mean (default 1: balanced experts)"
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=busiest)
     grids = "1D, 2D, 2.5D and 3D tensor parallelism of this many ranks side by side, for one block"
     parser.add_argument("--compare-tp", action="store_true", help=grids)
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
+    """Print how one block does on each kind of tensor parallelism; those that the job can't use are listed as well."""
     write(args.svg, lambda: stacked(charts(job)))
     found, refused = compare(job, cluster)
     ways = {"ways": [one.as_json() for one in found], "refused": refused}

@@ -1,4 +1,4 @@
-"""`meshwright data`: turn text into token files, join them, and look at a sample."""
+"""`meshwright data`: turn text or conversations into token files, join such files, and look at a sample."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ EXAMPLES = """example:
   meshwright data chat talks.jsonl --model models/llama-8b --out data/talks --seq 4096
   meshwright data show examples/demo.yaml --sample 3"""
 
-PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (what made them).
+PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (how they were made).
 
-INPUT is a .txt file (one document), a .jsonl file (one JSON object a line), either of them packed (.gz, .zst), a
-.parquet file (one document a row), a folder of these, or the word stdlib: the source text of Python's own standard
+INPUT is a .txt file (one document), a .jsonl file (one JSON object per line), either of them compressed (.gz, .zst), a
+.parquet file (one document per row), a folder of these, or the word stdlib: the source text of Python's own standard
 library. Every document ends with the end token."""
 
 MERGE = """Write OUT.bin, OUT.idx and OUT.json with the documents of several token files, in order.
 
 All of them must have been made with the same tokenizer."""
 
-CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation a document, and PREFIX.mask.bin and .idx, which say what is
-learned of it. Then print five conversations: what is learned is green (bad answers: red), all else dim; in a file it
-stands in « » (bad answers: ‹ ›).
+CHAT = """Write PREFIX.bin and PREFIX.idx, one conversation per document, and PREFIX.mask.bin and .idx, which mark the
+tokens that are learned. Then print five conversations: learned text is green (bad answers: red) and the rest dim; in a
+file it is put in « » (bad answers: ‹ ›).
 
 INPUT is a .jsonl file (or a .json list) of objects with: messages (role, content); conversations (from, value:
 sharegpt); prompt and completion; instruction, input and output (alpaca); prompt, chosen and rejected (preference
@@ -56,11 +56,11 @@ model's folder."""
 
 SHOW = """Print sample N of the data that a config names, as a model gets it.
 
-Of a token to predict, what the model sees comes first: {[MASK]=word} is masked, {other=word} was changed into another
-token and {word} stays as it is. In causal data, tokens without a loss are dim. Of conversations, learned tokens are
-green (bad answers: red); without colours they stand in « » (bad answers: ‹ ›). Of spans that were taken out, <0>, <1>
-and so on stand in the input, and again, each before its span, in the target. Of blanks, the source comes first and then
-the spans that fill them, each after [sop] with the place that its first token has in the source."""
+A token to predict is shown after what the model sees in its place: {[MASK]=word} is masked, {other=word} was changed
+into another token and {word} stays as it is. In causal data, tokens without a loss are dim. In conversations, learned
+tokens are green (bad answers: red); without colours they are put in « » (bad answers: ‹ ›). Where spans were taken out,
+<0>, <1> and so on replace them in the input, and precede them in the target. With blanks, the source comes first and
+then the spans that fill them, each after [sop] with the position of its first token in the source."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizers = "bytes (default), PATH/tokenizer.json, PATH.model (SentencePiece), or train:SIZE"
     options.add_argument("--tokenizer", default="bytes", metavar="T", help=tokenizers)
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, where it is not found")
+    options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, if it isn't found")
     options.add_argument("--field", default="text", help="the .jsonl field or parquet column (default: text)")
-    options.add_argument("--min-chars", type=int, default=0, metavar="N", help="leave out documents shorter than this")
-    options.add_argument("--max-chars", type=int, default=0, metavar="N", help="leave out documents longer than this")
-    duplicates = "keep one of several equal documents (takes about 100 bytes of memory for each document)"
+    options.add_argument("--min-chars", type=int, default=0, metavar="N", help="leave out shorter documents")
+    options.add_argument("--max-chars", type=int, default=0, metavar="N", help="leave out longer documents")
+    duplicates = "keep only one copy of equal documents (takes about 100 bytes of memory per document)"
     options.add_argument("--dedup", action="store_true", help=duplicates)
-    options.add_argument("--sentences", action="store_true", help="keep where sentences begin, for masked data")
+    options.add_argument("--sentences", action="store_true", help="record where sentences begin, for masked data")
     add_output_options(options)
     add_merge_arguments(actions)
     add_chat_arguments(actions)
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_action(actions: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    """Add an action such as `prepare` to the command and return its parser."""
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=summary, description=description, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -99,17 +100,20 @@ def add_action(actions: Any, name: str, summary: str, description: str) -> argpa
 
 
 def add_output_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--force", action="store_true", help="write over existing output")
-    # Every command has --json; a default here would undo one before the action's name.
+    """Add the options of every action that writes token files."""
+    options.add_argument("--force", action="store_true", help="overwrite existing output")
+    # The command itself has --json too. A default here would undo a --json that was given before the action's name.
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
 
 
 def intermixed(parser: argparse.ArgumentParser) -> type[argparse.ArgumentParser]:
-    """The kind of parser that a command's actions have: as the command's own, with words and options in any order.
-    (argparse mixes them only for a parser without actions.)"""
+    """Return a subclass of the command's parser for its actions, which takes words and options in any order.
+
+    argparse supports this order only for parsers without actions, so each action's parser has to do it by itself."""
 
     class Mixed(type(parser)):  # type: ignore[misc]
-        inside = False  # parse_known_intermixed_args calls parse_known_args itself
+        # parse_known_intermixed_args calls parse_known_args itself, which would recurse without end.
+        inside = False
 
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             if self.inside:
@@ -135,6 +139,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show_sample(args: argparse.Namespace) -> None:
+    """Print one sample of a run's data as a model gets it."""
     from meshwright.engine.datasets import blanks_of, datasets_of, masking_of, spans_of
     from meshwright.show.sample_view import sample_summary, sample_text
 
@@ -153,6 +158,7 @@ def show_sample(args: argparse.Namespace) -> None:
     if config.objective_facts.packed and tokenizer is not None:
         _show_conversations(args, sample, tokenizer, is_chat(config.data.prefixes[0]) == "pairs")
         return
+    # The ids that stand for no text are shown by name: the tokenizer may not know them.
     special: dict[int, str] = {}
     if config.objective == "masked":
         named = zip(masking_of(config).specials, SPECIALS, strict=True)
@@ -176,15 +182,16 @@ def _show_conversations(args: argparse.Namespace, sample: Mapping[str, Any], tok
     from rich.text import Text
 
     colour = has_colour(sys.stdout)
-    found = list(conversations_of(sample, pairs))
-    heading = f"sample {args.sample:,} of {args.split}: {conversations_summary(sample, len(found))}"
-    drawn = [conversation_text(n, tokens, mask, tokenizer, colour) for n, (tokens, mask) in enumerate(found, start=1)]
+    talks = list(conversations_of(sample, pairs))
+    heading = f"sample {args.sample:,} of {args.split}: {conversations_summary(sample, len(talks))}"
+    drawn = [conversation_text(n, tokens, mask, tokenizer, colour) for n, (tokens, mask) in enumerate(talks, start=1)]
     show(console_for(sys.stdout), Text(heading), *drawn)
     if not colour:
         print(MARKS_LEGEND)
 
 
 def prepare_files(args: argparse.Namespace) -> None:
+    """Turn text into token files and print a summary."""
     selection = Selection(args.field, args.min_chars, args.max_chars, args.dedup, args.sentences)
     summary = prepare(
         args.inputs, args.out, tokenizer=args.tokenizer, workers=args.workers, eod=args.eod, selection=selection,
@@ -213,6 +220,7 @@ def prepare_files(args: argparse.Namespace) -> None:
 
 
 def add_merge_arguments(actions: Any) -> None:
+    """Add the action `merge` and its arguments."""
     options = add_action(actions, "merge", "join token files", MERGE)
     options.add_argument("out", metavar="OUT", help="where to write, without a suffix")
     options.add_argument("prefixes", nargs="+", metavar="PREFIX", help="the token files to join")
@@ -220,6 +228,7 @@ def add_merge_arguments(actions: Any) -> None:
 
 
 def merge_files(args: argparse.Namespace) -> None:
+    """Join token files and print a summary."""
     merged = merge(args.out, args.prefixes, force=args.force, progress=progress)
     if not merged.checked:
         what = "no file says which tokenizer made it, so only their dtypes were compared"
@@ -233,6 +242,7 @@ def merge_files(args: argparse.Namespace) -> None:
 
 
 def add_chat_arguments(actions: Any) -> None:
+    """Add the action `chat` and its arguments."""
     options = add_action(actions, "chat", "turn conversations into token files with a loss mask", CHAT)
     options.add_argument("inputs", nargs="+", metavar="INPUT.jsonl")
     options.add_argument("--model", required=True, metavar="DIR", help="the model's folder: tokenizer, chat template")
@@ -244,22 +254,24 @@ def add_chat_arguments(actions: Any) -> None:
 
 
 def prepare_conversations(args: argparse.Namespace) -> None:
+    """Turn conversations into token files with a loss mask, and print a summary and the first conversations."""
     if args.seq < 0:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     summary, tokenizer, lengths = prepare_chat(args.inputs, args.out, args.model, args.template, args.force)
     packed = packing(lengths, args.seq, 2 if summary.kind == "pairs" else 1) if args.seq else None
     if args.json:
         names = ("prefix", "kind", "conversations", "tokens", "learned", "longest", "files")
-        found = {name: getattr(summary, name) for name in names} | {"share": summary.share}
+        document = {name: getattr(summary, name) for name in names} | {"share": summary.share}
         if packed:
-            found |= {"samples": packed[0], "cut": packed[1], "filled": packed[2]}
-        print(json.dumps(found))
+            document |= {"samples": packed[0], "cut": packed[1], "filled": packed[2]}
+        print(json.dumps(document))
         return
     console = console_for(sys.stdout)
     pairs = summary.kind == "pairs"
     for number, masked in enumerate(summary.samples, start=1):
-        # The files hold the two answers of a pair alike, one after the other: the second is the bad one.
-        mask = [2 * each for each in masked.mask] if pairs and number % 2 == 0 else masked.mask
+        # The files store the two answers of a pair one after the other and in the same way. The second is the bad one,
+        # which `conversation_text` marks where the mask is 2.
+        mask = [2 * learned for learned in masked.mask] if pairs and number % 2 == 0 else masked.mask
         show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
     if not has_colour(sys.stdout):
         print(MARKS_LEGEND)

@@ -1,4 +1,4 @@
-"""`meshwright doctor`: examines the machine and the world before a long run, and names what is off."""
+"""`meshwright doctor`: examine the machine and the world of ranks before a long run, and name every problem."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ EXAMPLES = """example:
 Versions, devices, memory, disk, the shared folder, clocks, ports, links and a burn-in are examined on all ranks
 together. The exit code is 0 if nothing is off, else 1. `meshwright comm bench --out here.yaml` writes a profile."""
 
+# The longest burn-in that --seconds may ask for.
 LONGEST_S = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "the run's config file, or a recipe's name: what it needs is examined too"
+    text = "the run's config file, or a recipe's name: its needs are examined too"
     parser.add_argument("config", nargs="?", metavar="CONFIG.yaml|RECIPE", help=text)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, as for train")
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
-    folder = "the folder that all ranks must see (default: the config's run.dir, else the working directory)"
+    folder = "a folder that all ranks must see (default: the config's run.dir, else the working directory)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--cluster", metavar="NAME|FILE", help="compare the links with this cluster or profile")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of the burn-in (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="length of the burn-in (default: 60)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), help="(default: the config's, else auto)")
 
 
@@ -63,18 +64,20 @@ def run(args: argparse.Namespace) -> int:
         args.scratch = scratch
         if code := start(ranks, as_local_rank, args):
             return code
+        # The ranks may be other processes, so rank 0 leaves the facts of all in a file.
         facts = [Facts(**one) for one in json.loads((Path(scratch) / "facts.json").read_text(encoding="utf-8"))]
     return tell(args, facts)
 
 
 def config_of(args: argparse.Namespace) -> Config | None:
+    """Return the run's config, or None if no config was named."""
     if args.config is None and args.overrides:
         raise UserError(f"{args.overrides[0]} changes a config: name the config before it")
     return load_config(args.config, args.overrides) if args.config else None
 
 
 def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
-    """Notes in `args` what is examined, and what it is compared with."""
+    """Store the ranks and links to examine in `args.request`, and the values to compare them with in `args.wanted`."""
     config = config_of(args)
     args.folder = args.folder or Path(config.run.dir if config else ".")
     device, backend = (config.run.device, config.comm.backend) if config else ("auto", "auto")
@@ -87,12 +90,14 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
         wanted |= {"checkpoint_bytes": float(copied_bytes(job)), "states_bytes": largest(job).states}
     if args.cluster:
         cluster = load_cluster(args.cluster)
+        # A cluster file has the network rate of a whole node, which its devices share.
         network = cluster.network.node_gb_s * cluster.efficiency.network / max(1, cluster.node.devices)
         wanted |= {"link_gb_s": cluster.node.link_gb_s * cluster.efficiency.link, "network_gb_s": network}
     args.wanted = Wanted(**wanted)
 
 
 def as_local_rank(args: argparse.Namespace) -> None:
+    """Examine one rank that this command started. Rank 0 writes the facts of all ranks to a file."""
     from meshwright.bench.doctor import examine
 
     if facts := examine(args.request, args.folder, args.seconds):
@@ -101,6 +106,7 @@ def as_local_rank(args: argparse.Namespace) -> None:
 
 
 def as_rank(args: argparse.Namespace) -> None:
+    """Examine one rank of torchrun or srun. Rank 0 prints the result and exits with 1 if something is off."""
     from meshwright.bench.doctor import examine
 
     facts = examine(args.request, args.folder, args.seconds)
@@ -109,7 +115,7 @@ def as_rank(args: argparse.Namespace) -> None:
 
 
 def tell(args: argparse.Namespace, facts: list[Facts]) -> int:
-    """Prints the screen; the exit code."""
+    """Print the checks and return the exit code: 1 if something is off, else 0."""
     checks = judge(facts, args.wanted)
     off = [one for one in checks if not one.ok]
     if args.json:
@@ -121,6 +127,7 @@ def tell(args: argparse.Namespace, facts: list[Facts]) -> int:
 
 
 def page(checks: list[Check]) -> list[str]:
+    """Return the checks as lines of text."""
     rows = [f"  {one.name:<9} {'ok ' if one.ok else 'OFF'}  {printable(one.text)}" for one in checks]
     off = [one.name for one in checks if not one.ok]
     return [*rows, f"off: {', '.join(off)}" if off else "nothing is off"]

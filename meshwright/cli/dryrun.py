@@ -1,4 +1,4 @@
-"""`meshwright dryrun`: ranks of a cluster that isn't there, executed one by one and compared with the plan."""
+"""`meshwright dryrun`: run single ranks of a cluster that isn't there, and compare them with the plan."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ EXAMPLES = """example:
 
 Each rank's real model, buffers, optimizer and schedule run one step; the other ranks are torch's fake process group. On
 `meta`, the default, tensors have no memory and nothing is computed, so any rank of any model runs on a laptop. On a
-device they are real, and the compute's time and the peak are measured (a rank must fit).
+device they are real, and the time of the compute and the peak memory are measured (a rank must fit).
 
 Parameters, bytes of states, communication and schedule must equal the plan's; if one doesn't, the command exits with 1.
-What is held at once for a while (activations kept for backward, gathered weights and whole gradients, the peak) is
-planned nearly: plan / run is the ratio."""
+Temporary memory (activations saved for backward, gathered weights and whole gradients, the peak) is planned only
+approximately: plan / run is the ratio."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     world_arguments(parser)
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
-    parser.add_argument("--micro-batches", type=int, metavar="M", help="of a rank (default: as the global batch says)")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="per rank (default: by the global batch)")
     parser.add_argument("--device", default="meta", choices=["meta", "cpu", "cuda", "npu"], help="default: meta")
 
 
@@ -55,44 +55,48 @@ def run(args: argparse.Namespace) -> int:
 
     device = Device.choose(args.device)
     device.check_precision(config.train.precision)
-    found = [_run_one(config, world, rank, device) for rank in ranks]
-    equal = all(one["equal"] for one in found)
+    results = [_run_one(config, world, rank, device) for rank in ranks]
+    equal = all(result["equal"] for result in results)
     if args.json:
-        print(json.dumps({"model": target.name, "world": world, "device": device.name, "equal": equal, "ranks": found}))
+        document = {"model": target.name, "world": world, "device": device.name, "equal": equal, "ranks": results}
+        print(json.dumps(document))
     else:
-        verdict = "What was run is " + ("what was planned." if equal else "not what was planned: see `differs`.")
-        print("\n\n".join([*(report(one, world) for one in found), verdict]))
+        verdict = "The run equals the plan." if equal else "The run does not equal the plan: see `differs`."
+        print("\n\n".join([*(report(result, world) for result in results), verdict]))
     return 0 if equal else 1
 
 
 def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str, Any]:
+    """Run one step of a rank and return its figures beside the planned ones."""
     import torch
 
     from meshwright.dryrun.run_rank import run_rank
 
-    said = expected(checked_job(config, world), rank)
-    if said.most["peak"] >= LARGEST // 8:
-        raise UserError(f"rank {rank} would hold {size(said.most['peak'])}: use a smaller model")
-    what = f"{said.parameters:,} parameters, {plural(said.micro_batches, 'micro-batch')}"
-    print(f"rank {rank} of {world} ({_place(said.coordinate)}): {what}", file=sys.stderr, flush=True)
+    planned = expected(checked_job(config, world), rank)
+    if planned.most["peak"] >= LARGEST // 8:
+        raise UserError(f"rank {rank} would hold {size(planned.most['peak'])}: use a smaller model")
+    what = f"{planned.parameters:,} parameters, {plural(planned.micro_batches, 'micro-batch')}"
+    print(f"rank {rank} of {world} ({_place(planned.coordinate)}): {what}", file=sys.stderr, flush=True)
     try:
         ran = run_rank(config, world, rank, device)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"rank {rank} does not fit on {device.name} (planned: {size(said.most['peak'])}): "
+            f"rank {rank} does not fit on {device.name} (planned: {size(planned.most['peak'])}): "
             "choose another layout, zero.stage or recompute.mode, or run it with --device meta"
         ) from error
     took = f"built in {seconds(ran.build_s)}, run in {seconds(ran.run_s)}"
     print(f"rank {rank}: {took} on {device.name}", file=sys.stderr, flush=True)
-    return compare(rank, ran, said)
+    return compare(rank, ran, planned)
 
 
 def _place(coordinate: Mapping[str, int]) -> str:
+    """Return a rank's coordinate as text such as `tp 0, dp 1, pp 3`, without cp if it is 0."""
     return ", ".join(f"{axis} {at}" for axis, at in coordinate.items() if axis != "cp" or at)
 
 
 def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
-    """Returns the config of the step to run: after the batch-size ramp, with as many micro-batches as asked for."""
+    """Return the config of the step to run. It is a step after the batch-size ramp; `micro_batches`, if given, sets its
+    number of micro-batches."""
     train = replace(config.train, ramp=())
     if micro_batches is not None:
         if micro_batches < 1:
@@ -104,6 +108,7 @@ def _step_of(config: Config, world: int, micro_batches: int | None) -> Config:
 
 
 def _ranks(text: str | None, world: int) -> list[int]:
+    """Return the ranks that --ranks names, by default the first, the middle and the last one."""
     if text is None:
         return sorted({0, world // 2, world - 1})
     words = [word.strip() for word in text.split(",")]
@@ -116,20 +121,24 @@ def _ranks(text: str | None, world: int) -> list[int]:
     return ranks
 
 
-def compare(rank: int, ran: RankRun, said: Expected) -> dict[str, Any]:
-    """Returns each figure as it was run and as it was planned."""
+def compare(rank: int, ran: RankRun, planned: Expected) -> dict[str, Any]:
+    """Return each figure of a rank as it was run and as it was planned."""
     calls = [
-        {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), said.calls.get(line))
-        for line in sorted({*ran.calls, *said.calls})
+        {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), planned.calls.get(line))
+        for line in sorted({*ran.calls, *planned.calls})
     ]
-    parameters, states = _pair(ran.parameters, said.parameters), _pairs(ran.states, said.states)
-    schedule, comm = _pairs(ran.schedule, said.schedule), _pairs(_by_axis(ran.calls), _by_axis(said.calls))
+    parameters = _pair(ran.parameters, planned.parameters)
+    states = _pairs(ran.states, planned.states)
+    schedule = _pairs(ran.schedule, planned.schedule)
+    comm = _pairs(_by_axis(ran.calls), _by_axis(planned.calls))
+    # The most bytes held at once are planned only approximately, so they don't count here.
     exact = [parameters, *states.values(), *schedule.values(), *comm.values(), *calls]
     return {
-        "rank": rank, "coordinate": said.coordinate, "layers": said.layers, "micro_batches": said.micro_batches,
+        "rank": rank, "coordinate": planned.coordinate, "layers": planned.layers,
+        "micro_batches": planned.micro_batches,
         "parameters": parameters, "bytes": states, "comm": comm, "calls": calls, "schedule": schedule,
         "most": {
-            name: {"ran": value, "planned": said.most[name], "ratio": said.most[name] / value if value else None}
+            name: {"ran": value, "planned": planned.most[name], "ratio": planned.most[name] / value if value else None}
             for name, value in ran.most.items()
         },
         "updated": ran.updated, "build_s": ran.build_s, "run_s": ran.run_s, "step_s": ran.step_s,
@@ -146,12 +155,13 @@ def _pairs(ran: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, dict
 
 
 def _by_axis(calls: Mapping[tuple[str, str, str], Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return the counts of calls by (phase, axis, op), summed by axis."""
     sums = by_axis({Line(*line): Traffic(**counts) for line, counts in calls.items()})
     return {axis: traffic._asdict() for axis, traffic in sums.items()}
 
 
 def report(one: Mapping[str, Any], world: int) -> str:
-    """Returns one rank's table: each figure as run, as planned, and whether they are equal."""
+    """Return one rank's table: each figure as run, as planned, and whether they are equal."""
     step = "" if one["step_s"] is None else f", {seconds(one['step_s'])} per step"
     work = f"{_layers(one['layers'])}, {plural(one['micro_batches'], 'micro-batch')}{step}"
     head = f"rank {one['rank']} of {world} ({_place(one['coordinate'])}): {work}"
@@ -171,7 +181,7 @@ def report(one: Mapping[str, Any], world: int) -> str:
 
 
 def _layers(numbers: list[int]) -> str:
-    """Formats layer numbers as `layers 0-2, 8-10`."""
+    """Format layer numbers as `layers 0-2, 8-10`."""
     starts = [n for n in numbers if n - 1 not in numbers]
     stops = [n for n in numbers if n + 1 not in numbers]
     runs = (f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, stops, strict=True))

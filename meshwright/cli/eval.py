@@ -1,4 +1,4 @@
-"""`meshwright eval`: the perplexity of a trained model on token files, or what it does at tasks."""
+"""`meshwright eval`: measure a trained model's perplexity on token files, or its results on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ DEFAULT_SAMPLES = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]|HF-FOLDER")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change, e.g. layout.tp=2")
-    data = "token files to evaluate on as a whole, instead of a part of the run's own data"
+    data = "evaluate on the whole of these token files instead of a part of the run's own data"
     parser.add_argument("--data", action="append", metavar="PREFIX", help=data)
     split = "the part of the run's data, as its data.split cuts them (default: valid)"
     parser.add_argument("--split", choices=SPLIT_NAMES, help=split)
-    samples = "sequences to look at (default: 64); where the data hold fewer, each is looked at once"
+    samples = "sequences to evaluate on (default: 64); if the data hold fewer, each is used once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
     add_task_arguments(parser)
@@ -65,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
         check_tasks(args, config)
         return start(args.nproc, tasks_rank, args)
     check_tokenizer(Path(args.source), config.data)
-    data_of(args, config, 0)  # finds mistakes before ranks start; this draws no sample yet
+    # Mistakes in the data are found here, before ranks start. This draws no sample yet.
+    data_of(args, config, 0)
     return start(args.nproc, evaluate_rank, args)
 
 
 def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
-    """Returns the samples to evaluate on: at most one epoch of the named files, or of a split of the run's own data."""
+    """Return the samples to evaluate on: at most one epoch of the named files, or of a part of the run's own data.
+    `most`: the largest number of samples."""
     from meshwright.interop.hf import NO_DATA
 
     if config.data.prefixes == (NO_DATA,):
@@ -82,7 +84,8 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
                 f"{prefix} holds {tokens} tokens, and one sample of the model takes {config.model.seq + 1}: name a "
                 "longer file with --data"
             )
-    part = "train" if args.data else args.split or "valid"  # named files are not split: `train` has all of them
+    # Named files are not split: `train` has all of them.
+    part = "train" if args.data else args.split or "valid"
     data = dict(zip(SPLIT_NAMES, datasets_of(config), strict=True))[part]
     if data is None:
         raise UserError(
@@ -93,6 +96,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
 
 
 def evaluate_rank(args: argparse.Namespace) -> None:
+    """Evaluate on token files as one rank; rank 0 prints the result."""
     from meshwright.infer.evaluate import evaluate, with_model
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
@@ -102,7 +106,7 @@ def evaluate_rank(args: argparse.Namespace) -> None:
         if place.rank:
             return
         if args.samples > count:
-            print(f"(the data hold {count:,} samples, and each was looked at once)", file=sys.stderr)
+            print(f"(the data hold {count:,} samples, and each was used once)", file=sys.stderr)
         unit = counted_as(ctx.config)
         likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
         over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
@@ -113,19 +117,20 @@ def evaluate_rank(args: argparse.Namespace) -> None:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for lm-eval's tasks."""
     tasks = parser.add_argument_group("tasks of lm-eval, instead of token files (pip install meshwright[tasks])")
     tasks.add_argument("--tasks", default="", metavar="A,B", help="names of tasks, e.g. hellaswag,arc_easy")
-    tasks.add_argument("--task-folder", action="append", default=[], metavar="DIR", help="of tasks of your own")
+    tasks.add_argument("--task-folder", action="append", default=[], metavar="DIR", help="a folder with your own tasks")
     tasks.add_argument("--shots", type=int, metavar="N", help="examples before each question (default: the task's own)")
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task")
-    tasks.add_argument("--chat", action="store_true", help="questions as messages, through the model's chat template")
+    tasks.add_argument("--chat", action="store_true", help="ask questions as messages, through the chat template")
     tasks.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
     tasks.add_argument("--tokenizer", metavar="T", help="another tokenizer than the one beside the model")
-    tasks.add_argument("--batch", type=int, default=8, metavar="N", help="texts that are written together (default 8)")
+    tasks.add_argument("--batch", type=int, default=8, metavar="N", help="texts to generate together (default 8)")
 
 
 def check_tasks(args: argparse.Namespace, config: Config) -> None:
-    """Finds mistakes before ranks start."""
+    """Refuse options and configs that can't run tasks, before ranks start."""
     if args.data or args.split or args.samples:
         raise UserError("--tasks brings its own data: leave --data, --split and --samples out")
     if args.batch < 1 or (args.limit or 1) < 1 or (args.shots or 0) < 0:
@@ -141,6 +146,7 @@ def check_tasks(args: argparse.Namespace, config: Config) -> None:
 
 
 def tasks_rank(args: argparse.Namespace) -> None:
+    """Run lm-eval's tasks as one rank; rank 0 prints the results."""
     from meshwright.infer.evaluate import with_model
     from meshwright.infer.harness import run_tasks
 
@@ -160,11 +166,13 @@ def tasks_rank(args: argparse.Namespace) -> None:
 
 
 def show_tasks(found: dict[str, Any], as_json: bool) -> None:
+    """Print the metrics of each task with their standard errors."""
     if as_json:
         print(json.dumps(found, default=str), flush=True)
         return
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
+            # lm-eval names a metric `acc,none` and its standard error `acc_stderr,none`.
             metric, _, rule = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 error = metrics.get(f"{metric}_stderr,{rule}")

@@ -1,4 +1,5 @@
-"""`meshwright export`: a run's or a checkpoint's weights as a folder that transformers loads; adapters as PEFT's."""
+"""`meshwright export`: write a run's or a checkpoint's weights as a folder that transformers loads, or its adapters as
+a folder that PEFT loads."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from meshwright.spec.model.hf import FAMILIES
 EXAMPLES = """example:
   meshwright export runs/demo --to exported/demo
   meshwright export runs/tuned@2000 --to exported/tuned --dtype bf16 --like models/llama-8b
-  meshwright export runs/demo --to exported/demo --compare       (what transformers computes with it, beside ours)
+  meshwright export runs/demo --to exported/demo --compare       (does transformers compute the same with it?)
   python -c "import transformers as t; t.AutoModelForCausalLM.from_pretrained('exported/demo')\""""
 
 
@@ -25,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what is told of a folder to write."""
+    """Add the options for the Hugging Face folder to write, which `merge` takes too."""
     parser.add_argument("--to", required=True, metavar="DIR", help="the folder to write, a new one")
-    dtype = "of the weights (default: as in the folder that the model was imported from, or as in the checkpoint)"
+    dtype = "dtype of the weights (default: that of the folder that the model was imported from, or of the checkpoint)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     parser.add_argument("--family", choices=tuple(FAMILIES), default="", help="default: the first that fits")
     like = "a Hugging Face folder or imported checkpoint, whose config and tokenizer to use"
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
-    """Says what was written."""
+    """Print a summary of the written folder, or with --json all that is known about it."""
     if args.json:
         print(json.dumps({"folder": args.to, **written}))
         return

@@ -1,4 +1,4 @@
-"""`meshwright generate`: text from a trained or imported model."""
+"""`meshwright generate`: write text with a trained or imported model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ EXAMPLES = """example:
   meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
 MARKS = re.compile(r"(\[g?MASK\])")
-MIN_TEMPERATURE = 1e-4  # below this, sampling always takes the likeliest token
+# Below this temperature, sampling always takes the likeliest token.
+MIN_TEMPERATURE = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-tokens", metavar="1,2,3")
-    many = "a prompt in each line, or a .jsonl file of objects with a prompt; several run at a time"
+    many = "a text file with one prompt per line, or a .jsonl file of objects with a prompt"
     prompt.add_argument("--prompts", metavar="FILE", help=many)
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="of --prompts: so many together (default 8)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="prompts to run together (default 8)")
     tokenizer = "bytes, PATH/tokenizer.json or PATH.model (default: the one that the model was trained with)"
     parser.add_argument("--tokenizer", metavar="T", help=tokenizer)
     parser.add_argument("--max-tokens", "--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
-    parser.add_argument("--seed", type=int, default=0, help="what is drawn (of --prompts: its sum with the number)")
-    parser.add_argument("--nproc", type=int, default=1, help="cut the model over this many tensor-parallel ranks")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (with --prompts, plus the prompt's number)")
+    parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,14 +65,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_drawing(args: argparse.Namespace) -> None:
+    """Refuse values of --temperature, --top-p and --seed that tokens can't be drawn with."""
     if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p lies above 0 and up to 1")
+        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
 
 
 def model_config(args: argparse.Namespace) -> Config:
-    """Finds the model that a command writes text with, checks that it can, and returns its config."""
+    """Find the model that a command writes text with, check that it can, and return its config."""
     if args.nproc > 1:
         warm_up()
     args.source = resolve(args.source)
@@ -87,22 +89,22 @@ def model_config(args: argparse.Namespace) -> Config:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Reads prompts, one in each line."""
+    """Read a file of prompts, one per line."""
     try:
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [parse_json(line)["prompt"] for line in lines] if path.endswith(".jsonl") else lines
+        prompts = [parse_json(line)["prompt"] for line in lines] if path.endswith(".jsonl") else lines
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--prompts {path} can't be read ({one_line(str(error))}): name a text file, or .jsonl of objects with a "
             "prompt"
         ) from None
-    if not found or not all(isinstance(text, str) for text in found):
+    if not prompts or not all(isinstance(text, str) for text in prompts):
         raise UserError(f"--prompts {path} has no prompt, or one that is no text: write one in each line")
-    return found
+    return prompts
 
 
 def check_cut(config: Config, nproc: int) -> None:
-    """Checks that the model can be split over that many ranks; errors use the words of this command."""
+    """Check that the model can be split over `nproc` ranks. The errors name --nproc instead of layout.tp."""
     model = config.model
     reasons: dict[rules.Rule, str] = {
         rules.tp_divides_heads: f"does not divide the model's {model.heads} heads",
@@ -121,7 +123,8 @@ def check_cut(config: Config, nproc: int) -> None:
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
-    """Returns the tokenizer that was named, or the one beside a checkpoint, or that of the run's data; or None."""
+    """Return the tokenizer given by --tokenizer, else the one beside the checkpoint, else that of the run's data, else
+    None."""
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)
         check_named(tokenizer, Path(args.source), config.data, config.model.vocab)
@@ -130,23 +133,27 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
 
 
 def end_tokens(path: Path, tokenizer: Any) -> set[int]:
-    """Returns the tokens that end a text: those that the model's own files name, else the tokenizer's own."""
+    """Return the tokens that end a text: those that the files of the model name, else the tokenizer's end token."""
     from meshwright.interop.hf import origin_of
 
     origin = origin_of(path)
-    told: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]  # the data's, where they have their own tokenizer
-    told += [] if origin is None else [origin.config]
-    with contextlib.suppress(OSError, ValueError):  # the file is optional
-        told.insert(0, read_json(path / "generation_config.json"))
-    for each in told:
-        found = each.get("eos_token_id") if isinstance(each, dict) else None
-        ends = {end for end in (found if isinstance(found, list) else [found]) if type(end) is int}
+    # In the order in which they count: generation_config.json, the end token of the training data if they have their
+    # own tokenizer, and the config of the Hugging Face model that was imported.
+    sources: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]
+    sources += [] if origin is None else [origin.config]
+    # The file is optional.
+    with contextlib.suppress(OSError, ValueError):
+        sources.insert(0, read_json(path / "generation_config.json"))
+    for source in sources:
+        named = source.get("eos_token_id") if isinstance(source, dict) else None
+        ends = {end for end in (named if isinstance(named, list) else [named]) if type(end) is int}
         if ends:
             return ends
     return set() if tokenizer is None else {tokenizer.eod}
 
 
 def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Config) -> list[int]:
+    """Return the tokens of a prompt, checked against the model's vocabulary."""
     from meshwright.interop.hf import origin_of
 
     vocab = config.model.vocab
@@ -164,17 +171,20 @@ def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Conf
         text.encode()
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
+    # An imported model expects the special tokens that its tokenizer adds to a text, such as a begin token.
     encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
     if config.objective_facts.fills_blanks:
         return encode_source(config, text, tokenizer)
     ids = list(encode(text)) or [tokenizer.eod]
-    if max(ids) >= vocab:  # a model split over ranks would read it as a row of zeros
+    # A model split over tp ranks would silently look up such a token as a row of zeros.
+    if max(ids) >= vocab:
         beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
         raise UserError(f"the prompt has token {max(ids)}, {beyond}")
     return ids
 
 
 def generate_rank(args: argparse.Namespace) -> None:
+    """Generate text as one rank; rank 0 prints it."""
     from meshwright.infer.evaluate import with_model
     from meshwright.infer.generate import generate_all
 
@@ -184,23 +194,24 @@ def generate_rank(args: argparse.Namespace) -> None:
             return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(Path(args.source), tokenizer)
         drawing = (args.temperature, args.top_p, args.seed)
-        found = generate_all(modules[0], model, args.ids, args.max_tokens, *drawing, ends, args.batch)
+        generated = generate_all(modules[0], model, args.ids, args.max_tokens, *drawing, ends, args.batch)
         if place.rank:
             return
-        if any(len(tokens) < args.max_tokens and tokens[-1] not in ends for tokens in found):
+        if any(len(tokens) < args.max_tokens and tokens[-1] not in ends for tokens in generated):
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
-        show(args, found, tokenizer, ends, answers=model.kind_facts.is_encoder_decoder)
+        show(args, generated, tokenizer, ends, answers=model.kind_facts.is_encoder_decoder)
 
     with_model(args.source, args.sections, use)
 
 
-def show(args: argparse.Namespace, found: list[list[int]], tokenizer: Any, ends: set[int], answers: bool) -> None:
-    """Prints what was generated: after the prompt that it continues, or alone where it `answers` it. Of a file of
-    prompts, --json prints a list."""
+def show(args: argparse.Namespace, generated: list[list[int]], tokenizer: Any, ends: set[int], answers: bool) -> None:
+    """Print the generated texts, each after the prompt that it continues; with `answers` without the prompt.
+
+    --json prints one object for --prompt, and a list of objects for a file of prompts."""
     lines: list[dict[str, Any]] = []
-    for ids, tokens in zip(args.ids, found, strict=True):
-        kept = tokens[:-1] if tokens[-1] in ends else tokens
-        text = tokenizer.decode(kept) if tokenizer is not None else None
+    for ids, tokens in zip(args.ids, generated, strict=True):
+        without_end = tokens[:-1] if tokens[-1] in ends else tokens
+        text = tokenizer.decode(without_end) if tokenizer is not None else None
         lines.append({"prompt_tokens": ids, "tokens": tokens, "text": text})
     if args.json:
         print(json.dumps(lines if args.prompts is not None else lines[0]), flush=True)
@@ -209,14 +220,16 @@ def show(args: argparse.Namespace, found: list[list[int]], tokenizer: Any, ends:
         plain = ",".join(map(str, line["tokens"]))
         print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
     if tokenizer is not None:
-        print(f"({plural(sum(map(len, found)), 'token')})", file=sys.stderr)
+        print(f"({plural(sum(map(len, generated)), 'token')})", file=sys.stderr)
 
 
-# A model that fills in blanks: the prompt is a text with [MASK]s in it, or one that goes on where [gMASK] stands.
+# The functions below are for a model that fills in blanks. Its prompt is a text with [MASK]s within it, or with a
+# [gMASK] at its end, from where the model continues the text.
 
 
 def check_source(config: Config, ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns the prompt with its masks: without any, the text goes on, for which [gMASK] stands."""
+    """Return the prompt with its masks checked. A prompt without a mask gets a [gMASK] at its end, which asks the model
+    to continue the text."""
     mask, gmask, *_ = blank_specials(config, tokenizer)
     if mask not in ids and gmask not in ids:
         ids = [*ids, gmask]
@@ -232,31 +245,32 @@ def check_source(config: Config, ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def encode_source(config: Config, prompt: str, tokenizer: Any) -> list[int]:
-    """Returns the tokens of a text in which [MASK] and [gMASK] stand for themselves."""
+    """Return the tokens of a text. [MASK] and [gMASK] in it become their special tokens and are not encoded as text."""
     mask, gmask, *_ = blank_specials(config, tokenizer)
     special = {"[MASK]": [mask], "[gMASK]": [gmask]}
     return [id for part in MARKS.split(prompt) if part for id in special.get(part) or tokenizer.encode(part)]
 
 
 def fill_rank(args: argparse.Namespace, ctx: Any, module: Any, tokenizer: Any) -> None:
-    """Fills in the blanks of `args.ids` and prints the whole text."""
+    """Fill in the blanks of `args.ids` and print the whole text."""
     from meshwright.infer.fill_blanks import BlankGenerator, fill_blanks
 
     mask, gmask, sop, eop, _ = blank_specials(ctx.config, tokenizer)
     places = [at for at, id in enumerate(args.ids) if id in (mask, gmask)]
     generator = BlankGenerator(module, ctx.config.model, args.ids, places, gmask in args.ids)
-    found = fill_blanks(generator, sop, eop, args.max_tokens, args.temperature, args.top_p, args.seed)
+    spans = fill_blanks(generator, sop, eop, args.max_tokens, args.temperature, args.top_p, args.seed)
     if ctx.mesh.rank:
         return
     if generator.room == 0:
         print(f"(stopped: the model's context of {ctx.config.model.seq} tokens is full)", file=sys.stderr)
-    filled, spans = list[int](), iter(found)
+    filled: list[int] = []
+    remaining = iter(spans)
     for id in args.ids:
-        filled += next(spans) if id in (mask, gmask) else [id]
+        filled += next(remaining) if id in (mask, gmask) else [id]
     text = None if tokenizer is None else tokenizer.decode(filled)
     if args.json:
-        print(json.dumps({"prompt_tokens": args.ids, "tokens": found, "text": text}), flush=True)
+        print(json.dumps({"prompt_tokens": args.ids, "tokens": spans, "text": text}), flush=True)
         return
     print(",".join(map(str, filled)) if text is None else text, flush=True)
     if text is not None:
-        print(f"({', '.join(str(len(span)) for span in found)} tokens)", file=sys.stderr)
+        print(f"({', '.join(str(len(span)) for span in spans)} tokens)", file=sys.stderr)

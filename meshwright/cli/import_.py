@@ -1,4 +1,4 @@
-"""`meshwright import`: a Hugging Face folder becomes a checkpoint."""
+"""`meshwright import`: turn a Hugging Face folder into a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.errors import UserError
 
 EXAMPLES = """example:
   meshwright import models/llama-8b --to imported/llama-8b
-  meshwright train CONFIG.yaml run.dir=runs/tuned --from imported/llama-8b      (goes on from its weights)
-  meshwright import models/llama-8b --to imported/llama-8b --compare             (its logits beside transformers')
+  meshwright train CONFIG.yaml run.dir=runs/tuned --from imported/llama-8b      (starts from its weights)
+  meshwright import models/llama-8b --to imported/llama-8b --compare             (its logits against transformers')
   meshwright import models/mistral-7b --to imported/mistral --seq 4096
   meshwright import models/llama-8b --to imported/mixture --upcycle count=8,top_k=2"""
 
@@ -25,12 +25,12 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a folder that transformers saved a model in (safetensors)")
     parser.add_argument("--to", required=True, metavar="CHECKPOINT", help="the checkpoint's folder, a new one")
-    dtype = "of the checkpoint (default: fp32, and fp64 where the folder has it)"
+    dtype = "dtype of the checkpoint (default: fp32, or fp64 if the folder has fp64)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
-    context = "context length, if not the model's own"
+    context = "context length (default: the model's)"
     parser.add_argument("--seq", type=length_argument, default=0, metavar="N", help=context)
     upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
-    base = "of a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
+    base = "for a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
     parser.add_argument("--base", metavar="DIR", help=base)
     parser.add_argument("--upcycle", metavar="KEY=N,...", help=upcycle)
     add_compare(parser)
@@ -54,15 +54,17 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"checkpoint": args.to, "model": model, **found}))
         return exit_code(found)
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
-    switches = {"experts": "count", "latent": "kv_rank"}  # sections that say nothing where this key is 0
+    # A section whose key here is 0 has no effect, so it is not printed.
+    switches = {"experts": "count", "latent": "kv_rank"}
     unused = {"preset", *(name for name, key in switches.items() if not model[name][key])}
-    kept = {key: value for key, value in model.items() if key not in unused}
-    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+    used = {key: value for key, value in model.items() if key not in unused}
+    shown = {key: list(value) if isinstance(value, tuple) else value for key, value in used.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
     return exit_code(found)
 
 
 def _import_adapters(args: argparse.Namespace) -> None:
+    """Turn a folder of PEFT's adapters into a checkpoint and print the tune section for a config."""
     from meshwright.interop.peft import import_adapters
 
     if not args.base:

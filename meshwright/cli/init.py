@@ -1,4 +1,5 @@
-"""`meshwright init`: a commented config from a few answers or flags, whose layout the planner has chosen. No torch."""
+"""`meshwright init`: write a commented config from a few answers or flags, with a layout that the planner chooses. No
+torch."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ EXAMPLES = """example:
 
 MODEL is a size (tiny, 30m, 125m, 350m, 1b: decoders like Llama's) or a preset of `meshwright plan`."""
 
-# layers, hidden, heads, tokens of a sequence, peak learning rate
+# The models by size: layers, hidden, heads, tokens of a sequence, peak learning rate.
 SIZES = {
     "tiny": (4, 128, 4, 128, 3e-3), "30m": (8, 512, 8, 512, 1e-3), "125m": (12, 768, 12, 1024, 6e-4),
     "350m": (24, 1024, 16, 2048, 3e-4), "1b": (16, 2048, 16, 4096, 3e-4),
 }  # fmt: skip
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
+# The tokens of a step by size, and those for larger models and presets.
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
-USUAL_TOKENS = 1_048_576  # of a step, for larger models
+USUAL_TOKENS = 1_048_576
 USUAL_VOCAB = 32_000
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
@@ -53,7 +55,7 @@ model:
 data:
   prefixes: {prefixes}   # token files of `meshwright data prepare`, without .bin
   split: [0.99, 0.01, 0.0]   # shares of the documents: train, validation, test
-layout:   # how ranks share the work; dp is what is left of them
+layout:   # how ranks share the work; dp takes the remaining ranks
 {layout_keys}
 train:
   steps: {steps}   # {tokens} tokens in all
@@ -67,7 +69,7 @@ lr:
   warmup: {warmup}   # to the peak: steps, or a share of train.steps
   min: {min_lr}
 checkpoint:
-  every: auto   # about every 15 minutes; a run that is started again goes on from the newest
+  every: auto   # about every 15 minutes; a run that is started again continues from the newest
 run:
   dir: {run_dir}   # everything of the run: `meshwright watch {run_dir}` shows it
   eval_every: {eval_every}   # steps between validations
@@ -79,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help=f"{', '.join(SIZES)}, or a preset such as llama3-8b")
     parser.add_argument("--data", nargs="+", metavar="PREFIX", help="token files, without .bin")
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices (or of CPU ranks)")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="what devices they are (default: this machine's CPUs)")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="the kind of devices (default: this machine's CPUs)")
     parser.add_argument("--global-batch", type=count_argument, metavar="B", help="sequences of a step")
     steps = "steps to train (default: 20 tokens per parameter)"
     parser.add_argument("--steps", type=count_argument, metavar="N", help=steps)
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"there is no model '{model}'{nearest(model, known)}: the models are {', '.join(known)}")
     args.out = args.out or Path(f"{model}.yaml")
     if args.out.exists():
-        raise UserError(f"{args.out} is there already: give another --out, or remove it first")
+        raise UserError(f"{args.out} already exists: give another --out, or remove it first")
     files = "Token files of `meshwright data prepare`, without .bin?"
     data = args.data or _answer("--data", files, "data/text", asks).split()
     devices = args.devices or _whole("--devices", _answer("--devices", "How many devices (or CPU ranks)?", "1", asks))
@@ -109,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
-    check(load_config(args.out), devices, TRAINING_RULES)  # what was written can be trained
+    # The file is read back and checked, so that a config that `train` would refuse is reported here.
+    check(load_config(args.out), devices, TRAINING_RULES)
     nproc = f" --nproc {devices}" if devices > 1 else ""
     if args.json:
         print(json.dumps({"file": str(args.out), "config": to_mapping(load_config(args.out))}))
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _preparing(prefix: str, config: Config) -> list[str]:
-    """The command that makes token files which are not there yet, after a line that says so."""
+    """Return the command that makes token files, or nothing if they exist. If they don't, print a line that says so."""
     if Path(f"{prefix}.idx").is_file():
         return []
     there = [str(path.with_suffix("")) for path in sorted(Path(prefix).parent.glob("*.idx"))]
@@ -133,6 +136,7 @@ def _preparing(prefix: str, config: Config) -> list[str]:
 
 
 def _answer(flag: str, question: str, usual: str, asks: bool) -> str:
+    """Ask the user a question and return the answer. Without a terminal, raise an error that names the missing flag."""
     if not asks:
         raise UserError(f"give {flag}: {question[0].lower()}{question[1:]}")
     return input(f"{question} [{usual}] ").strip() or usual
@@ -145,7 +149,7 @@ def _whole(flag: str, text: str) -> int:
 
 
 def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
-    """The model section, and a peak learning rate. The vocabulary is the data's, where they say it."""
+    """Return the model section and a peak learning rate. The vocabulary is that of the data, if their files say it."""
     for prefix in data:
         if prefix.endswith((".bin", ".idx")):
             raise UserError(f"--data {prefix} is one of the two files: name them without their ending, {prefix[:-4]}")
@@ -153,6 +157,7 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
         return {"preset": name}, 3e-4
     layers, hidden, heads, seq, lr = SIZES[name]
     vocab = max(int((read_metadata(prefix) or {}).get("vocab_size") or 0) for prefix in data)
+    # Rounded up to the multiple that `train` regards as usual (see `unused_tokens`).
     vocab = -(-(vocab or USUAL_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
 
@@ -160,10 +165,12 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
 def _config(
     raw: Mapping[str, Any], data: list[str], model: str, args: argparse.Namespace, cluster: Cluster, devices: int
 ) -> Config:
+    """Return the config from which the search for a layout starts."""
     host = cluster.device.units == 1
     shape = config_from({"model": dict(raw), "data": {"prefixes": data}}).model
     batch = args.global_batch
     if batch is None:
+        # A multiple of the devices leaves the search free to use all of them for data parallelism.
         wanted = TOKENS_A_STEP.get(model, USUAL_TOKENS) / shape.seq
         batch = max(devices, round(wanted / devices) * devices)
     elif batch < 1:
@@ -175,9 +182,11 @@ def _config(
 
 
 def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace, data: list[str]) -> str:
-    """The file's text."""
+    """Return the text of the config file. Keys of the layout that keep their defaults are left out."""
     job, c = best.job, best.job.config
-    parameters, tokens_a_step = parameter_count(job.model), c.train.global_batch * c.model.seq
+    parameters = parameter_count(job.model)
+    tokens_a_step = c.train.global_batch * c.model.seq
+    # 20 tokens per parameter, as --help says.
     steps = args.steps or max(100, round(20 * parameters / tokens_a_step))
     keys = {"tp": c.layout.tp, "pp": c.layout.pp, "cp": c.layout.cp, "ep": c.layout.ep, "chunks": c.layout.chunks}
     layout = {key: value for key, value in keys.items() if value > 1 or key in ("tp", "pp")}

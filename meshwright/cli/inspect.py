@@ -1,4 +1,4 @@
-"""`meshwright inspect`: what a checkpoint holds, and whether every byte is as written. Needs no torch."""
+"""`meshwright inspect`: list the contents of a checkpoint and verify every checksum. Needs no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(path: Path, index: Index) -> dict[str, Any]:
-    """Returns all that `--json` prints except the verification, which adds `verified_bytes` and `verify_seconds`."""
+    """Return the document that --json prints. `verified_bytes` and `verify_seconds` are None until the verification."""
     states: dict[str, dict[str, Any]] = {}
     for name, tensor in index.tensors.items():
         state = states.setdefault(name.split("/", 1)[0], {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
@@ -62,16 +62,18 @@ def describe(path: Path, index: Index) -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> list[str]:
-    """Returns the same as text for people."""
+    """Return the document of `describe` as lines of text."""
     layout, model, world = found["layout"], found["model"], found["world"]
+    # The layout comes from the index as it is, so an axis that is missing or not a number is skipped.
     cut = math.prod(ranks for axis in ("tp", "pp", "cp", "replicas") if type(ranks := layout.get(axis)) is int)
     axes_there = [axis for axis in ("tp", "pp", "cp", "ep", "chunks", "replicas") if axis in layout]
     sizes = {"dp": world // max(cut, 1)} | {axis: layout[axis] for axis in axes_there}
     axes = " ".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks != 1) or "none"
     shape = [f"{key}={model[key]}" for key in ("layers", "hidden", "heads", "vocab", "seq") if key in model]
-    scaled = found["counters"].get("loss_scale") is not None  # else nobody counts the steps since it changed
-    kept = {key: n for key, n in found["counters"].items() if n is not None and (scaled or key != "good_steps")}
-    counters = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in kept.items())
+    # Without a loss scale, `good_steps` (the steps since the scale changed) is not counted.
+    scaled = found["counters"].get("loss_scale") is not None
+    counted = {key: n for key, n in found["counters"].items() if n is not None and (scaled or key != "good_steps")}
+    counters = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in counted.items())
     lines = [
         found["path"],
         f"  step        {found['step']:,}, after {plural(found['consumed'], 'sample')}",

@@ -1,4 +1,4 @@
-"""`meshwright layout`: every rank group of a mesh, and a drawing of it. Needs no torch."""
+"""`meshwright layout`: draw the ranks of a layout and list every group of them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value", help="config keys to change, e.g. layout.tp=2")
     ranks = "number of devices, one rank each (default: those of the recipe's run)"
     parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train alone (default 1)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="parts that train separately (default 1)")
     add_axes(parser)
     parser.add_argument("--tp-grid", default="", metavar="RxC[xD]", help="tp as a grid of row x col (x depth) ranks")
     parser.add_argument("--tp-kind", default="", choices=["2d", "2.5d", "3d"], help="the kind of a grid")
-    drawn = "draw the groups of every axis, or of a grid who holds what of a product"
+    drawn = "draw the groups of every axis; with --tp-grid, the parts of a product that each rank holds"
     parser.add_argument("--svg", type=Path, metavar="FILE", help=drawn)
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that divide a world."""
+    """Add the options for the sizes and the order of a layout's axes."""
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=int, default=1, metavar="N", help="context-parallel size (default 1)")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
     parser.add_argument("--etp", type=int, default=0, metavar="N", help="tensor parallelism of experts (default: tp)")
     parser.add_argument("--order", default=Layout.order, help="the axes, fastest-varying first (default %(default)s)")
-    parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows what crosses")
+    parser.add_argument("--node-size", type=int, metavar="N", help="ranks on a node: shows which groups cross nodes")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _of_options(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
+    """Return the layout that the options describe."""
     grid = _grid(args)
     layout = Layout(
         args.world, args.tp, args.pp, args.cp, args.ep, args.order, args.node_size, etp=args.etp,
@@ -88,7 +89,7 @@ def _of_options(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
 
 
 def _of_config(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
-    """The layout of a config's run, where the options say nothing beside it."""
+    """Return the layout of a config. Options that describe a layout too are refused."""
     others = [name for name in ("tp", "pp", "cp", "ep", "replicas") if getattr(args, name) != 1]
     others += [name for name in ("etp", "tp_grid", "tp_kind") if getattr(args, name)]
     if others or args.order != Layout.order:
@@ -100,6 +101,7 @@ def _of_config(args: argparse.Namespace) -> tuple[Layout, Grid | None]:
 
 
 def _grid(args: argparse.Namespace) -> Grid | None:
+    """Return the grid of tensor-parallel ranks that the options describe, or None."""
     if not args.tp_grid:
         if args.tp_kind:
             raise UserError("--tp-kind belongs to a grid: give --tp-grid too, e.g. --tp-grid 2x2")

@@ -1,4 +1,5 @@
-"""The `meshwright` command: it imports only the file of the command called, and tells mistakes in one sentence."""
+"""The `meshwright` command. It imports only the module of the command that is called, so that a command without torch
+starts quickly, and it reports a user's mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -28,36 +29,36 @@ GROUPS = {
 }  # fmt: skip
 COMMANDS = {
     "init": "write a commented config from a few answers or flags, with a layout that fits",
-    "doctor": "examine the machine and the world of ranks before a long run, and name what is off",
+    "doctor": "examine the machine and the world of ranks before a long run, and name every problem",
     "check": "train a config's small twin on its layout and on one process, and compare every gradient",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
     "submit": "write or submit a job for Slurm or Kubernetes that trains until the run is complete",
-    "status": "show how a run stands in one screen: progress, goodput, faults, newest checkpoint",
+    "status": "show the state of a run on one screen: progress, goodput, faults, newest checkpoint",
     "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "chat": "talk to a model in the terminal, through its chat template",
     "eval": "measure a trained model's loss and perplexity on token files, or its results on lm-eval's tasks",
-    "inspect": "show what is in a checkpoint and verify every checksum",
-    "replay": "compute a past step of a run again, on any layout, and compare it with what was recorded",
+    "inspect": "list the contents of a checkpoint and verify every checksum",
+    "replay": "compute a past step of a run again, on any layout, and compare it with the record",
     "import": "turn a Hugging Face folder into a checkpoint",
     "export": "write a run's or a checkpoint's weights as a Hugging Face folder",
-    "merge": "add a run's adapters to their base and write that as a Hugging Face folder",
-    "config": "show a config as it resolves, or check it against a world size",
-    "recipes": "list the known training runs that can be started by name, published beside predicted",
+    "merge": "add a run's adapters to their base model and write the result as a Hugging Face folder",
+    "config": "show a config with all values resolved, or check it against a world size",
+    "recipes": "list known training runs that can be started by name, with published and predicted figures",
     "layout": "draw the ranks of a layout, and list every group of them",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",
-    "bench": "measure this device's training step beside the least time it could take",
+    "bench": "measure a training step on this device and compare it with the least time it could take",
     "comm": "measure collectives on the groups of a layout, or what each way to communicate less saves of a step",
     "plan": "search the layouts of a model on a cluster and write the best one as a config",
-    "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with something slow",
-    "dryrun": "run a step of single ranks of any cluster, without it, beside what was planned",
+    "simulate": "simulate one step of every pipeline rank, as a drawing or a trace, also with slow parts",
+    "dryrun": "run a step of single ranks of any cluster, without the cluster, and compare it with the plan",
     "memory": "count the bytes of a rank by kind, for any world size",
     "scaling": "show how throughput grows with devices, by kind of parallelism",
     "cost": "predict time, communication and memory of a training step on a cluster",
     "completion": "print a script that completes commands, options and config keys in bash, zsh or fish",
 }
-# Those that take key=value words, which may stand before and after an option.
+# The commands that take key=value words, which may come before or after an option.
 MIXED = {
     "comm", "check", "doctor", "layout",
     "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
@@ -68,15 +69,17 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that reports a mistake in one sentence instead of the usage block."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        message = message.replace(", key=value", "")  # argparse reports it as missing although it is optional
+        # argparse lists these words among the missing arguments although they are optional.
+        message = message.replace(", key=value", "")
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-WIDTH = 80  # columns of the help
+# Columns of the help.
+WIDTH = 80
 
 
 def _row(name: str) -> str:
-    """A command and what it does, in lines of at most WIDTH columns."""
+    """Return a command and its description, in lines of at most WIDTH columns."""
     lines, left = [f"  {name:<10}"], " " * 12
     for word in COMMANDS[name].split():
         if len(lines[-1]) + 1 + len(word) > WIDTH:
@@ -86,6 +89,7 @@ def _row(name: str) -> str:
 
 
 def usage() -> str:
+    """Return the help of `meshwright` itself: all commands by group."""
     grouped = [name for names in GROUPS.values() for name in names]
     groups = {**GROUPS, "others": tuple(name for name in COMMANDS if name not in grouped)}
     rows = "\n\n".join(f"{title}:\n" + "\n".join(map(_row, names)) for title, names in groups.items() if names)
@@ -99,13 +103,16 @@ def usage() -> str:
 
 
 def run(argv: list[str]) -> int:
+    """Run a command and return its exit code. Errors are raised."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help", "--version", "version"):
         print(meshwright.__version__ if name.endswith("version") else usage())
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
-    reserved = "_" if keyword.iskeyword(name) else ""  # a module can't be called `import`
+    # A module can't be called `import`, so its file is import_.py.
+    reserved = "_" if keyword.iskeyword(name) else ""
+    # Plugins come first: they may register choices that a command's options list.
     load_plugins()
     module = importlib.import_module(f"meshwright.cli.{name}{reserved}")
     parser = Parser(
@@ -122,9 +129,11 @@ def run(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command and return the exit code: 2 for a user's mistake, 130 for Ctrl-C, else the command's own."""
     try:
         code = run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # what is written only when the interpreter ends can't be told as a mistake
+        # A full disk must show up here: an error in the interpreter's own flush at exit would be no sentence.
+        sys.stdout.flush()
         return code
     except UserError as error:
         print(f"meshwright: {error}", file=sys.stderr)
@@ -134,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         print("meshwright: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has seen enough.
         _write_no_more()
         return 0
     except OSError as error:
@@ -149,5 +159,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Has what is left of the output go nowhere, since its place can't take it."""
+    """Send the rest of the output to the null device, because it can't be written where it should go. The interpreter
+    would fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

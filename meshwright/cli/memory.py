@@ -1,4 +1,5 @@
-"""`meshwright memory`: the bytes of one rank by kind, for any world size, without starting a process. No torch."""
+"""`meshwright memory`: count the bytes of one rank by kind, for any world size, without starting a process. No
+torch."""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ EXAMPLES = """example:
   meshwright memory config.yaml --devices 64 zero.stage=1
   meshwright memory gpt3-175b layout.tp=8 layout.pp=16 train.global_batch=1536 --devices 1024 --rank 0 --json
 
-The first figures are the most of each kind in a step. The last column is the moment at which all together are most:
-it adds up to `peak`. `buffers` holds what is gathered or in flight, `temporary` what kernels and the loss work with;
-`offloaded` are activations in host memory. The line below says what a device needs in all, as `plan` and `cost` do.
---json has bytes, and as `device_gib` that total."""
+The first figures are the most of each kind at any time in a step. The last column is the moment of the peak, and adds
+up to `peak`. `buffers` are gathered or in-flight tensors, `temporary` is the workspace of kernels and the loss, and
+`offloaded` are activations in host memory. The line below is the total that a device needs, as in `plan` and `cost`.
+--json has bytes, and that total as `device_gib`."""
 
 
-USUAL = "h100-80g-dgx"  # whose context is counted where no cluster is named
+# If no cluster is named, the context and the communicators of this one's devices are counted.
+USUAL = "h100-80g-dgx"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     world_arguments(parser)
-    cluster = "whose devices the total is for, as for `plan` (default: the recipe's, else by run.device)"
+    cluster = "the cluster whose devices the total is for, as in `plan` (default: the recipe's, else by run.device)"
     parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the one with the largest peak)")
 
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     target, world = world_from_args(args)
     if world < 1:
-        raise UserError(f"--devices {world} is no number of ranks: give at least 1")
+        raise UserError(f"--devices {world} is not a number of ranks: give at least 1")
     job, cluster = job_on(target, world, args.cluster)
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank
@@ -56,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:
-    """Returns the job on a named cluster, as `plan` and `cost` have it; without a name the job of the config alone, and
-    the cluster whose context and communicators are counted."""
+    """Return the job and the cluster whose device context and communicators are counted. On a named cluster the job is
+    the one that `plan` and `cost` use; without a name it is that of the config alone."""
     if name:
         cluster = load_cluster(name)
         return on_cluster(with_supported_precision(target, cluster), world, cluster), cluster
@@ -67,7 +69,7 @@ def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:
 
 
 def _device_words(config: Config, job: Job) -> str:
-    """Says for which devices and blocks the figures are."""
+    """Return a line that says for which devices, and for compiled or uncompiled blocks, the figures are."""
     how = "compiled" if job.stack.compiled else "not compiled"
     if job.host:
         return f"on CPUs, blocks {how} (run.device={config.run.device}, train.compile={config.train.compile})"

@@ -1,4 +1,4 @@
-"""`meshwright merge`: adds a run's adapters to the weights that they belong to, and writes what transformers loads."""
+"""`meshwright merge`: add a run's adapters to their base weights and write a folder that transformers loads."""
 
 from __future__ import annotations
 

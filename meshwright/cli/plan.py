@@ -1,4 +1,4 @@
-"""`meshwright plan`: searches the layouts of a model on a cluster and writes the config of the best one. No torch."""
+"""`meshwright plan`: search the layouts of a model on a cluster and write the config of the best one. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds
 from meshwright.spec.model.graph import active_parameters, parameter_count
 
-# Keys that narrow the search, which its error names if no layout is found.
+# The keys that narrow the search. If no layout is found, the error names those that were given.
 NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_samples")
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
@@ -38,15 +38,16 @@ EXAMPLES = """example:
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
 
 A key of the layout that is given here stays fixed, e.g. layout.tp=8, layout.ep=8, recompute.mode=full, zero.stage=1 or
-pipeline.schedule=1f1b; a config file's own are searched like the rest. What `train` would refuse is not ranked."""
+pipeline.schedule=1f1b; those of a config file are searched like the rest. Layouts that `train` would refuse are not
+ranked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster_arguments(parser)
     add_devices(parser)
     add_batch(parser)
-    parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit (default: the device's)")
-    margin = "per cent of the device's memory to leave free (default 6; none of --fit)"
+    parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit into (default: the device's)")
+    margin = "per cent of the device's memory to leave free (default 6; does not apply to --fit)"
     parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
     grids = "also try 2D, 2.5D and 3D grids of tensor-parallel ranks (the search takes longer)"
     parser.add_argument("--tp-grids", action="store_true", help=grids)
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> None:
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
     for word in args.words:
-        if word.startswith("pipeline.split="):  # one in a config file is ignored
+        # A split in a config file is ignored. One on the command line is refused, since the user expects an effect.
+        if word.startswith("pipeline.split="):
             raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
     base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
     if not 0 <= args.margin < 100:
@@ -71,14 +73,14 @@ def run(args: argparse.Namespace) -> None:
     space = _space(target.config, args.words)
     if args.tp_grids and "layout.tp_grid" not in fixed_keys(args.words):
         space = replace(space, grids=())
-    found = search(base, cluster, limit, space)
-    if not found.candidates:
+    result = search(base, cluster, limit, space)
+    if not result.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
-        raise why_nothing(base, cluster, found, limit, space, fixed)
-    shown = without_twins(found.candidates)[: args.top]
-    reasons = why_best(found.candidates, found.layouts, found.fitting)
-    if found.broken:
-        reasons.append(f"{found.broken:,} more break a rule, the most promising of them this one: {found.refused}.")
+        raise why_nothing(base, cluster, result, limit, space, fixed)
+    shown = without_twins(result.candidates)[: args.top]
+    reasons = why_best(result.candidates, result.layouts, result.fitting)
+    if result.broken:
+        reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(target, cluster, stack, base)
     if known:
         reasons.append(_of_known(target.name, known, shown[0]))
@@ -89,17 +91,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def without_twins(candidates: list[Candidate]) -> list[Candidate]:
-    """Of layouts whose figures all look the same, as where only the order of axes inside a node differs, the first."""
+    """Return the candidates, but only the first of those whose figures all look the same. They may for example differ
+    only in the order of the axes inside a node."""
+    # The first cell, the layout, is not compared. In a dict the last value of a key wins, so the candidates come in
+    # reverse for the first one to win.
     return list({ranking_cells(candidate)[1:]: candidate for candidate in reversed(candidates)}.values())[::-1]
 
 
-LONG_CONTEXT = 16384  # tokens from which on sharing sequences is tried: the search then takes about thrice the time
-PIECES = (1, 8)  # of MLPs, over the tokens of long sequences
+# Context parallelism is tried from this sequence length on: the search then takes about three times as long.
+LONG_CONTEXT = 16384
+# The values of recompute.pieces that are tried for long sequences.
+PIECES = (1, 8)
 
 
 def _space(config: Config, words: list[str]) -> SearchSpace:
-    """Returns the search space: what the words leave open, and for long sequences context parallelism, activations in
-    host memory and MLPs in pieces."""
+    """Return the search space: all keys that the words leave open. For long sequences it also has context parallelism,
+    activations offloaded to host memory and MLPs computed in pieces."""
     fixed = fixed_keys(words)
     space = space_of(config, fixed)
     probe = replace(config, layout=replace(config.layout, cp=2))
@@ -114,17 +121,19 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
 
 
 def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Candidate | None:
-    """Returns the published run's own layout with the same stack, if the cluster, devices and batch are the same."""
+    """Return the layout of the target's published run, with the same stack, or None if its cluster, devices or batch
+    differ from those of the search."""
     run, asked = target.run, (cluster.name, base.world, base.global_batch)
     if not run or (run["cluster"], run["devices"], run["train"]["global_batch"]) != asked:
         return None
-    own = target_of(target.name).config
-    own = replace(own, train=replace(own.train, precision=target.config.train.precision))
-    job = replace(base, config=own)
+    published = target_of(target.name).config
+    published = replace(published, train=replace(published.train, precision=target.config.train.precision))
+    job = replace(base, config=published)
     return Candidate(predict_cost(job, cluster), needed_gib(job, cluster))
 
 
 def _of_known(name: str, known: Candidate, best: Candidate) -> str:
+    """Return a sentence that compares the published layout with the best one."""
     slower = known.cost.step_s / best.cost.step_s - 1
     text = f"The layout that {name} ran with ({layout_words(layout_of_cost(known.cost))}) would take "
     text += f"{seconds(known.cost.step_s)} here, {percent(slower)} more"
@@ -135,16 +144,18 @@ SIGNATURE = "# Replaced by the next plan unless somebody changes it: "
 
 
 def signed(text: str) -> str:
+    """Return the text with a checksum of itself at its end, which tells a file that the user has edited."""
     return f"{text}{SIGNATURE}{zlib.crc32(text.encode('utf-8')):08x}\n"
 
 
 def _free(stem: str) -> Path:
-    """Returns NAME.yaml, or NAME-2.yaml and so on, so that no file that somebody has edited is overwritten."""
+    """Return the first of NAME.yaml, NAME-2.yaml and so on that does not exist or that the user has not edited."""
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _unchanged(path))
 
 
 def _unchanged(path: Path) -> bool:
+    """Return whether a file is as an earlier plan wrote it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -153,6 +164,7 @@ def _unchanged(path: Path) -> bool:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
+    """Return a candidate as --json prints it."""
     cost = candidate.cost
     return {
         "layout": layout_of_cost(cost), "step_time_s": cost.step_s, "tokens_per_s_per_device": cost.tokens_per_s_device,
@@ -167,10 +179,10 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
-    found = {"best": _candidate(shown[0]), "candidates": [_candidate(candidate) for candidate in shown]}
+    document = {"best": _candidate(shown[0]), "candidates": [_candidate(candidate) for candidate in shown]}
     if known:
-        found["published"] = _candidate(known)
-    return found
+        document["published"] = _candidate(known)
+    return document
 
 
 def _text(shown: list[Candidate], reasons: list[str]) -> str:
@@ -179,7 +191,7 @@ def _text(shown: list[Candidate], reasons: list[str]) -> str:
     device = device_memory(best.job, best.cluster, best.memory)
     memory = f"Memory of the best layout: {device.total:.1f} GiB of a device = {device.words()}."
     lines = [f"{parameters_words(shown[0].job)}.", *reasons, "", table(rows), "", memory, ""]
-    lines.append("What the next ones lose on:")
+    lines.append("Why the next ones are slower:")
     for candidate in shown[1:5]:
         lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""`meshwright recipes`: the known training runs that can be started by name, published beside predicted. No torch."""
+"""`meshwright recipes`: list known training runs that can be started by name, with published and predicted figures. No
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ EXAMPLES = """example:
   meshwright train bloom-176b --tiny
   meshwright recipes --markdown > docs/recipes.md
 
-The error is the predicted figure over the published one, less 1. A name is taken wherever a command takes a config."""
+The error is the predicted figure over the published one, minus 1. Every command that takes a config also takes a
+recipe's name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,5 @@
-"""`meshwright replay`: computes a past step again, and says whether it gives the recorded numbers. No torch."""
+"""`meshwright replay`: compute a past step again and check that it gives the recorded numbers. No torch until ranks
+start."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ EXAMPLES = """example:
   meshwright replay runs/mine --step 1200 --nproc 2 layout.tp=2 layout.pp=1 run.device=cpu
   meshwright replay runs/mine --step 1200 data.prefixes=data/text    (if the data are elsewhere now)
 
-On the layout of the run the loss and the grad norm must be the recorded ones bit for bit; on another one, or on a GPU,
-whose kernels may add in another order, to the rounding of the run's precision. Exit code 0 if so, 1 if not."""
+On the layout of the run the loss and the grad norm must equal the recorded ones bit for bit; on another layout, or on a
+GPU, whose kernels may add in another order, up to the rounding of the run's precision. Exit code 0 if so, 1 if not."""
 
 QUANTITIES = ("loss", "grad_norm")
-BESIDE = ("run", "checkpoint")  # sections that change no number of a step
-# By precision, the difference that another order of additions explains, of some tens of steps.
+# The sections of a config that change no number of a step.
+BESIDE = ("run", "checkpoint")
+# By precision, the relative difference that another order of additions explains after some tens of steps. COARSE is
+# for all precisions below fp32.
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
 COARSE = 2e-2
 
@@ -67,23 +70,25 @@ def run(args: argparse.Namespace) -> int:
         args.scratch = scratch
         config = config_of(args, record.config)
         check(config, ranks, TRAINING_RULES)
+        # Missing data are reported here, before ranks start.
         datasets_of(config)
         args.checkpoint, args.source, step = begin_of(record.config, record.path, notes, args.step)
         where = f"the checkpoint of step {step}" if args.checkpoint else "the beginning"
         notice(f"replays step {args.step} of {args.run} from {where} on {plural(ranks, 'rank')}")
         if code := start(ranks, replay_rank, args):
             return code
-        found = read_json(Path(scratch) / "replayed.json")
-    same = same_layout(record.config, config, lines[args.step], ranks, record.path, notes, found)
+        replayed = read_json(Path(scratch) / "replayed.json")
+    same = same_layout(record.config, config, lines[args.step], ranks, record.path, notes, replayed)
     rounding = args.tolerance if args.tolerance is not None else ROUNDING.get(config.train.precision, COARSE)
-    verdict = judge(lines, found["steps"], 0.0 if same else rounding)
+    verdict = judge(lines, replayed["steps"], 0.0 if same else rounding)
     verdict |= {"run": args.run, "from": step, "ranks": ranks, "exact": same}
     print(json.dumps(verdict) if args.json else "\n".join(page(verdict)))
     return int(not verdict["reproduced"])
 
 
 def config_of(args: argparse.Namespace, recorded: Config) -> Config:
-    """The run's config with the given keys, in a folder of its own: nothing of the run is written."""
+    """Return the run's config with the given keys changed. It writes to a scratch folder, so that the run's own folder
+    is only read."""
     raw: dict[str, Any] = to_mapping(recorded)
     for word in args.overrides:
         set_key(raw, word)
@@ -94,16 +99,20 @@ def config_of(args: argparse.Namespace, recorded: Config) -> Config:
 
 
 def begin_of(config: Config, path: Path, notes: Mapping[str, Any], step: int) -> tuple[str | None, str | None, int]:
-    """The newest checkpoint before the step, or what gave the run its first weights; and the step that it is of."""
+    """Return (checkpoint, source, step): the newest checkpoint before `step` and the step that it was saved after.
+
+    Without one, the replay begins where the run did: checkpoint is None, the step is 0, and source is the checkpoint
+    that gave the run its first weights, if there was one."""
     folder = checkpoint_folder(replace(config, run=replace(config.run, dir=str(path))))
-    found = [(at, where) for at, where in list_checkpoints(folder) if at < step]
-    if found:
-        return str(found[-1][1]), None, found[-1][0]
+    earlier = [(at, where) for at, where in list_checkpoints(folder) if at < step]
+    if earlier:
+        return str(earlier[-1][1]), None, earlier[-1][0]
     source = notes.get("from")
     return None, source if isinstance(source, str) else None, 0
 
 
 def replay_rank(args: argparse.Namespace) -> None:
+    """Replay the step as one rank; rank 0 writes the replayed numbers to a file."""
     import torch
 
     from meshwright.device import Device
@@ -115,27 +124,29 @@ def replay_rank(args: argparse.Namespace) -> None:
     if find_place().rank == 0:
         device = Device.choose(config.run.device, 0)
         rows = [{"step": r.step, **{name: getattr(r, name) for name in QUANTITIES}} for r in steps]
-        found = {"device": device.name, "cpu": device.module is None, "torch": str(torch.__version__), "steps": rows}
-        (Path(args.scratch) / "replayed.json").write_text(json.dumps(found), encoding="utf-8")
+        document = {"device": device.name, "cpu": device.module is None, "torch": str(torch.__version__), "steps": rows}
+        (Path(args.scratch) / "replayed.json").write_text(json.dumps(document), encoding="utf-8")
 
 
 def same_layout(
     recorded: Config, config: Config, line: Mapping[str, Any], ranks: int, path: Path, notes: Mapping[str, Any],
-    found: Mapping[str, Any],
+    replayed: Mapping[str, Any],
 ) -> bool:  # fmt: skip
-    """Whether every number must be the recorded one: the same config, ranks, device and torch, on processors, which add
-    in one order."""
+    """Return whether every number must equal the recorded one bit for bit: with the same config, ranks, device and
+    version of torch, and on a CPU, which always adds in the same order."""
     ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in BESIDE} for c in (config, recorded))
     when = line.get("time")
     begins = [e for e in read_events(path) if e.get("kind") in BEGINS]
+    # An elastic run changes its world: the one that counts is that of the last start before the step.
     worlds = [e.get("world") for e in begins if is_number(when) and e["time"] <= when]
-    device = (found["device"], found["torch"]) == (notes.get("device"), notes.get("torch"))
-    return ours == theirs and ranks == notes.get("world") == (worlds or [ranks])[-1] and device and found["cpu"]
+    same_device = (replayed["device"], replayed["torch"]) == (notes.get("device"), notes.get("torch"))
+    same_ranks = ranks == notes.get("world") == (worlds or [ranks])[-1]
+    return ours == theirs and same_ranks and same_device and replayed["cpu"]
 
 
 def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], most: float) -> dict[str, Any]:
-    """Whether the last step gives the recorded numbers, and the first step of all that does not. `most` is the relative
-    difference that is allowed."""
+    """Return a verdict: whether the last step gives the recorded numbers, and the first of all steps that does not.
+    `most` is the largest relative difference that is allowed."""
     rows = []
     for step in steps:
         old = lines.get(step["step"], {})
@@ -149,7 +160,8 @@ def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, A
 
 
 def _compared(recorded: Any, replayed: float) -> dict[str, Any]:
-    """Numbers that are not finite are recorded as null, and equal each other."""
+    """Return both numbers and their relative difference. Numbers that are not finite are recorded as null and count as
+    equal to each other."""
     old = float(recorded) if is_number(recorded) else math.nan
     if not math.isfinite(old) or not math.isfinite(replayed):
         difference = 0.0 if math.isfinite(old) == math.isfinite(replayed) else math.inf
@@ -160,6 +172,7 @@ def _compared(recorded: Any, replayed: float) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
+    """Return a verdict of `judge` as lines of text."""
     how = "bit for bit" if found["exact"] else f"to a relative difference of {found['allowed']:g}"
     lines = [f"step {found['step']} is {'' if found['reproduced'] else 'NOT '}reproduced {how}"]
     for name in QUANTITIES:

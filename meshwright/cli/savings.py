@@ -1,4 +1,5 @@
-"""`meshwright comm savings`: what each way to communicate less, or at a better time, saves of a config's step."""
+"""`meshwright comm savings`: show how much of a config's step time each way to communicate less, or at a better time,
+saves."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from meshwright.show.chart import check_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
 
-CPU = "laptop"  # the cluster whose device stands for this machine's processors until they are measured
+# The cluster whose device stands in for this machine's processors until they are measured.
+CPU = "laptop"
 
 
 def run(args: argparse.Namespace) -> int:
+    """Predict or measure the savings of a config. The options are those of `meshwright comm` (see `comm.py`)."""
     check_svg("--svg", args.svg)
     if not args.words:
         raise UserError("comm savings needs a config: meshwright comm savings config.yaml --nproc 4")
@@ -50,26 +53,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(config: Any, world: int) -> Job:
+    """Return the job of a config on this machine, where the ranks of an emulated node stand for a cluster's node."""
     return job_of(config, world, cluster_node=config.layout.node_size or world, host=True)
 
 
 def _predict(args: argparse.Namespace) -> None:
+    """Print the predicted savings on a cluster."""
     target, cluster = target_of(args.words[0], args.words[1:], ""), load_cluster(args.cluster)
     job = on_cluster(with_supported_precision(target, cluster), args.devices, cluster)
-    found = techniques(job.config, job)
-    figures = [expected(each, job, cluster) for each in found]
+    tried = techniques(job.config, job)
+    figures = [expected(technique, job, cluster) for technique in tried]
     title = f"{target.name} on {args.devices} devices of {cluster.name}"
-    _show(args, title, found, None, figures)
+    _show(args, title, tried, None, figures)
 
 
 def measured_here(args: argparse.Namespace) -> None:
-    """The body of a rank; the first one prints."""
+    """Measure the savings as one rank; rank 0 prints them."""
     from meshwright.bench import savings
     from meshwright.launch.processes import enter, find_place, leave
 
-    found: list[Technique] = args.techniques
-    config, place = found[0].config, find_place()
-    device, own = enter(place, args.device, config.comm.backend, config.comm.timeout)
+    tried: list[Technique] = args.techniques
+    config, place = tried[0].config, find_place()
+    device, joined = enter(place, args.device, config.comm.backend, config.comm.timeout)
     job = _job(config, place.world)
 
     def say(text: str) -> None:
@@ -78,21 +83,23 @@ def measured_here(args: argparse.Namespace) -> None:
 
     node_size = config.layout.node_size or place.world
     cluster = load_cluster(args.cluster or CPU)
-    measured, making, own_s = savings.measure(found, place.rank, place.world, device, args.steps, say, own)
+    measured, making, own_s = savings.measure(tried, place.rank, place.world, device, args.steps, say, joined)
+    # The prediction takes the compute rates that were measured here, so that only communication is predicted.
     cluster = with_links(savings.own_compute(job, own_s, cluster), config.comm.emulate, node_size)
-    predicted = [expected(each, job, cluster, extra) for each, extra in zip(found, making, strict=True)]
+    predicted = [expected(technique, job, cluster, extra) for technique, extra in zip(tried, making, strict=True)]
     if place.rank == 0:
         links = config.comm.emulate.words(node_size) if config.comm.emulate.on else "the machine's own links"
-        _show(args, f"{plural(place.world, 'rank')} here, {links}", found, measured, predicted)
-    if own:
+        _show(args, f"{plural(place.world, 'rank')} here, {links}", tried, measured, predicted)
+    if joined:
         leave()
 
 
 def _show(
-    args: argparse.Namespace, title: str, found: list[Technique], measured: list[Figures] | None,
+    args: argparse.Namespace, title: str, tried: list[Technique], measured: list[Figures] | None,
     predicted: list[Figures],
 ) -> None:  # fmt: skip
-    names = [each.name for each in found]
+    """Print a table and bars of all techniques, or the JSON document, and write the drawing."""
+    names = [technique.name for technique in tried]
     main = measured or predicted
     word = "measured" if measured else "predicted"
     groups = {"measured": measured, "predicted": predicted} if measured else {"predicted": predicted}
@@ -121,6 +128,7 @@ def _show(
 
 
 def _table(names: list[str], figures: list[Figures], word: str) -> str:
+    """Return a table with a row for each technique. Savings are relative to the first row, the config as it is."""
     axes = sorted({axis for each in figures for axis in each.sent if axis != "world"})
     rows = [(word, *(f"{axis} sent" for axis in axes), "bytes saved", "exposed", "step", "tokens/s", "time saved")]
     base = figures[0]

@@ -1,4 +1,5 @@
-"""`meshwright scaling`: throughput, efficiency and communication share from few devices to many. Needs no torch."""
+"""`meshwright scaling`: predict throughput, efficiency and communication share from few devices to many. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from meshwright.show.chart import Chart, check_svg, stacked, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
+# The keys that the search of each point chooses, or that an option of this command sets.
 SEARCHED = (
     "layout.", "pipeline.", "zero.stage", "zero.shard_group", "recompute.", "train.global_batch", "train.micro_batch",
 )  # fmt: skip
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=count_argument, metavar="B", help="sequences of a step")
     parser.add_argument("--mode", choices=("weak", "strong", "both"), default="both", help="default: both")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw tokens/s over devices")
-    overhead = "draw what a device sends, and how long it waits for it, by axis"
+    overhead = "draw the bytes that a device sends, and the seconds that it waits for them, by axis"
     parser.add_argument("--overhead", type=Path, metavar="FILE", help=overhead)
     parser.add_argument("--efficiency", type=Path, metavar="FILE", help="draw efficiency over devices")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write all drawings and tables as one page")
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:
+    """Return the curves of throughput. With both modes, strong scaling has only that of hybrid layouts."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for mode, points in found.items():
         for way in WAYS:
@@ -86,8 +89,8 @@ AXES = {"data": ("dp",), "tensor": ("tp",), "pipeline": ("pp",), "hybrid": ("dp"
 
 
 def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
-    """Returns the bytes that a device sends in a step, and the seconds that compute waits for them, by way of scaling
-    and axis."""
+    """Return two charts by way of scaling and axis: the bytes that a device sends in a step, and the seconds that
+    compute waits for them."""
     sent: dict[str, list[tuple[float, float]]] = {}
     waited: dict[str, list[tuple[float, float]]] = {}
     for p in (p for p in points if p.best):
@@ -98,19 +101,20 @@ def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
                     lines.setdefault(name, []).append((float(p.devices), values[axis] / unit))
     devices = "{:,.0f}".format
     return [
-        Chart(f"{title}: what a device sends in a step", "devices", "GB", sent, devices),
+        Chart(f"{title}: bytes that a device sends in a step", "devices", "GB", sent, devices),
         Chart("seconds of a step that are exposed communication", "devices", "seconds", waited, devices),
     ]
 
 
 def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
+    """Return a chart of efficiency over devices, with a line for each way of scaling."""
     lines = {way: [(float(p.devices), 100 * p.efficiency) for p in points if p.way == way and p.best] for way in WAYS}
     lines = {way: line for way, line in lines.items() if line}
     return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
 
 
 def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) -> str:
-    """Returns all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
+    """Return all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
     layouts."""
     sections = {"Throughput": html.drawing(svg(throughput))}
     for mode, points in found.items():
@@ -120,7 +124,9 @@ def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) ->
             f"Efficiency, {mode} scaling": html.drawing(svg(efficiency_chart(name, points))),
             f"Layouts, {mode} scaling": html.table(_rows(mode, points), words=(6,)),
         }
-    intro = "All figures are predicted. Each point has the best layout of its kind; efficiency is against the fewest."
+    intro = (
+        "All figures are predicted. Each point has the best layout of its kind. Efficiency: against the fewest devices."
+    )
     return html.page(f"Scaling of {title}", [intro], sections)
 
 

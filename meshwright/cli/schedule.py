@@ -1,4 +1,4 @@
-"""`meshwright schedule`: builds a pipeline schedule, verifies it, times it and draws it. Needs no torch."""
+"""`meshwright schedule`: build a pipeline schedule, verify it, time it and draw it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ EXAMPLES = """example:
   meshwright schedule --kind interleaved --pp 4 --micro-batches 8 --chunks 2 --svg timeline.svg
   meshwright schedule --kind gpipe --pp 8 --micro-batches 32 --send 0.1 --json"""
 
-LARGEST_DRAWN = 2**16  # stages x micro-batches, which takes seconds
+# The largest product of stages and micro-batches. A drawing of this size takes seconds.
+LARGEST_DRAWN = 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", default="1f1b", help=f"{', '.join(KINDS)} (default: 1f1b)")
     parser.add_argument("--pp", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches of a step")
-    parser.add_argument("--chunks", type=int, default=1, help="stages each rank holds (default: 1)")
+    parser.add_argument("--chunks", type=int, default=1, help="stages that each rank holds (default: 1)")
     forward = "time of a rank's forward of one micro-batch (default: 1)"
     parser.add_argument("--forward", type=float, default=1.0, help=forward)
     parser.add_argument("--backward", type=float, default=2.0, help="time of its backward (default: 2)")
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_json(simulation: Simulation) -> dict[str, Any]:
-    """Returns the simulation as JSON: unrounded times, and each rank's actions in the order of the table."""
+    """Return the simulation as JSON: unrounded times, and each rank's actions in the order of the table."""
     return {
         "makespan": simulation.makespan, "bubble": simulation.bubble,
         "peak_activations": list(simulation.peak_activations),
@@ -74,13 +75,14 @@ def _action(timed: Timed) -> dict[str, Any]:
 
 
 def report(simulation: Simulation, args: argparse.Namespace) -> str:
-    """Returns the drawing and the figures, for people."""
+    """Return the drawing and the figures as text."""
     drawn = simulation.table
     rows = [("rank", "stages", "busy", "idle", "bubble", "peak activations")]
     for rank in range(drawn.pp):
         busy = simulation.busy[rank]
         idle = max(0.0, simulation.makespan - busy)
-        left = f"{idle:.6g}" if idle > 1e-9 * busy else "0"  # mere rounding error is shown as 0
+        # A mere rounding error is shown as 0.
+        left = f"{idle:.6g}" if idle > 1e-9 * busy else "0"
         share = idle / simulation.makespan if simulation.makespan else 0.0
         stages = " ".join(str(drawn.stage(rank, chunk)) for chunk in range(drawn.chunks))
         peak = f"{simulation.peak_activations[rank]:.4g}"

@@ -1,4 +1,5 @@
-"""`meshwright simulate`: one step on every pipeline rank, drawn or as a trace, also with a slow part. No torch."""
+"""`meshwright simulate`: simulate one step on every pipeline rank, also with slow parts, and draw or trace it. No
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ EXAMPLES = """example:
   meshwright simulate gpt3-175b --cluster a100-80g-dgx --devices 1024 --layout tp=8,pp=16,recompute=full \\
       train.global_batch=1536 --what-if slow-network=0.5 --what-if fewer-nodes=1
 
-Open a trace at https://ui.perfetto.dev; each --what-if is tried by itself, and then all together."""
+Open a trace at https://ui.perfetto.dev. Each --what-if is tried by itself, and then all of them together."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     tried = [(str(change), step_of(job, cluster, [change])) for change in changes]
     if len(changes) > 1:
         tried.append(("all together", step_of(job, cluster, changes)))
+    # The drawing and the trace are of all changes together, or of the only one.
     shown = tried[-1][1] if tried else plain
     write(args.svg, lambda: timeline_svg(shown.timeline))
     write(args.trace, lambda: trace_json(step_spans(shown), target.name))

@@ -1,4 +1,4 @@
-"""`meshwright status`: how a run stands, in one screen. No torch."""
+"""`meshwright status`: show the state of a run on one screen. No torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ EXAMPLES = """example:
   meshwright status runs/mine --cluster here.yaml --json    (speed against that cluster's plan)
   meshwright status runs/mine --complete || sbatch job.sh   (exit code 0 if nothing is left to do, else 1)"""
 
-INDENT = 14  # columns before what a line says
-MOST_FAULTS = 8  # ranks that the screen lists
+# Columns before the text of a line: the label and the blanks around it.
+INDENT = 14
+# The most ranks with faults that the screen lists.
+MOST_FAULTS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder of a run (its run.dir)")
     parser.add_argument("--verify", action="store_true", help="read the newest checkpoint and check all its checksums")
-    complete = "print nothing: exit with 0 if the run is complete, with 1 if it has something left to do"
+    complete = "print nothing, and exit with 0 if the run is complete or with 1 if it has something left to do"
     parser.add_argument("--complete", action="store_true", help=complete)
-    steps = "with --complete: the steps that the run shall have (default: train.steps of the run's config)"
+    steps = "with --complete: the steps that make the run complete (default: train.steps of the run's config)"
     parser.add_argument("--steps", type=count_argument, metavar="N", help=steps)
     cluster = "plan with this cluster (default: by the device's name, where it is known)"
     parser.add_argument("--cluster", metavar="NAME|FILE", help=cluster)
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(found: dict[str, Any]) -> list[str]:
-    """The same as text for people."""
+    """Return the document of `status_of` as lines of text."""
     state, checkpoint, good = found["state"], found["checkpoint"], found["goodput"]
     kind = "complete" if found["complete"] else state["kind"]
     rows = [("state", f"{kind} ({state['text']})" if state["text"] else kind)]
@@ -57,7 +59,7 @@ def page(found: dict[str, Any]) -> list[str]:
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
     if lost := found["not_saved"]:
         these = "none of which was" if lost == found["step"] else f"the last {lost:,} of which were not"
-        rows.append(("", f"{these} saved: the run goes on from step {found['step'] - lost:,}"))
+        rows.append(("", f"{these} saved: the run continues from step {found['step'] - lost:,}"))
     if found["loss"] is not None:
         norm = f", gradient norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
         rows.append(("loss", decimals(found["loss"], 4) + norm))
@@ -81,7 +83,8 @@ def page(found: dict[str, Any]) -> list[str]:
 
 
 def _row(name: str, text: str) -> str:
-    """A line with its label; on a terminal its words go on below where they don't fit."""
+    """Return a line with its label. On a terminal, words that don't fit continue on further lines below the text."""
+    # A file or a pipe gets each line whole.
     width = terminal_width(80) if is_terminal(sys.stdout) else UNLIMITED
     left = " " * INDENT
     return textwrap.fill(
@@ -91,6 +94,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about the run's speed, compared with the plan if there is one."""
     if found["tokens_per_s"] is None:
         return []
     planned = found["planned"]
@@ -104,6 +108,7 @@ def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about faults and slow ranks."""
     rows = []
     for rank, said in list(found["faults"].items())[:MOST_FAULTS]:
         at = "" if said[-1]["step"] is None else f" at step {said[-1]['step']}"
@@ -118,6 +123,7 @@ def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _checkpoint(found: dict[str, Any] | None) -> str:
+    """Return the text about the newest checkpoint."""
     if found is None:
         return "none yet"
     step = f"step {found['step']:,}"

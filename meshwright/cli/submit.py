@@ -1,4 +1,5 @@
-"""`meshwright submit`: a job file for Slurm or Kubernetes that trains until the run is complete. No torch."""
+"""`meshwright submit`: write or submit a job for Slurm or Kubernetes that trains until the run is complete. No
+torch."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ EXAMPLES = """example:
       --sbatch=--partition=gpu --run
   meshwright submit CONFIG.yaml --kubernetes --nodes 4 --image meshwright:1 --claim shared --out job.yaml
 
-The job saves before its time limit and starts again until `meshwright status RUN --complete` says that all is done."""
+The job saves before its time limit and starts again until `meshwright status RUN --complete` says that the run is
+complete."""
 
-PER_NODE = 8  # ranks of a node of which nothing is known
-CORES = {"cpu": 1}  # of a rank, by device, on machines of which nothing is known
-CORES_OF_GPU = 4  # every machine with GPUs has as many for each, and fewer hold up the rank
+# The most ranks of a node, if nothing is known about the nodes.
+PER_NODE = 8
+# The cores of a rank by device, if nothing is known about the machines.
+CORES = {"cpu": 1}
+# The cores of a rank with an accelerator. Every machine with GPUs has this many per GPU, and fewer would slow the rank.
+CORES_OF_GPU = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = f"cores of each rank (default: an equal share of the cluster's, else {CORES_OF_GPU}, on a CPU 1)"
     parser.add_argument("--cores-per-rank", type=int, metavar="N", help=cores)
     parser.add_argument("--time", metavar="4:00:00", help="the job's time limit, also as 3h50min (default: none asked)")
-    lead = "how long before its end a job is told to save (default: 5min); a step and a save must fit into it"
+    lead = "how long before its time limit a job gets the signal to save (default: 5min); a step and a save must fit in"
     parser.add_argument("--lead", default="5min", metavar="TIME", help=lead)
     parser.add_argument("--name", help="the job's name (default: that of the run's folder)")
-    setup = "a line of shell that comes first, e.g. 'module load cuda' (may be given several times)"
+    setup = "a shell command to run first, e.g. 'module load cuda' (may be given several times)"
     parser.add_argument("--setup", action="append", default=[], metavar="LINE", help=setup)
     more = "Slurm: a further option, e.g. --sbatch=--partition=gpu (may be given several times)"
     parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
     parser.add_argument("--image", help="Kubernetes: the image of the containers, with meshwright in it")
     parser.add_argument("--claim", help="Kubernetes: the persistent volume claim of the disk that all pods share")
     parser.add_argument("--mount", default="/work", metavar="FOLDER", help="Kubernetes: where it is mounted (/work)")
-    failures = "Kubernetes: pods that may fail until the job does (default: 8)"
+    failures = "Kubernetes: pods that may fail before the job does (default: 8)"
     parser.add_argument("--failures", type=int, default=8, metavar="N", help=failures)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the file here (default: print it)")
     parser.add_argument("--run", action="store_true", help="submit it, with sbatch or kubectl")
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def job_of(args: argparse.Namespace, config: Config) -> JobFile:
-    """What to ask for; the layout is checked against it."""
+    """Return the job to ask for, after checking the config against its ranks."""
     nodes, per_node = sizes_of(args, config)
     check(config, nodes * per_node, TRAINING_RULES)
     time_s = time_of(args.time) if args.time else 0
@@ -109,11 +114,12 @@ def job_of(args: argparse.Namespace, config: Config) -> JobFile:
         str(checkpoint_folder(config)), config.train.steps, lead_s, time_s, tuple(args.setup), tuple(args.sbatch),
         args.command, config.faults.elastic, *cores_of(args, config, nodes, per_node),
     )  # fmt: skip
-    return replace(job, words=()) if args.kubernetes else job  # there the config file has them all
+    # On Kubernetes the job gets the resolved config as a file, which has the words already.
+    return replace(job, words=()) if args.kubernetes else job
 
 
 def sizes_of(args: argparse.Namespace, config: Config) -> tuple[int, int]:
-    """Machines, and ranks on each."""
+    """Return the number of machines and of ranks on each."""
     for option, value in (("--nodes", args.nodes), ("--ranks-per-node", args.ranks_per_node),
                           ("--cores-per-rank", args.cores_per_rank)):  # fmt: skip
         if value is not None and value < 1:
@@ -125,7 +131,8 @@ def sizes_of(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def cores_of(args: argparse.Namespace, config: Config, nodes: int, per_node: int) -> tuple[int, bool]:
-    """Returns the cores of each rank, and whether the job takes whole machines: all GPUs of them, or several."""
+    """Return the cores of each rank and whether the job takes whole machines. It does if it has GPUs and either several
+    machines or all GPUs of one."""
     node = load_cluster(args.cluster).node if args.cluster else None
     default = CORES.get(config.run.device, CORES_OF_GPU)
     cores = args.cores_per_rank or (node.cores // per_node if node and node.cores else default)
@@ -134,17 +141,18 @@ def cores_of(args: argparse.Namespace, config: Config, nodes: int, per_node: int
 
 
 def time_of(text: str) -> int:
-    """Seconds of a time as Slurm writes it, or as the config does."""
+    """Return the seconds of a time, which may be written as for Slurm (4:00:00) or as in a config (4h)."""
     found = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,3}):(\d{2}):(\d{2})", text)
     if not found:
         return int(seconds_of("--time", text))
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     if not (total := 86400 * days + 3600 * hours + 60 * minutes + seconds):
-        raise UserError(f"--time {text} is no time: give e.g. 4:00:00")
+        raise UserError(f"--time {text} is not a time: give e.g. 4:00:00")
     return total
 
 
 def pods_of(args: argparse.Namespace) -> Pods:
+    """Return the settings of the pods of a Kubernetes job."""
     if not args.image or not args.claim:
         raise UserError("a Job needs an image and a disk that all pods share: give --image NAME and --claim NAME")
     if args.failures < 0 or not args.mount.startswith("/"):
@@ -153,10 +161,10 @@ def pods_of(args: argparse.Namespace) -> Pods:
 
 
 def send(text: str, to_slurm: bool) -> str:
-    """Gives the file to the scheduler, and returns what that says."""
+    """Send the job file to the scheduler and return the scheduler's answer."""
     command = ["sbatch"] if to_slurm else ["kubectl", "apply", "-f", "-"]
     if shutil.which(command[0]) is None:
-        raise UserError(f"{command[0]} is not here: write the file with --out and submit it where it is")
+        raise UserError(f"{command[0]} is not installed here: write the file with --out and submit it where it is")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()

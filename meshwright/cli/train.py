@@ -1,4 +1,4 @@
-"""`meshwright train`: starts local ranks, or runs as one rank of torchrun or srun."""
+"""`meshwright train`: train a model on local ranks, or as one rank of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXAMPLES = """example:
   torchrun --nnodes 2 --node_rank 0 --nproc_per_node 8 --master_addr HOST --master_port 29500 \\
       -m meshwright train CONFIG.yaml
   meshwright train bloom-176b --tiny
-  meshwright train CONFIG.yaml --nproc 8 --restarts 3        (again: goes on from the last checkpoint)
+  meshwright train CONFIG.yaml --nproc 8 --restarts 3        (call it again to continue from the last checkpoint)
   meshwright train CONFIG.yaml run.dir=runs/tuned --from runs/first@1000
   srun -N 2 --ntasks-per-node 8 meshwright train CONFIG.yaml
   meshwright train CONFIG.yaml --nproc 8 layout=auto         (the planner chooses; keys given here stay as they are)"""
@@ -57,7 +57,7 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml|RECIPE", help="the run's config file, or a recipe's name")
-    tiny = "start the recipe's twin: a small model on the same axes, on ranks of this machine's processors, with data"
+    tiny = "train the recipe's twin instead: a small model with the same axes, on this machine's CPUs, with data"
     parser.add_argument("--tiny", action="store_true", help=tiny)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
     source = "a run or checkpoint to start from: its weights for a new run, all of its state within the same run"
@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    place = None if args.nodes else place_in_launcher(args.nproc)  # one launcher on each node may be srun's task
+    """Train as one rank of another launcher, or check the config and start local ranks. Everything that can be checked
+    without torch is checked before it is loaded, which takes seconds."""
+    # With --nodes this process is the launcher of its node, even if srun started it as one task per node.
+    place = None if args.nodes else place_in_launcher(args.nproc)
     if place:
         if args.tiny:
             raise UserError("--tiny starts its own ranks: leave out torchrun or srun")
@@ -88,23 +91,27 @@ def run(args: argparse.Namespace) -> int:
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
     check_folders(config)
-    if nodes == 1:  # else the launcher of another node may have begun already
+    # With several nodes, another node's launcher of this run may own the folder already.
+    if nodes == 1:
         refuse_owned(Path(config.run.dir))
     if args.nproc != 1:
         warm_up()
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
         prepare_tiny(config)
+    # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
     known = args.nproc or (1 if config.run.device == "cpu" else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
     unused = unused_tokens(config, datasets_of(config)[0])
-    begins, new = config.tune.base or args.source, not list_checkpoints(checkpoint_folder(config))
-    if begins and new:
-        check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(begins), config.data)
-    say_start(config, nodes * known)  # before torch is loaded, which takes seconds
-    if unused and new and not begins and not config.model.hf:
+    first_weights = config.tune.base or args.source
+    is_new = not list_checkpoints(checkpoint_folder(config))
+    if first_weights and is_new:
+        check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(first_weights), config.data)
+    # This line comes before torch is loaded, so that the user does not wait for seconds without a word.
+    say_start(config, nodes * known)
+    if unused and is_new and not first_weights and not config.model.hf:
         notice(unused)
     from meshwright.device import check_machine
     from meshwright.launch.this_machine import check_memory
@@ -123,18 +130,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
-    """Notes what the launcher saw, if the run has begun. A mistake that was found before that leaves it as it was."""
+    """Write an event of the launcher to the run's folder, if the run has begun. A mistake that is found before this
+    command's ranks have begun leaves the folder as it was."""
     if not (Path(folder) / "run.json").is_file():
         return
     began = any(event.get("kind") in BEGINS and event["time"] >= since for event in read_events(folder))
+    # A mistake that is only found while training is a failure of the run.
     if kind != "refusal" or began:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
 
 
 def prepare(args: argparse.Namespace, place: Place) -> None:
-    """What a rank of another launcher checks before torch is loaded."""
+    """Check the config of a rank of another launcher, before torch is loaded. Rank 0 reports the start."""
     config = config_of(args)
-    if AUTO_LAYOUT in args.overrides:  # every rank finds the same one
+    # Every rank chooses the same layout, because the planner's search is deterministic.
+    if AUTO_LAYOUT in args.overrides:
         from meshwright.launch.this_machine import resolve
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
@@ -157,23 +167,26 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
 
 def say_start(config: Config, ranks: int) -> None:
-    """Says what comes. From which step a run goes on is told once its checkpoint is verified."""
+    """Print whether the run starts or continues. The step that it resumes from is reported later, once its checkpoint
+    has been verified."""
     many = plural(ranks, "rank") if ranks > 1 else ""
     emulate = config.comm.emulate
     slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
     if list_checkpoints(checkpoint_folder(config)):
-        notice(f"goes on with {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
+        notice(f"continues {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
     else:
         notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {plural(config.train.steps, 'step')}{slow}")
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    words = without_auto(args.overrides)  # `run` puts what the planner chose in its place
+    """Return the config, or the recipe's twin with --tiny. `layout=auto` is left out: `run` and `prepare` replace it by
+    the keys that the planner chose."""
+    words = without_auto(args.overrides)
     return tiny_config(args.config, words)[0] if args.tiny else load_config(args.config, words)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Runs one rank of the whole run."""
+    """Train as one rank. The rank that writes the run's files prints the summary at the end."""
     from meshwright.engine.providers import datasets_provider, forward_step, model_provider
     from meshwright.launch.this_machine import out_of_memory
     from meshwright.plan.measured import speed_of
@@ -204,7 +217,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def figures_of(folder: str) -> dict[str, Any]:
-    """Returns the figures of the summary: the run's first and last step and its validations."""
+    """Return the figures of the summary for --json: the run's first and last step, its validations and its speed."""
     steps, validations = (
         [json.loads(line) for line in (Path(folder) / name).read_text(encoding="utf-8").splitlines()]
         for name in ("metrics.jsonl", "validation.jsonl")
@@ -217,36 +230,40 @@ def figures_of(folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-NOTES = ".nodes"  # in the run's folder: what the launchers of several nodes say to each other
-IDLE_S = 1.0  # between two looks of a rank that stands by
+# The folder, within the run's, of the notes by which the launchers of several nodes agree.
+NOTES = ".nodes"
+# Seconds between two checks of a standby rank whether the run has ended.
+IDLE_S = 1.0
 
 
 def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of elastic runs, which continue after the loss of a rank or a node."""
     nodes = "machines of an elastic run, e.g. 1:4 (least and most); start the same command on each"
     parser.add_argument("--nodes", metavar="MIN:MAX", help=nodes)
-    spares = "elastic: further devices of this machine that stand by and take the places of lost ones (default: 0)"
+    spares = "elastic: further devices of this machine that stand by and replace lost ones (default: 0)"
     parser.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
     address = "with --nodes: this machine's address, on whose network the ranks talk (default: that of its name, or of "
-    address += "its route to others)"
+    address += "its route to other machines)"
     parser.add_argument("--address", metavar="IP", help=address)
     parser.set_defaults(stands_by=False)
 
 
 def nodes_of(args: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most machines."""
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", args.nodes or "1")
-    least, most = (int(found.group(1)), int(found.group(2) or found.group(1))) if found else (0, 0)
+    """Return the least and the most machines that --nodes names."""
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", args.nodes or "1")
+    least, most = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (0, 0)
     if not 1 <= least <= most:
-        raise UserError(f"--nodes {args.nodes} is no number of machines: give e.g. 2, or 1:4 for one to four")
+        raise UserError(f"--nodes {args.nodes} is not a number of machines: give e.g. 2, or 1:4 for one to four")
     return least, most
 
 
 def check_elastic_arguments(args: argparse.Namespace, config: Config) -> None:
+    """Refuse options of elastic runs that don't fit the config or each other."""
     if args.spares < 0:
         raise UserError(f"--spares {args.spares} must not be negative")
     if not config.faults.elastic and (args.nodes or args.spares):
         option = "--nodes" if args.nodes else "--spares"
-        raise UserError(f"{option} is for runs that go on after a loss: set faults.elastic=true, or leave it out")
+        raise UserError(f"{option} is for runs that continue after a loss: set faults.elastic=true, or leave it out")
     if args.address and not args.nodes:
         raise UserError("--address is the address of one of several machines: give --nodes too, or leave it out")
     if config.faults.elastic and args.restarts:
@@ -254,6 +271,7 @@ def check_elastic_arguments(args: argparse.Namespace, config: Config) -> None:
 
 
 def check_rank(args: argparse.Namespace) -> None:
+    """Refuse options of Meshwright's launcher on a rank that another launcher started."""
     if args.spares or args.address:
         option = "--spares" if args.spares else "--address"
         raise UserError(f"{option} is for our own launcher, and this process is a rank of another one: leave it out")
@@ -263,8 +281,9 @@ def start_elastic(
     config: Config, args: argparse.Namespace, main: Callable[..., None], nproc: int,
     loses: Callable[[], str], tell: Callable[[str, str], None],
 ) -> int:  # fmt: skip
-    """Runs this machine's launcher."""
-    from meshwright.launch.this_machine import choose  # the planner, which other runs don't need
+    """Run the launcher of this node for an elastic run, and return the exit code."""
+    # Imported here because this loads the planner, which other runs don't need.
+    from meshwright.launch.this_machine import choose
 
     least, most = nodes_of(args)
     folder, address = Path(config.run.dir), address_of(args.address, most)
@@ -279,19 +298,23 @@ def start_elastic(
             wishes = replace(wishes, port=keeper.port, keyed=keeper.tell)
 
         def started(team: Team, words: list[str]) -> Outcome:
-            given = argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, *words]})
-            return attempt_of(team, place, True, main, (given,))
+            """Run one attempt on the ranks of a team, with the layout that the planner chose for them."""
+            attempt_args = argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, *words]})
+            return attempt_of(team, place, True, main, (attempt_args,))
 
-        ended = Elastic(wishes, place, started).run()
-    return conclude(ended, loses, tell)
+        outcome = Elastic(wishes, place, started).run()
+    return conclude(outcome, loses, tell)
 
 
-# Ranks that another launcher starts: torchrun with --nnodes MIN:MAX begins again with as many as are left.
+# The functions below are for ranks that another launcher starts. torchrun with --nnodes MIN:MAX starts again with the
+# nodes that are left, so their number may not fit the config's layout.
 
 
 def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int, list[str]]:
-    """How many of a launcher's ranks train, and the words of their layout: those given if the run never had more ranks
-    than now and they fit, else the planner's. Every rank finds the same."""
+    """Return the number of a launcher's ranks that train, and the words of their layout.
+
+    These are all ranks and the given words, if they fit each other and the run never had more ranks than now. Otherwise
+    the planner chooses both. Every rank computes the same result without communication."""
     if place.world >= _most_ranks(config) and first_broken_rule(config, place.world, TRAINING_RULES) is None:
         return place.world, list(words)
     from meshwright.launch.this_machine import choose
@@ -303,11 +326,12 @@ def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int
 
 
 def _most_ranks(config: Config) -> int:
+    """Return the largest world that the run ever had, 0 before its first start."""
     return max((event.get("world", 0) for event in read_events(config.run.dir)), default=0)
 
 
 def stand_by(config: Config, place: Place) -> None:
-    """The body of a rank that does not train: it ends when the run does, or with its launcher."""
+    """Wait as a rank that does not train, until the run ends or the launcher ends this process."""
     folder = Path(config.run.dir)
     number = owner_number(folder)
     notice(f"meshwright: rank {place.rank} of {place.world} stands by")
@@ -317,7 +341,8 @@ def stand_by(config: Config, place: Place) -> None:
 
 
 def prepare_tiny(config: Config) -> None:
-    """Makes what a twin uses and is not there: files of Python's own standard library, and an untrained base."""
+    """Make the files that a twin needs and that don't exist yet: token files of Python's standard library, generated
+    conversations, and an untrained base for adapters."""
     if TWIN_DATA in config.data.prefixes and not Path(f"{TWIN_DATA}.idx").is_file():
         from meshwright.data.prepare import prepare
 

@@ -1,4 +1,5 @@
-"""`meshwright watch`: a live page of one or several runs on this machine, or a file of it to send. No torch."""
+"""`meshwright watch`: show one or several runs on a live page on this machine, or write the page as a file. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from meshwright.watch.server import Runs, Server, whole_page
 EXAMPLES = """example:
   meshwright watch runs/mine                          (a page that follows the run; Ctrl-C ends it)
   meshwright watch runs/first runs/second             (their curves over each other)
-  meshwright watch runs/mine --html run.html          (one file, to send to somebody)
+  meshwright watch runs/mine --html run.html          (one file that you can send)
   meshwright watch runs/mine --cluster here.yaml      (planned times too, by a profile of `meshwright comm bench`)
 
 On a cluster, watch from your own machine: ssh -L 8420:127.0.0.1:8420 HOST meshwright watch runs/mine"""
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _server(runs: Runs, port: int | None) -> Server:
-    """On the given port, or else on the usual one or, where that is taken, on a free one."""
+    """Return a server on the given port. Without one, use the usual port, or a free one if that is taken."""
     try:
         return Server(runs, PORT if port is None else port)
     except OSError as error:

@@ -1,5 +1,5 @@
-"""The sections of a model that stand for special parts of it: a mixture of experts, latent attention, rotary positions
-beyond the length that it was first trained on."""
+"""The config sections of special parts of a model: a mixture of experts, latent attention, and rotary positions beyond
+the length that the model was first trained on. Also the checks that all sections share."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ from typing import Literal
 
 from meshwright.errors import UserError, divisors, either
 
-MOST_BLOCKS = 2**16  # also of heads and experts: what loops go through one by one
+# The most blocks, heads and experts. Loops visit each of them, so a larger number would seem to hang.
+MOST_BLOCKS = 2**16
+# The longest time that a key may name: a year.
 LONGEST_S = 365 * 24 * 3600.0
 
 
 def positive(section: str, values: object, *keys: str) -> None:
+    """Refuse keys of a section that are not above zero. NaN is refused too, because no comparison with it holds."""
     for key in keys:
         if not getattr(values, key) > 0:
             raise UserError(f"{section}.{key}={getattr(values, key)} must be greater than zero")
 
 
 def not_negative(section: str, values: object, *keys: str) -> None:
+    """Refuse keys of a section that are below zero."""
     for key in keys:
         if not getattr(values, key) >= 0:
             raise UserError(f"{section}.{key}={getattr(values, key)} must not be negative")
 
 
 def at_most(section: str, values: object, most: int, *keys: str) -> None:
+    """Refuse keys of a section that are above `most`."""
     for key in keys:
         if getattr(values, key) > most:
             raise UserError(f"{section}.{key}={getattr(values, key)} is too large: use {most} at most")
 
 
 def seconds_of(key: str, text: str) -> float:
-    """The seconds of a time such as 90s, 30min or 1h30min."""
-    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)min)?(?:([\d.]+)s)?", text)
+    """Return the seconds of a time such as 90s, 30min or 1h30min."""
+    match = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)min)?(?:([\d.]+)s)?", text)
     try:
-        hours, minutes, rest = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+        hours, minutes, rest = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
         seconds = 3600 * hours + 60 * minutes + rest
     except ValueError:
+        # The pattern also matches digits with several points, such as 1.2.3s.
         seconds = 0.0
     if not 0 < seconds <= LONGEST_S:
         raise UserError(f"{key}={text} is not a time: give it as 90s, 30min or 1h30min")
@@ -53,19 +59,20 @@ class ExpertsConfig:
     count: int = 0
     top_k: int = 2  # experts that each token goes to
     ffn: int = 0  # inner features of one expert; 0: model.ffn
-    shared: int = 0  # experts that every token goes to, as one MLP of `shared` x `ffn` features
+    shared: int = 0  # experts that every token goes to, computed as one MLP of `shared` x `ffn` features
     every: int = 1  # every n-th block has experts: blocks n, 2n, 3n, ...
-    first_dense: int = 0  # blocks before the first that may have experts
-    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores; sigmoid has a balancing bias
-    normalise: bool = True  # the scores of the chosen experts are divided by their sum
-    scale: float = 1.0  # of the chosen experts' scores, after that
-    groups: int = 1  # experts are chosen from the best `groups_used` of so many groups
+    first_dense: int = 0  # the number of blocks at the beginning that have no experts
+    router: Literal["softmax", "sigmoid"] = "softmax"  # turns logits into scores; sigmoid has a balancing bias
+    normalise: bool = True  # divide the scores of the chosen experts by their sum
+    scale: float = 1.0  # factor on the chosen experts' scores, after `normalise`
+    groups: int = 1  # experts are divided into this many groups and chosen from the best `groups_used` of them
     groups_used: int = 1
-    bias_balance: float = 0.0  # per update, how far the balancing bias moves (DeepSeek-V3: 0.001); 0: it stays
+    bias_balance: float = 0.0  # step of the balancing bias per update (DeepSeek-V3: 0.001); 0: the bias is constant
     aux_loss: float = 0.0  # weight of the balance loss
     aux_level: Literal["sequence", "batch"] = "sequence"  # balance within each sequence, or each rank's micro-batch
-    z_loss: float = 0.0  # weight of the mean squared log-sum of the router's logits
-    capacity: float | None = None  # rows of an expert over its even share; beyond it tokens are dropped. None: dropless
+    z_loss: float = 0.0  # weight of the router's z-loss: the mean squared log-sum-exp of its logits
+    # The most tokens that an expert takes, relative to its even share; later tokens are dropped. None: no limit.
+    capacity: float | None = None
 
     def __post_init__(self) -> None:
         not_negative(
@@ -109,24 +116,24 @@ class ExpertsConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Whether a bias, which balances the experts, is added to the scores that experts are chosen by."""
+        """True if a balancing bias is added to the scores by which experts are chosen."""
         return self.router == "sigmoid" or self.bias_balance > 0
 
     def in_block(self, layer: int) -> bool:
-        """Whether this block has experts."""
+        """Return whether this block has experts. Blocks are counted from 0."""
         return self.count > 0 and layer >= self.first_dense and (layer + 1) % self.every == 0
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention, as DeepSeek has it: queries, keys and values come from short vectors. With `kv_rank`
-    0, attention is the usual one."""
+    """Multi-head latent attention, as in DeepSeek: queries, keys and values are projected from short latent vectors.
+    With `kv_rank` 0, attention is the usual one."""
 
-    kv_rank: int = 0  # elements of the vector that keys and values are made of
-    q_rank: int = 0  # the same of queries; 0: they are made of the token itself
-    nope_dim: int = 128  # elements of a query's and a key's head without a position
-    rope_dim: int = 64  # those that turn with the position; all heads share the key's
-    v_dim: int = 128  # elements of a value's head
+    kv_rank: int = 0  # elements of the latent vector of keys and values
+    q_rank: int = 0  # elements of the latent vector of queries; 0: they are projected from the token itself
+    nope_dim: int = 128  # elements of a query or key head that carry no position
+    rope_dim: int = 64  # elements of a query or key head that rotary positions turn; all heads share the key's
+    v_dim: int = 128  # elements of a value head
 
     def __post_init__(self) -> None:
         not_negative("model.latent", self, "kv_rank", "q_rank")
@@ -142,7 +149,7 @@ class LatentConfig:
             )
 
 
-# Which keys each kind of rotary scaling has, in the order of the numbers that older configs hold.
+# The keys of each kind of rotary scaling. `from_list` relies on the order of those of linear and llama3.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -156,21 +163,23 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScalingConfig:
-    """How rotary positions are slowed for sequences longer than those a model was first trained on. A `factor` slows
-    all frequencies (linear) or, of those that turn seldom over `original` tokens, some (llama3, yarn); dynamic raises
-    rope_theta by how much model.seq is longer than `original`."""
+    """The scaling of rotary positions for sequences longer than those a model was first trained on. `factor` slows all
+    frequencies down (linear), or only the low ones, which make few turns over `original` tokens (llama3, yarn).
+    dynamic raises rope_theta instead, by how much model.seq is longer than `original`."""
 
     kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     factor: float = 1.0
     original: int = 0  # tokens of a sequence that the model was first trained on
-    low: float = 1.0  # llama3: frequencies that turn fewer times over `original` tokens are slowed by the factor
-    high: float = 4.0  # llama3: those that turn more often stay as they are
-    beta_fast: float = 32.0  # yarn: those that turn more often than this stay as they are
-    beta_slow: float = 1.0  # yarn: those that turn fewer times are slowed by the factor
-    truncate: bool = True  # yarn: the two bounds are rounded to whole frequencies
-    attention_factor: float = 0.0  # yarn: of cosines and sines; 0: 0.1 ln(factor) + 1
-    mscale: float = 0.0  # yarn, with mscale_all_dim: attention_factor is the quotient of 0.1 mscale ln(factor) + 1, ...
-    mscale_all_dim: float = 0.0  # ... by the same of this, whose square multiplies latent attention's scores
+    low: float = 1.0  # llama3: frequencies with fewer turns over `original` tokens are slowed by the whole factor
+    high: float = 4.0  # llama3: frequencies with more turns over `original` tokens are unchanged
+    beta_fast: float = 32.0  # yarn: frequencies with more turns over `original` tokens are unchanged
+    beta_slow: float = 1.0  # yarn: frequencies with fewer turns over `original` tokens are slowed by the whole factor
+    truncate: bool = True  # yarn: round these two bounds to whole frequencies
+    attention_factor: float = 0.0  # yarn: factor on cosines and sines; 0: 0.1 ln(factor) + 1
+    # yarn: with both keys and m(s) = 0.1 s ln(factor) + 1, cosines and sines are multiplied by
+    # m(mscale) / m(mscale_all_dim), and the scores of latent attention by m(mscale_all_dim)^2.
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
         name, given = "model.rope_scaling", ROPE_KEYS[self.kind]
@@ -189,7 +198,7 @@ class RopeScalingConfig:
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RopeScalingConfig:
-        """Returns the section that older configs wrote as numbers: one factor, or Llama 3.1's four."""
+        """Return the section for a list of numbers, which older configs have: one factor, or Llama 3.1's four."""
         kind = {0: "none", 1: "linear", 4: "llama3"}.get(len(numbers))
         if kind is None:
             raise UserError(
@@ -201,12 +210,13 @@ class RopeScalingConfig:
         return cls(kind, **values)  # type: ignore[arg-type]
 
     def attention_factors(self, latent: bool) -> tuple[float, float]:
-        """Returns what yarn multiplies cosines and sines by, and what the scores of latent attention."""
+        """Return yarn's factor on cosines and sines and its factor on the scores of latent attention."""
         if self.kind != "yarn":
             return 1.0, 1.0
-        of_all = self._magnitude(self.mscale_all_dim)
-        own = self._magnitude(self.mscale) / of_all if self.mscale and self.mscale_all_dim else self._magnitude(1.0)
-        return self.attention_factor or own, of_all**2 if latent else 1.0
+        all_dims = self._magnitude(self.mscale_all_dim)
+        usual = self._magnitude(self.mscale) / all_dims if self.mscale and self.mscale_all_dim else self._magnitude(1.0)
+        return self.attention_factor or usual, all_dims**2 if latent else 1.0
 
     def _magnitude(self, scale: float) -> float:
+        """Return 0.1 scale ln(factor) + 1, the correction of attention's temperature in the YaRN paper."""
         return 1.0 if self.factor <= 1.0 else 0.1 * scale * math.log(self.factor) + 1.0

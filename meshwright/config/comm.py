@@ -1,4 +1,4 @@
-"""The section on communication: back end, buckets, and how gradients are summed over the data-parallel ranks."""
+"""The config section on communication: back end, buckets, compression, overlap and algorithms."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import ClassVar, Literal, get_args
 from meshwright.config.blocks import LONGEST_S, not_negative, positive
 from meshwright.errors import UserError, nearest
 
-BLOCK_UNIT = 16  # what a block of numbers with one scale is a multiple of
+# Blocks of elements with one scale, and blocks of topk, have a multiple of this many elements.
+BLOCK_UNIT = 16
 NODE_COPY = "comm.gather.node_copy=true"
-MOST_CHOSEN_FROM = 1 << 15  # elements of a block of topk, whose places are numbers of one or two bytes
-# The kinds that a key of `comm.reduce` belongs to.
+# The most elements of a block of topk: positions in a block are sent as numbers of one or two bytes.
+MOST_CHOSEN_FROM = 1 << 15
+# The kinds of compression, grouped by the keys of `comm.reduce` that apply to them.
 SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
 ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
 
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """How gradients are summed over the data-parallel ranks: as they are, or compressed."""
+    """The compression of gradients in their sum over the data-parallel ranks. With kind=plain there is none."""
 
     section: ClassVar[str] = "comm.reduce"
     kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
-    ratio: float = 0.01  # topk, threshold: the part of the elements that is sent
-    rank: int = 4  # powersgd: of the product that stands for a matrix
-    block: int = 256  # fp8, int8, int4, onebit: elements that share a scale; topk: of which the largest are sent
-    error_feedback: Literal["auto", "true", "false"] = "auto"  # what was left out is added to the next step's gradient
-    warmup_steps: int = 0  # first steps of a run that are summed as they are
-    adaptive: bool = False  # the kind is chosen after the first steps, by what was measured; `ratio`: the least
+    ratio: float = 0.01  # topk, threshold: the fraction of the elements that is sent
+    rank: int = 4  # powersgd: the rank of the two factors that are sent in place of a matrix
+    # fp8, int8, int4, onebit: elements that share a scale; topk: elements of which the largest are sent.
+    block: int = 256
+    # Add the part that compression left out to the gradient of the next step; auto: see `feeds_back`.
+    error_feedback: Literal["auto", "true", "false"] = "auto"
+    warmup_steps: int = 0  # the first steps of a run, whose gradients are not compressed
+    # Choose the kind after the first steps, by measured times; `ratio` is then the least that topk may send.
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         positive(self.section, self, "rank", "block")
@@ -44,10 +49,11 @@ class ReduceConfig:
         if self.adaptive and (self.kind != "plain" or self.error_feedback != "auto"):
             raise UserError(f"{self.section}.adaptive=true chooses how gradients are sent, and keeps what is left out: "
                             f"leave {self.section}.kind and {self.section}.error_feedback out")  # fmt: skip
-        belongs = {"ratio": SPARSE, "rank": LOW_RANK, "block": (*SCALED, "topk")}
+        kinds_of_key = {"ratio": SPARSE, "rank": LOW_RANK, "block": (*SCALED, "topk")}
         lossy = tuple(kind for kind in KINDS if kind != "plain")
+        # A key that another kind would need is refused instead of ignored.
         for key in (f.name for f in fields(self)):
-            kinds = belongs.get(key, lossy)
+            kinds = kinds_of_key.get(key, lossy)
             if self.adaptive and key != "rank":
                 continue
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
@@ -58,19 +64,20 @@ class ReduceConfig:
 
     @property
     def compresses(self) -> bool:
+        """True if gradients may be compressed."""
         return self.kind != "plain" or self.adaptive
 
     @property
     def words(self) -> str:
-        """The key that asks for compression, with its value."""
+        """The key that asks for compression with its value, as in `comm.reduce.kind=int8`."""
         return f"{self.section}.adaptive=true" if self.adaptive else f"{self.section}.kind={self.kind}"
 
     @property
     def feeds_back(self) -> bool:
-        """Whether each rank keeps what it left out. Rounding to a few bits is by chance and right on average, so
-        `auto` keeps it for the other kinds alone."""
-        by_itself = self.kind in ("onebit", *LOW_RANK, *SPARSE) or self.adaptive
-        return self.error_feedback == "true" or (self.error_feedback == "auto" and by_itself)
+        """True if each rank adds the part that it left out to its next gradient (error feedback). Rounding to several
+        bits is stochastic and right on average, so `auto` means error feedback for the other kinds only."""
+        biased = self.kind in ("onebit", *LOW_RANK, *SPARSE) or self.adaptive
+        return self.error_feedback == "true" or (self.error_feedback == "auto" and biased)
 
 
 KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
@@ -78,11 +85,13 @@ KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """How the weights that ZeRO stage 3 divides travel to the ranks that use them: as they are, or rounded."""
+    """The all-gather of the weights that ZeRO stage 3 shards. Unless kind is plain, they are rounded for it."""
 
     kind: Literal["plain", "bf16", "fp8", "int8"] = "plain"
     block: int = 256  # fp8, int8: elements that share a scale
-    node_copy: bool = False  # a node keeps what it has gathered, divided among its ranks, for the rest of the step
+    # Keep gathered weights for the rest of the step, sharded over the ranks of each node: only the first gather of a
+    # step crosses nodes.
+    node_copy: bool = False
 
     def __post_init__(self) -> None:
         positive("comm.gather", self, "block")
@@ -95,30 +104,31 @@ class GatherConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """Which communication runs while something is computed. The bytes are the same either way."""
+    """The kinds of communication that overlap with computation. The bytes are the same either way."""
 
-    gradients: bool = True  # summed over the data axes while backward goes on
-    weights: bool = True  # ZeRO: gathered while the unit before computes
-    tensor: bool = False  # sent over tp in pieces, while other pieces are multiplied
-    pipeline: bool = True  # sent to other stages while the next micro-batch computes
-    piece_gflop: float = 60.0  # tensor: a product is cut where each send has at least so much of it to hide behind
+    gradients: bool = True  # gradients are summed over the data axes while backward continues
+    weights: bool = True  # ZeRO: a unit's weights are gathered while the unit before it computes
+    tensor: bool = False  # linear layers over tp send in pieces while other pieces are multiplied
+    pipeline: bool = True  # activations are sent to other stages while the next micro-batch computes
+    # With `tensor`: a product is split only if each of its sends can hide behind at least this many GFLOP of it.
+    piece_gflop: float = 60.0
 
     def __post_init__(self) -> None:
         not_negative("comm.overlap", self, "piece_gflop")
 
     @property
     def piece_flops(self) -> float | None:
-        """The FLOPs of a product for each send over tp; None: products are not cut."""
+        """The least FLOPs of a product for each of its sends over tp. None: products are not split."""
         return self.piece_gflop * 1e9 if self.tensor else None
 
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """What links carry, as `meshwright comm bench` measures it: `comm.algorithm: auto` chooses by it."""
+    """The rates of the links, as `meshwright comm bench` measures them. `comm.algorithm: auto` chooses by them."""
 
-    link_gb_s: float = 0.0  # what a rank sends to others of its node
-    network_gb_s: float = 0.0  # what the ranks of a node together send to other nodes; 0: like the rank's link
-    latency_us: float = 0.0  # of every message
+    link_gb_s: float = 0.0  # rate at which a rank sends to others of its node
+    network_gb_s: float = 0.0  # rate at which all ranks of a node together send to other nodes; 0: like link_gb_s
+    latency_us: float = 0.0  # latency of every message
     section: ClassVar[str] = "comm.links"
 
     def __post_init__(self) -> None:
@@ -126,43 +136,47 @@ class LinkConfig:
 
     @property
     def on(self) -> bool:
+        """True if any rate or latency is given."""
         return bool(self.link_gb_s or self.network_gb_s or self.latency_us)
 
 
 @dataclass(frozen=True)
 class EmulateConfig(LinkConfig):
-    """Slow links that are emulated by delays, on a CPU, to measure what a slower network would do; 0: as they are."""
+    """Slow links that are emulated on a CPU by delays, to measure the effect of a slower network. 0: no delay."""
 
     section: ClassVar[str] = "comm.emulate"
 
     def words(self, per_node: int) -> str:
-        """Returns e.g. `emulated links: 0.1 GB/s in a node of 4`."""
+        """Return the links in words, e.g. `emulated links: 0.1 GB/s in a node of 4`."""
         rates = [f"{self.link_gb_s:g} GB/s in a node of {per_node}"] if self.link_gb_s else []
         rates += [f"{self.network_gb_s:g} GB/s between nodes"] if self.network_gb_s else []
         rates += [f"{self.latency_us:g} us"] if self.latency_us else []
         return "emulated links: " + ", ".join(rates)
 
 
-# How gradients are summed: by torch's collective, by one of ours on sends and receives, or by the fastest.
+# The ways to sum gradients: torch's collective, one of Meshwright's algorithms on sends and receives, or the fastest of
+# them (auto).
 Summing = Literal["torch", "auto", "ring", "tree", "halving_doubling", "mesh", "hierarchical"]
 Exchanging = Literal["torch", "hierarchical"]
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Which algorithms collectives run by, axis by axis; one word stands for every axis that knows it."""
+    """The algorithms of collectives by axis. In a config, a single word in place of the section sets every axis that
+    knows the word."""
 
     section: ClassVar[str] = "comm.algorithm"
-    dp: Summing = "torch"  # sums of gradients over the data axes: dp, cp, and edp of experts
-    ep: Exchanging = "torch"  # exchanges of rows among experts: at once, or first inside a node and then between nodes
+    dp: Summing = "torch"  # sums of gradients over the data axes: dp, cp, and edp for experts
+    ep: Exchanging = "torch"  # exchanges of rows among experts; hierarchical: first inside a node, then between nodes
 
     @property
     def sums_itself(self) -> bool:
-        """True if our own algorithm sums gradients instead of torch's collective."""
+        """True if one of Meshwright's algorithms sums gradients instead of torch's collective."""
         return self.dp != "torch"
 
     @classmethod
     def from_word(cls, word: str) -> AlgorithmConfig:
+        """Return the section that a single word stands for, as in `comm.algorithm: ring`."""
         sums, exchanges = get_args(Summing), get_args(Exchanging)
         if word not in sums:
             raise UserError(f"{cls.section}={word} is not one of {', '.join(sums)}{nearest(word, sums)}")
@@ -171,8 +185,10 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
+    """Communication: the back end, its timeout, the size of gradient buckets, and the sections above."""
+
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
-    timeout: float = 600.0  # seconds until a collective that does not end is reported and the run stopped
+    timeout: float = 600.0  # seconds until a hanging collective is reported and the run is stopped
     # Gradients are reduced in buckets of about this size. 0: 25 MiB, or more where many ranks sum them.
     bucket_mib: float = 0.0
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
@@ -181,7 +197,8 @@ class CommConfig:
     emulate: EmulateConfig = field(default_factory=EmulateConfig)
     links: LinkConfig = field(default_factory=LinkConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    switches: tuple[int, ...] = ()  # that each node is at: our own rings visit the nodes of a switch one after another
+    # The switch of each node, in the order of nodes: our own rings visit the nodes of a switch one after another.
+    switches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         positive("comm", self, "timeout")
@@ -196,5 +213,5 @@ class CommConfig:
 
     @property
     def known_links(self) -> LinkConfig:
-        """The links that sums go over: the emulated ones, or those that the user gives."""
+        """The links that sums are sent over: the emulated ones if there are any, else those given in `comm.links`."""
         return self.emulate if self.emulate.on else self.links

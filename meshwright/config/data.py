@@ -1,4 +1,4 @@
-"""The data section of a config: the token files, and what is learned from them."""
+"""The data section of a config: the token files, and the objective that is learned from them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BLANK_SPECIALS = ("MASK", "gMASK", "sop", "eop", "pad")
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective: the loss that a model learns by, and the form of its samples."""
+    """A training objective: the loss of a model, and the form of its samples."""
 
-    learns: str  # in words
+    learns: str  # what the model learns to predict, in words for error sentences
     packed: bool = False  # samples are packed conversations
     has_segments: bool = False  # samples say which of their tokens see each other
-    splits_documents: bool = False  # samples are cut from documents, about whose ends the keys of `data` decide
-    fills_blanks: bool = False  # samples have a source and blanks of it
-    judges_answers: bool = False  # the loss compares answers, or judges each
-    fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")  # of every sample
+    splits_documents: bool = False  # samples consist of documents, so `data.mask_eod` etc. apply to them
+    fills_blanks: bool = False  # samples are a source text and the spans that fill its blanks
+    judges_answers: bool = False  # the loss compares pairs of answers, or judges single ones
+    fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")  # the fields of every sample
 
 
 OBJECTIVES = {
@@ -46,12 +46,12 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class MaskedConfig:
-    """Which tokens are masked for `data.objective=masked`: 80 % of those become the mask token, 10 % another token, and
-    10 % stay."""
+    """The choice of masked tokens for `data.objective=masked`. Of the chosen tokens, 80 % are replaced by the mask
+    token, 10 % by another token, and 10 % stay."""
 
-    share: float = 0.15  # of a sample's tokens; at most model.predictions
-    ngrams: int = 1  # the most words that are masked together; runs of n words have the odds 1/n
-    whole_words: Literal["auto", "true", "false"] = "auto"  # auto: where the tokenizer shows where words begin
+    share: float = 0.15  # fraction of a sample's tokens that is chosen; at most model.predictions tokens
+    ngrams: int = 1  # the most words that are masked together; the odds of a run of n words are 1/n
+    whole_words: Literal["auto", "true", "false"] = "auto"  # auto: if the tokenizer shows where words begin
     # The ids of [CLS], [SEP], [MASK] and [PAD]; empty: the tokenizer's or, where it has none, the four after its last.
     specials: tuple[int, ...] = ()
 
@@ -68,12 +68,12 @@ class MaskedConfig:
 
 @dataclass(frozen=True)
 class SpansConfig:
-    """Which spans of a text are taken out for `data.objective=spans`. A sentinel stands for each in the input; the
-    target is each sentinel with its span."""
+    """The spans that are taken out of a text for `data.objective=spans`. In the input, a sentinel replaces each span.
+    The target has each sentinel followed by its span."""
 
-    share: float = SHARE  # of a sample's tokens that are taken out
+    share: float = SHARE  # fraction of a sample's tokens that is taken out
     mean: float = MEAN  # tokens of a span, on average
-    sentinel: int = -1  # the id of the first sentinel, below which the others follow; -1: model.vocab - 1
+    sentinel: int = -1  # the id of the first sentinel; the others have the ids below it. -1: model.vocab - 1
 
     def __post_init__(self) -> None:
         positive("data.spans", self, "share")
@@ -85,15 +85,16 @@ class SpansConfig:
 
 @dataclass(frozen=True)
 class BlanksConfig:
-    """Which blanks are filled in for `data.objective=blanks`: in some samples short spans all over the text, each with
-    a [MASK] in its place, in the others its whole end, for which [gMASK] stands."""
+    """The blanks that the model fills in for `data.objective=blanks`. In some samples they are short spans all over the
+    text, each replaced by a [MASK]. In the others the whole end of the text is one blank, replaced by [gMASK]."""
 
-    short: float = 0.3  # of the samples that have short spans
-    share: float = 0.15  # of such a sample's tokens that are in them
-    mean: float = 3.0  # tokens of a short span, on average (they follow Poisson's law)
-    least: float = 0.5  # the shortest end, as a share of the sample's tokens; the longest is all of it
-    instructions: tuple[str, ...] = ()  # files of `data chat`, whose answers are blanks behind what was said before
-    instruction_share: float = 0.05  # of the samples that come from them (GLM-130B: 5 %)
+    short: float = 0.3  # fraction of the samples that have short spans
+    share: float = 0.15  # fraction of such a sample's tokens that is in the spans
+    mean: float = 3.0  # tokens of a short span, on average (drawn from a Poisson distribution)
+    least: float = 0.5  # the shortest end, as a fraction of the sample's tokens; the longest is the whole sample
+    # Token files of `data chat`: each answer is a blank after the conversation that precedes it.
+    instructions: tuple[str, ...] = ()
+    instruction_share: float = 0.05  # fraction of the samples that are drawn from these files (GLM-130B: 5 %)
     # The ids of [MASK], [gMASK], [sop], [eop] and [pad]; empty: the five after the tokenizer's last.
     specials: tuple[int, ...] = ()
 
@@ -117,24 +118,29 @@ class BlanksConfig:
 
     @property
     def source_square(self) -> float:
-        """The mean square of the source's share of a sample. Of s tokens with a source of f s, attention sees f^2 s^2
-        pairs within it, f (1 - f) s^2 from the spans to it and half of (1 - f)^2 s^2 among them: (1 + f^2) / 2 s^2."""
-        ends = (1.0 - self.least) ** 2 / 3  # its share is as likely to lie anywhere from 0 to 1 - least
+        """The mean of f^2, where f is the source's share of a sample.
+
+        In a sample of s tokens, attention sees f^2 s^2 pairs within the source, f (1 - f) s^2 from the spans to the
+        source and (1 - f)^2 s^2 / 2 among the spans, which adds up to (1 + f^2) s^2 / 2."""
+        # In a sample whose end is the blank, f is uniform between 0 and 1 - least.
+        ends = (1.0 - self.least) ** 2 / 3
         return self.short * (1.0 - self.share) ** 2 + (1.0 - self.short) * ends
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] = ()  # empty: in proportion to the tokens of each file
-    split: tuple[float, ...] = (0.95, 0.05, 0.0)
-    draw_split: bool = True  # draw each part from all over a file; false: in its order, as Megatron-LM does
-    mask_eod: bool = False
-    reset_positions: bool = False
-    reset_attention: bool = False
-    any_tokenizer: bool = False  # take data that were made with another tokenizer than the model's
+    """The token files, how documents are divided and cut into samples, and the objective."""
+
+    prefixes: tuple[str, ...]  # token files, each without .bin
+    weights: tuple[float, ...] = ()  # shares of the samples, one per file; empty: in proportion to their tokens
+    split: tuple[float, ...] = (0.95, 0.05, 0.0)  # shares of the documents in train, valid and test
+    draw_split: bool = True  # draw the documents of each part from all over a file; false: in order, as in Megatron-LM
+    mask_eod: bool = False  # no loss where the input is an end token
+    reset_positions: bool = False  # positions restart after each end token
+    reset_attention: bool = False  # attention does not cross the boundaries of documents
+    any_tokenizer: bool = False  # accept data that were made with another tokenizer than the model's
     eod: int = -1  # the end token's id; -1: from the file that `data prepare` wrote beside the tokens
-    # auto: as model.kind has it; chat: the answers of conversations; preference: pairs of answers
+    # auto: the usual objective of model.kind; chat: the answers of conversations; preference: pairs of answers.
     objective: Literal["auto", "causal", "masked", "spans", "blanks", "chat", "preference"] = "auto"
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)

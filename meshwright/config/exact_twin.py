@@ -1,5 +1,5 @@
-"""The small float64 twin that `meshwright check` runs in place of a config, and the same model on one process. The
-twin's layout fits the machine, its features are exact, and every change is listed. No torch."""
+"""The small float64 twin that `meshwright check` trains in place of a config, and the same model on one process. The
+twin's layout fits the machine, its features are exact, and every change to the config is listed. No torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from meshwright.config.sections import (
 from meshwright.config.twin import PEAK_LR, small_batch, small_model, small_tune
 from meshwright.errors import UserError, plural
 
-STEPS = 3  # whose gradients are compared; one more step counts the bytes
-BUCKET_MIB = 0.05  # several buckets even of a small model
+# The number of steps whose gradients are compared. One more step is run to count the bytes.
+STEPS = 3
+# So small that even a twin's gradients fill several buckets.
+BUCKET_MIB = 0.05
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A config to check on `world` ranks, the same on one process, and sentences about what was changed. The gradients
-    of the first `compared` steps are compared."""
+    """A config to check on `world` ranks, the same model for one process, and a sentence for each change to the user's
+    config. The gradients of the first `compared` steps are compared."""
 
     config: Config
     alone: Config
@@ -41,7 +43,7 @@ class Checked:
 
 
 def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
-    """Returns the twin of a run on `devices` devices for at most `most` ranks; with `given`, for exactly so many."""
+    """Return the twin of a run on `devices` devices, for at most `most` ranks, or with `given` for exactly `most`."""
     exact, changes = with_exact_features(config)
     # A run's replicas have become data-parallel ranks.
     layout, world, words = fitting_layout(exact.layout, devices, most, given)
@@ -63,11 +65,12 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
 
 
 def alone(config: Config) -> Config:
-    """Returns the same model and steps for one process: no layout, sharding or recomputation, and a whole step as one
-    micro-batch where no loss is computed within a micro-batch."""
+    """Return the same model and steps for one process, without any layout, sharding or recomputation. A whole step is
+    one micro-batch, unless a loss depends on the division into micro-batches."""
     train = config.train
-    within = config.model.experts.count and config.model.experts.aux_level == "batch"
-    micro = train.micro_batch if within else train.global_batch
+    # Experts are then balanced within each micro-batch, so its size changes the loss.
+    by_micro_batch = config.model.experts.count and config.model.experts.aux_level == "batch"
+    micro = train.micro_batch if by_micro_batch else train.global_batch
     return replace(
         config, layout=LayoutConfig(), pipeline=PipelineConfig(), context=ContextConfig(), zero=ZeroConfig(),
         recompute=RecomputeConfig(),
@@ -77,13 +80,14 @@ def alone(config: Config) -> Config:
 
 
 def _sizes(layout: LayoutConfig, world: int) -> dict[str, int]:
+    """Return the sizes of a layout's axes on `world` ranks."""
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "chunks")}
     return {"dp": world // layout.least_world, **sizes}
 
 
 def with_exact_features(config: Config) -> tuple[Config, list[str]]:
-    """Returns the config in float64 with the exact counterpart of every feature that loses something by design, or
-    draws random numbers, and a sentence for each that was changed."""
+    """Return the config in float64, and a sentence for each feature that was changed. Features that are inexact by
+    design or that draw random numbers are replaced by their exact counterparts."""
     c, m, t = config, config.model, config.train
     changes = []
 
@@ -122,23 +126,28 @@ def with_exact_features(config: Config) -> tuple[Config, list[str]]:
 
 
 def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> tuple[LayoutConfig, int, str]:
-    """Return the layout for at most `most` ranks, its world, and why it was shrunk. dp shrinks first, then the largest
-    of the others; none that is larger than 1 becomes smaller than 2. With `given` the world is `most`, and all axes but
-    dp stay if they divide it."""
+    """Return the layout for at most `most` ranks, its world, and the reason why it was shrunk.
+
+    dp shrinks first, then the largest of the others. An axis larger than 1 keeps a size of at least 2, so that it is
+    still tested. With `given` the world is exactly `most`, and if the other axes divide it, only dp changes."""
     sizes = {"tp": its.tp, "pp": its.pp, "cp": its.cp}
-    dp, grid = max(1, devices // its.least_world), its.tp_grid
+    dp = max(1, devices // its.least_world)
+    grid = its.tp_grid
     fits = given and most % its.least_world == 0
-    while not fits and dp * math.prod(sizes.values()) > most and (dp > 2 or max(sizes.values()) > 2):
+    while not fits and dp * math.prod(sizes.values()) > most:
+        # A grid of 2 ranks along each side can't shrink, even if its tp is too large for `most`.
+        fixed = {"tp"} if grid and max(grid) <= 2 else set()
+        shrinkable = {axis: size for axis, size in sizes.items() if size > 2 and axis not in fixed}
         if dp > 2:
             dp = _half(dp)
-            continue
-        axis = max(sizes, key=lambda name: sizes[name])
-        sizes[axis] = _half(sizes[axis])
-        if axis == "tp" and grid:
+        elif not shrinkable:
+            break
+        elif (axis := max(shrinkable, key=lambda name: sizes[name])) == "tp" and grid:
+            # The ranks of a grid are the product of its sides.
             grid = tuple(min(2, side) for side in grid)
             sizes["tp"] = math.prod(grid)
-            if grid == its.tp_grid:
-                break
+        else:
+            sizes[axis] = _half(sizes[axis])
     least = math.prod(sizes.values())
     if given:
         if most % least:
@@ -147,13 +156,14 @@ def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> t
         dp = most // least
     world = dp * least
     etp = min(its.etp, sizes["tp"]) if its.etp else 0
-    spread = [ep for ep in range(2, its.ep + 1) if world // sizes["pp"] % ((etp or sizes["tp"]) * ep) == 0]
+    possible_ep = [ep for ep in range(2, its.ep + 1) if world // sizes["pp"] % ((etp or sizes["tp"]) * ep) == 0]
     node = its.node_size
+    # A node size that no longer fits becomes half of the world, so that there still are two nodes.
     if node and (world % node or node >= world):
         node = max(1, world // 2)
     layout = replace(
         its, tp=sizes["tp"], pp=sizes["pp"], cp=sizes["cp"], tp_grid=grid,
-        ep=max((ep for ep in spread if ep <= 8), default=its.ep), etp=etp, chunks=min(2, its.chunks),
+        ep=max((ep for ep in possible_ep if ep <= 8), default=its.ep), etp=etp, chunks=min(2, its.chunks),
         node_size=node,
     )  # fmt: skip
     why = f"--nproc {most}" if given else f"this machine runs {plural(most, 'rank')} at once"
@@ -161,15 +171,18 @@ def fitting_layout(its: LayoutConfig, devices: int, most: int, given: bool) -> t
 
 
 def _half(size: int) -> int:
+    """Return half of a size above 2, rounded down but at least 2."""
     return size // 2 if size % 2 == 0 else max(2, size // 2)
 
 
 def _pipeline(config: Config, layout: LayoutConfig) -> PipelineConfig:
+    """Return the twin's schedule. Of a t5's stages at least one is left to the decoder."""
     encoder = min(config.pipeline.encoder_stages, layout.pp * layout.chunks - 1)
     return PipelineConfig(config.pipeline.schedule, encoder_stages=max(0, encoder))
 
 
 def _context(config: Config, layout: LayoutConfig) -> ContextConfig:
+    """Return the twin's context section, with an `inner` that divides its cp."""
     if config.context.kind != "hybrid":
         return config.context
     inner = math.gcd(config.context.inner, layout.cp)
@@ -177,8 +190,8 @@ def _context(config: Config, layout: LayoutConfig) -> ContextConfig:
 
 
 def full_size(config: Config, world: int, exact: bool) -> Checked:
-    """Returns the config at its own sizes for `world` ranks, with few steps; with `exact`, in float64 and with exact
-    features. Random draws and batches that grow are left out either way."""
+    """Return the config at its real sizes for `world` ranks, with few steps. With `exact` it is in float64 and all
+    features are exact. Dropout and the batch-size ramp are left out either way."""
     changes: list[str] = []
     if exact:
         config, changes = with_exact_features(config)
@@ -194,8 +207,11 @@ def full_size(config: Config, world: int, exact: bool) -> Checked:
             checkpoint=CheckpointConfig(every=0),
         )  # fmt: skip
     changes.append(f"train.steps: {STEPS + 1}")
-    one = alone(config)
-    if not exact:  # one device has no room for a whole step at once
-        one = replace(one, train=replace(one.train, micro_batch=config.train.micro_batch), recompute=config.recompute)
-    # Rounding grows from update to update, since Adam divides a gradient by its own size: one step is compared.
-    return Checked(config, one, world, tuple(changes), STEPS if exact else 1)
+    single = alone(config)
+    if not exact:
+        # A single device has no room for a whole step as one micro-batch.
+        micro = config.train.micro_batch
+        single = replace(single, train=replace(single.train, micro_batch=micro), recompute=config.recompute)
+    # Without `exact` only one step is compared. Adam divides each gradient by its own size, so a rounding error in a
+    # small gradient makes a large difference in the update, and later steps differ more and more.
+    return Checked(config, single, world, tuple(changes), STEPS if exact else 1)

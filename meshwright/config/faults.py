@@ -1,4 +1,4 @@
-"""The section `faults`: what is done about wrong numbers, silent corruption and slow ranks."""
+"""The config section `faults`, on wrong numbers, silent data corruption, slow ranks and lost ranks."""
 
 from __future__ import annotations
 
@@ -8,43 +8,48 @@ from typing import Literal
 from meshwright.config.blocks import not_negative, positive, seconds_of
 from meshwright.errors import UserError
 
-LEAST_WINDOW = 8  # values from which a median says something
+# The fewest values whose median is a useful comparison.
+LEAST_WINDOW = 8
 
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """A bad step makes no update until it is known why it is bad."""
+    """The detection and handling of faults. A bad step makes no update until the cause is known."""
 
-    nonfinite: bool = True  # a loss or gradient that is not finite is a bad step; false: it is skipped, unexamined
-    # A loss or gradient norm far above the last ones. tell: it is replayed and noted, and trained if it is genuine;
-    # act: a genuine one is a bad step too, for which `action` stands.
+    # Treat a loss or gradient that is not finite as a bad step; false: skip the step without examining it.
+    nonfinite: bool = True
+    # A spike is a loss or gradient norm far above the last ones. off: not detected. tell: it is replayed and reported,
+    # and trained on if the replay gives it again. act: such a genuine spike is a bad step, to which `action` applies.
     spike: Literal["off", "tell", "act"] = "tell"
-    spike_factor: float = 10.0  # how many deviations above the median of the window
-    window: int = 64  # the good steps that a step is compared with
-    # Whether a bad step is computed again from the same inputs: no, by the same ranks, or, if it is as bad then, with
-    # the ranks' samples exchanged too, which tells a rank that is broken from samples that are.
+    spike_factor: float = 10.0  # a spike is this many deviations above the median of the window
+    window: int = 64  # the number of good steps that a step is compared with
+    # Compute a bad step again from the same inputs. off: no. here: on the same ranks. elsewhere: if it is as bad then,
+    # once more with the ranks' samples exchanged, which tells a broken rank from bad samples.
     replay: Literal["off", "here", "elsewhere"] = "here"
-    action: Literal["skip", "rollback", "stop"] = "skip"  # where it is the data or the model
+    action: Literal["skip", "rollback", "stop"] = "skip"  # if the data or the model cause a bad step
     max_skips: int = 25  # skipped steps in a row after which a run gives up
-    max_faults: int = 3  # faults of one rank after which the run stops with its name
-    locate: bool = True  # norms of what units pass on are kept, by which a fault is laid to a rank and a layer
-    check_every: int = 100  # steps between comparisons of what several ranks hold alike; 0: none
-    slow_factor: float = 1.5  # times the median of the ranks, from which a rank is slow; 0: none is named
-    slow_steps: int = 10  # steps for which it must be,
-    slow_seconds: float = 10.0  # and for so many seconds: disturbances by other programs are shorter
-    elastic: bool = False  # a lost rank or node does not end the run: it goes on with those that are left
-    rest: str = "10min"  # for which the device of a rank that failed is not used, and twice as long each further time
-    lost_after: str = "15s"  # after which a node that gives no sign is taken to be lost
+    max_faults: int = 3  # faults of one rank after which the run stops and names the rank
+    locate: bool = True  # keep norms of the units' outputs, by which a fault is attributed to a rank and a layer
+    check_every: int = 100  # steps between comparisons of weights and states that several ranks replicate; 0: none
+    slow_factor: float = 1.5  # a rank that takes this many times the ranks' median is slow; 0: none is reported
+    slow_steps: int = 10  # a rank is reported if it is slow for this many steps
+    slow_seconds: float = 10.0  # ... and for this long: disturbances by other programs are shorter
+    elastic: bool = False  # after the loss of a rank or node, continue with those that are left
+    rest: str = "10min"  # time for which a failed rank's device is not used; it doubles with each further failure
+    lost_after: str = "15s"  # time without a sign of life after which a node counts as lost
 
     @property
     def rest_s(self) -> float:
+        """The first rest of a failed rank's device, in seconds."""
         return seconds_of("faults.rest", self.rest)
 
     @property
     def lost_after_s(self) -> float:
+        """The time without a sign of life after which a node counts as lost, in seconds."""
         return seconds_of("faults.lost_after", self.lost_after)
 
     def __post_init__(self) -> None:
+        # These properties raise an error for a text that is no time.
         assert self.rest_s and self.lost_after_s
         positive("faults", self, "spike_factor", "window", "max_skips", "max_faults", "slow_steps")
         not_negative("faults", self, "check_every", "slow_factor", "slow_seconds")

@@ -1,9 +1,9 @@
-"""The features that may not work together, each with what it can't be combined with, and the rule that derives the
-sentences from that. No torch.
+"""A table of features with the combinations that are not supported, and the rule that makes error sentences of it. No
+torch.
 
-A feature answers for the features above it in the table; a kind of model (`config/kinds.py`) and a norm
-(`spec/layout/norms.py`) answer for all of them, by naming those that they support. So nothing new is combined
-with anything by default, and `tests/config/test_features.py` tries every pair that is not refused.
+Each feature lists those features above it in the table that it can't be combined with. A kind of model
+(`config/kinds.py`) and a norm (`spec/layout/norms.py`) list all features that they support instead, so that by default
+a new one supports none. `tests/config/test_features.py` tries every pair that is not refused.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from meshwright.errors import either
 if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
-# Published runs combine these, so the planner takes them.
+# The planner accepts this combination, because published runs have it. Training does not support it.
 PLANNED_ONLY = ("cp", "attention_dropout")
 
 
 def always(c: Config) -> bool:
+    """Return True: the key of a feature has an effect in every config."""
     return True
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that one config key asks for. `refuses` maps the features above it that it can't be combined with to
-    the reason: a clause that follows the other's key and may name this one as {this}, or nothing if it is only not
-    there yet."""
+    """A feature that one config key asks for.
+
+    `refuses` maps each feature above it that it can't be combined with to a reason. A reason is a clause that follows
+    the key of the other feature and may name this one as {this}. It is empty if the combination is only not built yet.
+    """
 
     key: str
-    plain: tuple[Any, ...]  # the values that don't ask for it; the first is the fix
+    plain: tuple[Any, ...]  # the values that don't ask for the feature; error sentences suggest the first
     refuses: Mapping[str, str]
-    on: tuple[Any, ...] = ()  # the values that ask for it; empty: all but the plain ones
-    where: Callable[[Config], bool] = always  # elsewhere the key has no effect
+    on: tuple[Any, ...] = ()  # the values that ask for the feature; empty: all but the plain ones
+    where: Callable[[Config], bool] = always  # False for configs in which the key has no effect
 
     def used(self, c: Config) -> bool:
+        """Return whether a config uses the feature."""
         value = attrgetter(self.key)(c)
         return (value in self.on if self.on else value not in self.plain) and self.where(c)
 
@@ -49,18 +53,19 @@ class Feature:
 
     @property
     def fix(self) -> str:
-        """The word of a command line that does without it."""
+        """The key=value word that turns the feature off."""
         return _word(self.key, self.plain[0])
 
 
 def _word(key: str, value: Any) -> str:
+    """Return a key and its value as a user writes them."""
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
     return f"{key}={list(value) if isinstance(value, tuple) else f'{value:g}' if isinstance(value, float) else value}"
 
 
 def none_of(*names: str) -> dict[str, str]:
-    """Return refusals that give no reason but that nobody has built it yet."""
+    """Return refusals without a reason, for combinations that have not been built yet."""
     return dict.fromkeys(names, "")
 
 
@@ -77,7 +82,7 @@ FEATURES: dict[str, Feature] = {
     "aux_loss": Feature("model.experts.aux_loss", (0.0,), {}),
     "z_loss": Feature("model.experts.z_loss", (0.0,), {}),
     "bias_balance": Feature("model.experts.bias_balance", (0.0,), {}),
-    # A glm with learned positions fills in a table of its own for the positions inside a blank.
+    # A glm with learned positions has a second position table, for the positions inside a blank.
     "second_positions": Feature(
         "model.position", ("rope",), {}, on=("learned",),
         where=lambda c: c.model.kind_facts.has_blank_positions,
@@ -157,7 +162,7 @@ FEATURES: dict[str, Feature] = {
             "second_positions": "needs a second table with model.kind=glm, which {this} can't cut yet",
         },
     ),
-    # Between the blocks of one graph nothing can be communicated, gathered or added to the loss.
+    # Between the blocks of one compiled graph nothing can be communicated, gathered or added to the loss.
     "compiled_together": Feature(
         "train.compile_together", ("auto", 1),
         none_of("tp", "cp", "zero3", "experts", "pieces") | dict.fromkeys(DROPOUTS, NOT_COMPILED),
@@ -166,23 +171,24 @@ FEATURES: dict[str, Feature] = {
 
 
 class Owner(NamedTuple):
-    """A choice that every model makes, such as its kind or its norm, and the features that this one works with."""
+    """A choice that every model makes, such as its kind or its norm, with the features that the choice supports."""
 
-    words: str
+    words: str  # its key and value, for error sentences
     supports: frozenset[str]
-    asked: frozenset[str]  # the features that it answers for
-    reasons: Mapping[str, str]  # as `Feature.refuses`
+    asked: frozenset[str]  # the features for which `supports` counts; the choice does not concern the others
+    reasons: Mapping[str, str]  # reasons for some refusals, written as in `Feature.refuses`
 
 
 def owners_of(c: Config) -> Iterator[Owner]:
+    """Yield the choices of a config that support only some features: the model's kind and its norm."""
     kind, norm = c.model.kind_facts, c.model.norm_facts
     yield Owner(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
     yield Owner(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
 
 
 def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
-    """Yield a sentence for each two choices of a config that can't be combined; with `planned`, not for those that only
-    the planner takes."""
+    """Yield a sentence for each two choices of a config that can't be combined. With `planned`, the combination that
+    only the planner accepts is left out."""
     used = [name for name, feature in FEATURES.items() if feature.used(c)]
     for owner in owners_of(c):
         for name in used:
@@ -196,6 +202,8 @@ def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
 
 
 def _sentence(one: str, other: str, reason: str, fixes: list[str], owned: bool) -> str:
+    """Return the error sentence for two choices. With `owned`, `other` is a model's kind or norm, and `one` is the
+    subject of the sentence."""
     fix = f"set {either(fixes)}"
     if reason:
         return f"{one} {reason.format(this=other)}: {fix}"
@@ -204,6 +212,7 @@ def _sentence(one: str, other: str, reason: str, fixes: list[str], owned: bool) 
 
 
 def keep_blocks_apart(c: Config) -> list[str]:
-    """Return the features of a config that leave no several blocks to one graph, as words that do without them."""
+    """Return the features of a config that prevent compiling several blocks as one graph, as key=value words that turn
+    them off."""
     refused = FEATURES["compiled_together"].refuses
     return [FEATURES[name].fix for name in refused if FEATURES[name].used(c)]

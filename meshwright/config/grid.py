@@ -1,4 +1,4 @@
-"""The rules about the numbers of a grid of tensor-parallel ranks (`layout.tp_grid`) and the sizes that it divides."""
+"""Rules about the shape of a grid of tensor-parallel ranks (`layout.tp_grid`) and the sizes that it divides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def grid_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Returns the numbers of a grid that an option writes as 2x2."""
+    """Return the sizes of a grid that a command-line option writes as 2x2."""
     words = text.split("x") if text else []
     if not all(word.isdecimal() for word in words):
         raise UserError(f"{option} {text} must be numbers joined by x, e.g. 2x2 or 2x2x2")
@@ -22,7 +22,8 @@ def grid_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
-    """Raises where the keys of a grid don't make one."""
+    """Refuse keys that don't make a grid together. `sizes`, `kind` and `keeps` are the values of layout.tp_grid,
+    tp_kind and tp_keep_gathered."""
     shown = list(sizes)
     if not sizes:
         key = f"tp_kind={kind}" if kind else f"tp_keep_gathered={str(keeps).lower()}"
@@ -45,7 +46,7 @@ def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
 
 
 def grid_fits(c: Config, world: int) -> Iterator[str]:
-    """Check what a grid divides."""
+    """Check that a grid divides the model's sizes and the micro-batch."""
     grid = c.layout.grid
     if grid is None:
         return
@@ -55,11 +56,13 @@ def grid_fits(c: Config, world: int) -> Iterator[str]:
 
 
 def grid_divides(c: Config, world: int) -> Iterator[str]:
-    """How a grid cuts a model's sizes."""
+    """Check that a grid divides the model's sizes evenly."""
     grid = c.layout.grid
     if grid is None:
         return
-    o, m, widths = c.layout, c.model, 2 if c.model.mlp.endswith("glu") else 1
+    o, m = c.layout, c.model
+    # The first weight of a gated MLP is two weights in one: the gate's and the other factor's.
+    widths = 2 if m.mlp.endswith("glu") else 1
     inner = grid.size(grid.inner.features)
     shown = f"layout.tp_grid={list(o.tp_grid)}"
     for key, size in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
@@ -78,9 +81,12 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
 
 
 def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
-    """Yield the conditions for sharing sequences when a micro-batch has too few whole ones."""
+    """Check that ranks can share sequences, which they must if the parts of a grid outnumber the micro-batch's whole
+    sequences."""
     size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
-    up, each = -(-c.train.micro_batch // rows) * rows, rows // size
+    up = -(-c.train.micro_batch // rows) * rows
+    # With `size` ranks sharing each sequence, a micro-batch must be a multiple of this many sequences.
+    each = rows // size
     enough = f"train.micro_batch={c.train.micro_batch} is not a multiple of the {rows} parts of {shown}"
     if size == 1:
         yield f"{enough}: set train.micro_batch={up}"

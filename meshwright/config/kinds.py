@@ -1,5 +1,5 @@
-"""The kinds of models that `model.kind` can name, each with the facts that rules, data and commands need, and the rules
-about them. No torch."""
+"""The kinds of models that `model.kind` can name, with the facts about each that rules, data and commands need, and the
+rules about them. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.plugins import Registry
 if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
-# What happens around the blocks, whatever they compute.
+# The features that act around the blocks, whatever computation is in them.
 AROUND = frozenset({
     "pp", "zero", "zero3", "node_shards", "optimizer_offload", "parameter_offload", "fp16", "compression", "adaptive",
     "algorithm", "node_copy", "replicas", "server", "elastic",
 })  # fmt: skip
-# What blocks of our own parts can do, whoever sees whom in them.
+# The features that blocks built from Meshwright's parts support, whichever tokens see each other in them.
 BLOCKS = AROUND | {
     "dropout", "attention_dropout", "embedding_dropout", "tp", "sequence_parallel", "fp8", "compile", "pieces",
     "activation_offload", "some_recomputed", "tensor_overlap", "adapters", "dora", "adapter_dropout",
@@ -32,20 +32,20 @@ NO_DOCUMENTS = "has no effect with {this}, whose samples are made otherwise"
 
 @dataclass(frozen=True)
 class ModelKind:
-    """One kind of model. `describe` is the function that makes a `Model` of a `ModelConfig`, or its path
-    `package.module:name`. `objectives` are what it can learn, the usual one first."""
+    """One kind of model. `describe` is a function that makes a `Model` from a `ModelConfig`, or the path of one as
+    `package.module:name`. `objectives` are those that the kind can learn, the usual one first."""
 
     describe: str | Callable[..., Any]
     objectives: tuple[str, ...]
     supports: frozenset[str]  # the features of `config/features.py` that it works with
-    reasons: Mapping[str, str] = field(default_factory=dict)  # for some that it does not, as in `Feature.refuses`
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # model keys that have one value
+    reasons: Mapping[str, str] = field(default_factory=dict)  # for some other features, written as in `Feature.refuses`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # model keys that must have this value
     unused: tuple[str, ...] = ()  # model keys that have no effect
-    words: str = ""  # what it is called in a sentence; empty: by its key
+    words: str = ""  # its name in error sentences; empty: the key and its value
     causal: bool = True  # a token sees only those before it, or a prefix of the sample
     predicts_chosen: bool = False  # only some tokens of a sample are predicted (`model.predictions`)
     writes_text: bool = True  # `generate` can ask it for text
-    has_blank_positions: bool = False  # with learned positions, a second table of positions inside a blank
+    has_blank_positions: bool = False  # with learned positions, it has a second table for positions inside a blank
     is_encoder_decoder: bool = False
     is_foreign: bool = False  # transformers builds its modules
 
@@ -94,7 +94,7 @@ MODEL_KINDS = Registry("model.kind", {
 
 
 def kind_fits(c: Config, world: int) -> Iterator[str]:
-    """Check what a kind learns, and the keys that it fixes, that it does not use, or that only others have."""
+    """Check that a kind can learn the objective, and the keys that it fixes, does not use or does not have."""
     kind, m = MODEL_KINDS.named(c.model.kind), c.model
     if c.objective not in kind.objectives:
         others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if c.objective in other.objectives]
@@ -120,7 +120,7 @@ def kind_fits(c: Config, world: int) -> Iterator[str]:
 
 
 def foreign_model_fits(c: Config, world: int) -> Iterator[str]:
-    """Check what only a model that transformers builds needs."""
+    """Check the conditions that only a model built by transformers has."""
     if not c.model.kind_facts.is_foreign:
         return
     if not c.model.hf:

@@ -1,4 +1,5 @@
-"""A config from a YAML file and `a.b=c` words, and back to plain values. Every mistake names the key and the fix."""
+"""Build a config from a YAML file and `a.b=c` words, and turn it back into plain values. The error for a mistake names
+the key and a fix."""
 
 from __future__ import annotations
 
@@ -22,20 +23,23 @@ from meshwright.errors import UserError, closest, nearest
 from meshwright.outside import LARGEST
 from meshwright.plugins import load_plugins
 
-OTHER_NAMES = {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps"}  # what others call keys
-AUTO_LAYOUT = "layout=auto"  # a word that stands for the keys of the layout that the planner chooses
-# typing compiles every annotation anew, which takes 1.4 ms for a whole config.
+# Names of keys in other frameworks, for suggestions.
+OTHER_NAMES = {"learning_rate": "lr", "batch_size": "global_batch", "max_steps": "steps"}
+# A placeholder on the command line for the keys of the layout that the planner chooses.
+AUTO_LAYOUT = "layout=auto"
+# typing compiles every annotation anew on each call, which takes 1.4 ms for a whole config.
 hints_of: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def without_auto(words: Sequence[str]) -> list[str]:
+    """Return the words without `layout=auto`."""
     return [word for word in words if word != AUTO_LAYOUT]
 
 
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
 ) -> Config:
-    """Loads a YAML file and applies `a.b=c` words on top; `sections` adds dataclasses of the user's own."""
+    """Load a YAML file and apply `a.b=c` words on top of it. `sections` adds dataclasses of the user's program."""
     raw = read_sections(path) if path is not None else {}
     for word in overrides:
         set_key(raw, word, sections)
@@ -43,13 +47,14 @@ def load_config(
 
 
 def read_sections(path: str | Path) -> dict[str, Any]:
-    """Reads the sections of a config file or of the recipe of that name, without checking their keys."""
+    """Read the sections of a config file or of the recipe of that name, without checking their keys."""
     file = Path(path)
     if str(path) in recipe_names() and not file.is_file():
+        # Recipes are cached, and callers change the sections that they get.
         return copy.deepcopy(dict(read_recipe(str(path)).sections))
     if not file.is_file():
-        here = [str(found) for found in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-        close = nearest(str(file), [*here, *recipe_names()])
+        neighbours = [str(other) for other in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+        close = nearest(str(file), [*neighbours, *recipe_names()])
         raise UserError(f"there is no config file '{path}'{close}: give the path of a YAML file or a recipe's name")
     read = read_yaml(file)
     if read is not None and not isinstance(read, dict):
@@ -58,7 +63,8 @@ def read_sections(path: str | Path) -> dict[str, Any]:
 
 
 def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None = None) -> None:
-    """Puts one `section.key=value` word into nested mappings. The value of a key that takes a word is not parsed."""
+    """Put one `section.key=value` word into nested mappings. If the key takes a word, its value is not parsed, so that
+    for example a folder's name may look like a number."""
     key, equals, value = word.partition("=")
     *path, last = key.split(".")
     if not equals or not path or not all(path) or not last:
@@ -69,7 +75,9 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
         if section.get(name) is None:
             section[name] = {}
         elif isinstance(section[name], str) and hasattr(kind := _kind_of(path[:depth], kinds), "from_word"):
-            section[name] = dataclasses.asdict(kind.from_word(section[name]))  # one word for all its keys
+            # The file has one word in place of the section, as in `comm.algorithm: ring`. To change one of its keys,
+            # the section must be written out.
+            section[name] = dataclasses.asdict(kind.from_word(section[name]))
         section = section[name]
         if not isinstance(section, dict):
             raise UserError(f"'{name}' in the config file is not a section, so '{word}' can't be set in it")
@@ -78,7 +86,7 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
 
 
 def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
-    """Returns the annotation of a key, if it has one."""
+    """Return the annotation of a key, or None if there is no such key. `kinds` has the annotations by name."""
     kind = kinds.get(path[0])
     if len(path) == 1:
         return kind
@@ -88,7 +96,7 @@ def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
 
 
 def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
-    """Every key of a config, as it is written on a command line."""
+    """Yield every key of a config as it is written on a command line, such as `train.steps=`."""
     for field in dataclasses.fields(kind):
         name, hint = f"{before}{key_of(field)}", hints_of(kind)[field.name]
         if dataclasses.is_dataclass(hint):
@@ -98,17 +106,19 @@ def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
 
 
 def _full_key(name: str) -> str:
-    """Suggests the key whose section was left out."""
-    ends: dict[str, str] = {}
+    """Return a hint that suggests the full key for a key that was given without its section, or an empty string."""
+    full_keys: dict[str, str] = {}
+    # Of keys with the same last word, the one with the fewest sections is suggested.
     for key in sorted((key.rstrip("=") for key in config_keys()), key=lambda key: key.count(".")):
-        ends.setdefault(key.split(".")[-1], key)
+        full_keys.setdefault(key.split(".")[-1], key)
     plain = name.lower().replace("-", "_")
-    found = ends.get(OTHER_NAMES.get(plain) or closest(plain, ends) or "")
-    return f" (did you mean {found}?)" if found else ""
+    suggestion = full_keys.get(OTHER_NAMES.get(plain) or closest(plain, full_keys) or "")
+    return f" (did you mean {suggestion}?)" if suggestion else ""
 
 
 def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = None) -> Config:
-    """Build a config from nested mappings and check every key. Plugins come first: keys may name what they bring."""
+    """Build a config from nested mappings and check every key. Plugins are loaded first, because values may name kinds
+    that a plugin registers."""
     load_plugins(_plugins_of(raw))
     own = dict(sections or {})
     fields = {f.name for f in dataclasses.fields(Config) if f.name != "extra"}
@@ -118,8 +128,8 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
             close = nearest(str(name), known) or _full_key(str(name)).replace("?)", "? indent it below its section)")
             raise UserError(f"unknown section '{name}'{close}: the sections are {_list(known)}")
         if value is not None and not isinstance(value, Mapping):
-            blank = ": put a blank after each colon" if isinstance(value, str) and ":" in value else ""
-            raise UserError(f"section '{name}' must hold keys and values, not '{value}'{blank}")
+            hint = ": put a space after each colon" if isinstance(value, str) and ":" in value else ""
+            raise UserError(f"section '{name}' must hold keys and values, not '{value}'{hint}")
     given = {name: dict(raw.get(name) or {}) for name in known}
     given["model"] = with_preset(with_folder(given["model"]))
     built = {name: _section(hints_of(Config)[name], name, given[name]) for name in sorted(fields)}
@@ -135,28 +145,33 @@ def _plugins_of(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model section with what the folder that `hf` names says of keys that are not given. Configs that were
-    written down say all of them, and the folder may be gone."""
+    """Return the model section, with missing keys filled in from the Hugging Face folder that `hf` names.
+
+    The config of a run or a checkpoint has all keys, so the folder is not read for it. It may be gone by then."""
     folder = model.get("hf")
     if not folder or "layers" in model:
         return dict(model)
     if not isinstance(folder, str):
         raise UserError(f"model.hf={folder} must be a word, the path of a folder: put it in quotes")
-    read = importlib.import_module("meshwright.models.wrapped.sections")  # which stands above the config
-    return merged(read.section_of(folder, model), model)
+    # Imported by its name, because this module belongs to a layer above the config.
+    sections = importlib.import_module("meshwright.models.wrapped.sections")
+    return merged(sections.section_of(folder, model), model)
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model section with what its preset, and then its kind, say of keys that are not given."""
+    """Return the model section, with missing keys filled in from its preset, and then from the defaults of its kind."""
     name = model.get("preset") or ""
     if name:
         if not isinstance(name, str) or name not in PRESETS:
-            raise UserError(f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: there are {_list(PRESETS)}")
+            raise UserError(
+                f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: the presets are {_list(PRESETS)}"
+            )
         model = merged(PRESETS[name], model)
     return merged(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
 
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """Build a section's dataclass from its keys, and refuse unknown and missing ones."""
     hints = hints_of(cls)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     for key in given:
@@ -172,17 +187,18 @@ def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
         keys = " and ".join(f"{name}.{key}" for key in missing)
         hint = " (or model.preset=NAME, or model.hf=DIR for a Hugging Face folder)" if name == "model" else ""
         raise UserError(f"{keys} must be given in the config file or as {name}.{missing[0]}=...{hint}")
+    # A key may differ from the name of its field (see `key_of`).
     named = {fields[key].name: (key, value) for key, value in given.items()}
     return cls(**{field: _value(hints[field], f"{name}.{key}", value) for field, (key, value) in named.items()})
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """A field's key in a config file: its name, unless Python reserves that word (`async`)."""
+    """Return a field's key in a config file: its name, unless the key is a word that Python reserves (`async`)."""
     return str(field.metadata.get("key", field.name))
 
 
 def _value(hint: Any, key: str, value: Any) -> Any:
-    """Returns `value` as the annotated type, or raises UserError."""
+    """Return `value` as the annotated type, or raise UserError. `key` is the name of the key for errors."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -192,6 +208,7 @@ def _value(hint: Any, key: str, value: Any) -> Any:
             return value
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
+        # YAML reads `true` as a bool and a missing value as None.
         value = str(value).lower() if isinstance(value, bool) else "" if value is None else value
         if str(value) in args:
             return str(value)
@@ -219,8 +236,9 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         return int(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
+    # A `key=` without a word is read as None.
     if hint is str and (value is None or isinstance(value, str)):
-        return value or ""  # KEY= without a word is read as None
+        return value or ""
     if hint is str and isinstance(value, (bool, int, float)):
         raise UserError(f"{key} must be a word, and YAML reads a number or a yes or no there: put it in quotes")
     if dataclasses.is_dataclass(hint):
@@ -246,7 +264,7 @@ def _number(hint: Any, key: str, text: str) -> int | float | str:
 
 
 def plain(value: Any) -> Any:
-    """A section or a value of it as JSON and YAML have it."""
+    """Return a section, or a value of one, as mappings, lists and scalars that JSON and YAML can write."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
@@ -255,43 +273,46 @@ def plain(value: Any) -> Any:
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """Nested plain values; `config_from` turns them back into the same config."""
+    """Return a config as nested plain values. `config_from` turns them back into the same config."""
     out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
     out |= {name: plain(section) for name, section in config.extra.items()}
     return out
 
 
 def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of sections within sections by keys with dots."""
-    found: dict[str, Any] = {}
+    """Return nested sections as one mapping whose keys have dots, as in {"train.steps": 100}."""
+    values: dict[str, Any] = {}
     for key, value in sections.items():
-        inner = {f"{key}.{name}": each for name, each in flat(value).items()} if isinstance(value, Mapping) else None
-        found |= {key: value} if inner is None else inner
-    return found
+        if isinstance(value, Mapping):
+            values |= {f"{key}.{name}": inner for name, inner in flat(value).items()}
+        else:
+            values[key] = value
+    return values
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by keys with dots as sections within sections."""
-    found: dict[str, Any] = {}
+    """Return a mapping whose keys have dots as nested sections. This is the inverse of `flat`."""
+    sections: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
-        section = found
+        section = sections
         for name in path:
             section = section.setdefault(name, {})
         section[last] = value
-    return found
+    return sections
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `base` with the given keys, also of sections within sections, in place of its own."""
-    found = {**base, **given}
+    """Return `base` overridden by the given keys. Sections that both have are merged, not replaced."""
+    result = {**base, **given}
     for key in base.keys() & given.keys():
         if isinstance(base[key], Mapping) and isinstance(given[key], Mapping):
-            found[key] = merged(base[key], given[key])
-    return found
+            result[key] = merged(base[key], given[key])
+    return result
 
 
 def to_yaml(config: Config) -> str:
+    """Return a config as YAML, with all keys."""
     return dump_yaml(to_mapping(config))
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people write them: `100B` tokens, a sequence of `128k`, a share of `2%`. No torch."""
+"""Parse numbers as people write them: `100B` tokens, a sequence of `128k`, a share of `2%`. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section on the optimizer."""
+"""The config section on the optimizer, and the registry of update rules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshwright.plugins import Registry
 
 
 class RuleEntry(NamedTuple):
-    """An optimizer: the path of its update rule's class (`engine/optim/rule.py`).
+    """An optimizer, named by the path of its update rule's class (see `engine/optim/rule.py`).
 
-    A rule with `whole_matrices` updates each matrix of a block as a whole, so these lie in buffers of their own.
+    A rule with `whole_matrices` updates each matrix of a block as a whole, so matrices get separate buffers.
     """
 
     rule: str
     whole_matrices: bool = False
 
 
-# The optimizers by the names that a config may give.
+# The optimizers by name, for the key `optimizer.name`.
 RULES = Registry("optimizer.name", {
     "adamw": RuleEntry("meshwright.engine.optim.adam:AdamW"),
     "lion": RuleEntry("meshwright.engine.optim.lion:Lion"),
@@ -31,12 +31,16 @@ RULES = Registry("optimizer.name", {
 
 @dataclass(frozen=True)
 class MuonConfig:
+    """Muon, which orthogonalises the momentum of matrices. Other parameters are updated by AdamW."""
+
     momentum: float = 0.95
-    iterations: int = 5  # of the polynomial that orthogonalises
-    coefficients: Literal["simple", "polar_express"] = "simple"  # of the polynomials
-    scale: Literal["match_adamw", "original"] = "match_adamw"  # 0.2 sqrt(max(out, in)) or sqrt(max(1, out / in))
-    precision: Literal["bf16", "fp32"] = "bf16"  # of the iterations
-    adamw_lr: float = 0.0  # the peak for embeddings, the head, norms and biases; 0: optimizer.lr
+    iterations: int = 5  # iterations of the polynomial that orthogonalises the momentum
+    # The coefficients of the polynomials; polar_express has different ones for each iteration.
+    coefficients: Literal["simple", "polar_express"] = "simple"
+    # Factor on a matrix's update: 0.2 sqrt(max(out, in)) (match_adamw) or sqrt(max(1, out / in)) (original).
+    scale: Literal["match_adamw", "original"] = "match_adamw"
+    precision: Literal["bf16", "fp32"] = "bf16"  # precision of the iterations
+    adamw_lr: float = 0.0  # peak learning rate of embeddings, the head, norms and biases; 0: optimizer.lr
 
     def __post_init__(self) -> None:
         positive("optimizer.muon", self, "iterations")
@@ -47,13 +51,15 @@ class MuonConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """The update rule, its hyperparameters, and the dtypes of master weights and optimizer states."""
+
     name: str = "adamw"  # one of RULES
-    lr: float = 3e-4  # the peak
+    lr: float = 3e-4  # peak learning rate
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # not on norms and biases
-    master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16, with train.precision=bf16: no masters
-    state_dtype: Literal["fp32", "bf16"] = "fp32"  # of the rule's states; updates are computed in fp32
+    weight_decay: float = 0.1  # does not apply to norms and biases
+    master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 needs train.precision=bf16: there are no master weights then
+    state_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of the optimizer states; updates are computed in fp32
     muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:
@@ -65,5 +71,5 @@ class OptimizerConfig:
 
     @property
     def whole_matrices(self) -> bool:
-        """True if the rule updates matrices as wholes."""
+        """True if the update rule needs whole matrices."""
         return RULES[self.name].whole_matrices

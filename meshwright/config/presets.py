@@ -1,4 +1,4 @@
-"""Model shapes by name, as presets.yaml has them."""
+"""Model shapes by name, read from presets.yaml."""
 
 from __future__ import annotations
 
@@ -9,5 +9,7 @@ import yaml
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
 PRESETS: dict[str, dict[str, Any]] = _TABLES["presets"]
-KIND_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["kind_defaults"]  # by `model.kind`
-APPROXIMATE_PRESETS: dict[str, str] = _TABLES["approximate"]  # what differs from the model of that name
+# Default keys of the model section by `model.kind`.
+KIND_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["kind_defaults"]
+# Presets that only approximate the model of that name, with the difference in words.
+APPROXIMATE_PRESETS: dict[str, str] = _TABLES["approximate"]

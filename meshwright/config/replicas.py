@@ -1,4 +1,4 @@
-"""The sections on training that synchronises rarely: replicas that take steps of their own, and a parameter server."""
+"""The config sections on training that synchronises rarely: replicas that train separately, and a parameter server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.errors import UserError
 
 @dataclass(frozen=True)
 class OuterReduceConfig(ReduceConfig):
-    """How the replicas' changes are summed: as they are, or compressed."""
+    """The compression of the weight changes that replicas send to each other."""
 
     section: ClassVar[str] = "train.local.compress"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.adaptive:
-            raise UserError(f"{self.section}.adaptive is not there: choose {self.section}.kind yourself")
+            raise UserError(f"{self.section}.adaptive is not available: choose {self.section}.kind yourself")
         if self.kind in LOW_RANK:
             raise UserError(
                 f"{self.section}.kind={self.kind} sends matrices, and replicas sum pieces of buckets: use int8, int4 "
@@ -31,15 +31,17 @@ class OuterReduceConfig(ReduceConfig):
 
 @dataclass(frozen=True)
 class LocalConfig:
-    """What the replicas of `layout.replicas` do between and at their synchronisations."""
+    """Local training of the replicas of `layout.replicas`: the steps between synchronisations, and the outer optimizer
+    at them."""
 
     steps: int = 50  # updates of each replica from one synchronisation of a parameter to the next
-    outer: Literal["nesterov", "sgd", "average"] = "nesterov"  # what is done with the mean of the replicas' changes
-    outer_lr: float = 0.7
-    momentum: float = 0.9  # with outer=nesterov
-    fragments: int = 1  # parts of the parameters that are synchronised in turn
-    delay: int = 0  # steps that go on while a fragment is summed
-    shares: tuple[int, ...] = ()  # parts of the global batch that the replicas take; empty: equal ones
+    # The update from the mean of the replicas' changes: nesterov (DiLoCo), sgd, or plain averaging.
+    outer: Literal["nesterov", "sgd", "average"] = "nesterov"
+    outer_lr: float = 0.7  # for nesterov and sgd
+    momentum: float = 0.9  # for nesterov
+    fragments: int = 1  # the parameters are divided into this many fragments, which are synchronised in turn
+    delay: int = 0  # steps that the replicas train while a fragment is being summed
+    shares: tuple[int, ...] = ()  # relative shares of the global batch by replica, e.g. (3, 1); empty: equal shares
     compress: OuterReduceConfig = field(default_factory=OuterReduceConfig)
 
     def __post_init__(self) -> None:
@@ -68,10 +70,11 @@ class LocalConfig:
 
     @property
     def lr(self) -> float:
+        """The outer learning rate. Averaging is a step of rate 1 along the mean change."""
         return 1.0 if self.outer == "average" else self.outer_lr
 
     def parts(self, samples: int, replicas: int) -> list[range]:
-        """Returns which of a step's samples each replica takes."""
+        """Return the range of a step's samples that each replica takes."""
         shares: Sequence[int] = self.shares or (1,) * replicas
         ends = [samples * upto // sum(shares) for upto in accumulate(shares)]
         return [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
@@ -79,10 +82,10 @@ class LocalConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A parameter server, for study: some data-parallel ranks sum the gradients of all."""
+    """A parameter server, for study: some of the data-parallel ranks sum the gradients of all."""
 
-    ranks: int = 0  # that sum; 0: there is no server
-    staleness: int = 0  # steps by which a rank's gradients may come late; 0: all are waited for
+    ranks: int = 0  # number of ranks that sum; 0: there is no server
+    staleness: int = 0  # steps by which a rank's gradients may be late; 0: the server waits for all
 
     def __post_init__(self) -> None:
         not_negative("train.server", self, "ranks", "staleness")

@@ -1,4 +1,5 @@
-"""Rules across sections: small named checks that yield what is wrong, with the fix. The first sentence is reported."""
+"""Rules across sections: small named checks that yield a sentence for each mistake, with a fix. Only the first sentence
+is reported to the user."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from meshwright.spec.layout import Layout, node_parts
 from meshwright.spec.layout.packed import BLOCK
 from meshwright.spec.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
 
+# A rule takes a config, which all of them call `c`, and the number of ranks.
 Rule = Callable[[Config, int], Iterator[str]]
 
 
 def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
+    """Check that the preset is not just an approximation of the model of that name."""
     reason = APPROXIMATE_PRESETS.get(c.model.preset)
     if reason:
         yield (
@@ -32,15 +35,17 @@ def preset_is_its_model(c: Config, world: int) -> Iterator[str]:
 
 
 def features_fit(c: Config, world: int) -> Iterator[str]:
+    """Check that all features of the config work together."""
     yield from exclusions(c)
 
 
 def features_are_planned(c: Config, world: int) -> Iterator[str]:
+    """Check that the planner accepts the combination of features."""
     yield from exclusions(c, planned=True)
 
 
 def context_is_shared(c: Config, world: int) -> Iterator[str]:
-    """Check that a model's heads can be dealt to the ranks that exchange them."""
+    """Check that a model's heads can be divided among the ranks that exchange them (ulysses and hybrid)."""
     cp, kind, inner = c.layout.cp, c.context_kind, c.context.inner
     if cp == 1:
         return
@@ -51,13 +56,13 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
     if q % parts or (kv % parts and parts % kv):
         fix = "use context.kind=gather or ring, with context.inner=0" if inner else "use context.kind=gather or ring"
         yield (
-            f"context.kind={kind} deals {q} query and {kv} key-value heads of a tp rank to {parts} ranks, and they "
-            f"don't come out even: {fix}"
+            f"context.kind={kind} can't divide {q} query and {kv} key-value heads of a tp rank evenly over {parts} "
+            f"ranks: {fix}"
         )
 
 
 def experts_are_cut(c: Config, world: int) -> Iterator[str]:
-    """Experts are divided over ep; every rank sends its own tokens."""
+    """Check that experts can be divided over ep, and that each tp rank routes an equal part of the tokens."""
     o, experts = c.layout, c.model.experts
     if not experts.count:
         if o.ep > 1 or o.etp not in (0, o.tp):
@@ -81,9 +86,10 @@ def experts_are_cut(c: Config, world: int) -> Iterator[str]:
 
 
 def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
-    """Each expert is divided over etp, and the experts that all tokens share over tp, as any MLP."""
+    """Check that etp divides each expert. The shared experts are divided over tp, like any other MLP."""
     o, experts = c.layout, c.model.experts
-    etp, shared = o.etp or o.tp, experts.shared * experts.ffn
+    etp = o.etp or o.tp
+    shared = experts.shared * experts.ffn
     if experts.count and experts.ffn % etp:
         yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
     if experts.count and shared % o.tp:
@@ -94,6 +100,7 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
 
 
 def experts_stay_with_their_blocks(c: Config, world: int) -> Iterator[str]:
+    """Check that a rank has the same tp and pp position among the experts as in the dense layers."""
     if c.model.experts.count and not axes_layout(c, world).views_agree:
         yield (
             f"layout.order={c.layout.order} would put experts on other ranks than those that hold their blocks: begin "
@@ -102,14 +109,16 @@ def experts_stay_with_their_blocks(c: Config, world: int) -> Iterator[str]:
 
 
 def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
-    """Returns the axes of a config on `world` ranks, whatever its model is; `node_size`, if the config doesn't say."""
+    """Return the axes of a config on `world` ranks, regardless of its model. `node_size` is used if the config has
+    none."""
     o = c.layout
     node = o.node_size or node_size or None
     return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, node, etp=o.etp, replicas=o.replicas)
 
 
 def batch_unit(c: Config, world: int) -> tuple[int, str]:
-    """Returns what a step's samples are a multiple of, on `world` ranks, and this product in words."""
+    """Return the number that divides every global batch on `world` ranks, and the product that it comes from in
+    words."""
     dp, micro, replicas = max(1, world // c.layout.least_world), c.train.micro_batch, c.layout.replicas
     parts = sum(c.train.local.shares) or replicas
     if parts == 1:
@@ -119,8 +128,10 @@ def batch_unit(c: Config, world: int) -> tuple[int, str]:
 
 
 def batch_problem(c: Config, world: int, samples: int) -> str:
-    """Returns what is wrong with a global batch of so many samples, and its fixes: first what trains the same."""
+    """Return the end of an error sentence about a global batch of `samples` samples, with fixes. Fixes that train the
+    same model come first."""
     (unit, product), micro = batch_unit(c, world), c.train.micro_batch
+    # dp x replicas, or dp x the sum of the replicas' shares.
     shares = unit // micro
     if samples < shares and not c.train.local.shares:
         single = ", with train.micro_batch=1" if micro > 1 else ""
@@ -131,6 +142,7 @@ def batch_problem(c: Config, world: int, samples: int) -> str:
         )
     up = -(-samples // unit) * unit
     if samples % shares == 0:
+        # A smaller micro-batch alone fixes it, so the largest that fits is suggested.
         fits = max(n for n in divisors(samples // shares) if n < micro)
         experts = c.model.experts
         by_batch = experts.count and experts.aux_loss and experts.aux_level == "batch"
@@ -142,7 +154,7 @@ def batch_problem(c: Config, world: int, samples: int) -> str:
 
 
 def replicas_fit(c: Config, world: int) -> Iterator[str]:
-    """Check the keys that only replicas have."""
+    """Check the keys of `train.local`, which only apply to replicas."""
     replicas, local = c.layout.replicas, c.train.local
     if replicas == 1:
         for key in (f.name for f in fields(local)):
@@ -160,10 +172,11 @@ def replicas_fit(c: Config, world: int) -> Iterator[str]:
 
 
 def server_fits(c: Config, world: int) -> Iterator[str]:
-    """Check that servers share the ranks that sum a gradient evenly."""
+    """Check that the ranks of a parameter server divide the ranks whose gradients they sum."""
     server, o = c.train.server, c.layout
     if not server.ranks:
         return
+    # The ranks that sum a gradient: dp x cp.
     group = world // (o.tp * o.pp * o.replicas)
     if group % server.ranks:
         yield (
@@ -173,6 +186,7 @@ def server_fits(c: Config, world: int) -> Iterator[str]:
 
 
 def world_divides(c: Config, world: int) -> Iterator[str]:
+    """Check that the world is a multiple of the ranks that one copy of the model takes."""
     o, model = c.layout, c.layout.least_world
     if world < 1:
         yield f"a world of {plural(world, 'rank')} can't train: start at least {model}"
@@ -188,6 +202,7 @@ def world_divides(c: Config, world: int) -> Iterator[str]:
 
 
 def order_names_axes(c: Config, world: int) -> Iterator[str]:
+    """Check that the layout can be built, which refuses a wrong order of axes."""
     try:
         axes_layout(c, world)
     except UserError as error:
@@ -195,24 +210,28 @@ def order_names_axes(c: Config, world: int) -> Iterator[str]:
 
 
 def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
+    """Check that tp divides the heads. For a grid, `grid_divides` does so."""
     heads = c.model.heads
     if heads % c.layout.tp and not c.layout.tp_grid:
         yield f"tp={c.layout.tp} does not divide heads={heads}: try layout.tp={either(divisors(heads))}"
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
+    """Check that tp divides the key-value heads, or that each of them can be copied to the same number of ranks."""
     tp, kv = c.layout.tp, c.model.kv_heads
     if kv % tp and tp % kv and not c.layout.tp_grid:
         yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 
 def tp_divides_ffn(c: Config, world: int) -> Iterator[str]:
+    """Check that tp divides the inner width of MLPs."""
     if c.model.ffn % c.layout.tp and not c.layout.tp_grid:
         up = -(-c.model.ffn // c.layout.tp) * c.layout.tp
         yield f"tp={c.layout.tp} does not divide ffn={c.model.ffn}: try model.ffn={up}"
 
 
 def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
+    """Check that sequence parallelism divides the tokens of a micro-batch evenly over tp."""
     tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.layout.sequence_parallel and tokens % c.layout.tp:
         yield (
@@ -222,8 +241,9 @@ def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
 
 
 def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
-    """Each rank holds an early and a late piece of a sequence, so that causal attention is the same work on every
-    rank."""
+    """Check that cp divides a sequence into equal parts."""
+    # With zigzag order each rank holds an early and a late part of the sequence, so that causal attention is the same
+    # work on every rank.
     parts, seq = c.layout.cp * (2 if c.context.order == "zigzag" else 1), c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
@@ -231,6 +251,8 @@ def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
 
 
 def layers_fill_stages(c: Config, world: int) -> Iterator[str]:
+    """Check that every pipeline stage has layers. With a given split, the first and the last stage may have none, since
+    they hold the embedding and the output layer."""
     stages = c.layout.pp * c.layout.chunks
     if c.pipeline.split:
         if len(c.pipeline.split) != stages or sum(c.pipeline.split) != c.model.layers:
@@ -248,6 +270,7 @@ def layers_fill_stages(c: Config, world: int) -> Iterator[str]:
 
 
 def schedule_takes_chunks(c: Config, world: int) -> Iterator[str]:
+    """Check that the pipeline schedule supports the number of chunks per rank."""
     if not KINDS[c.pipeline.schedule].takes(c.layout.chunks):
         yield (
             f"layout.chunks={c.layout.chunks} needs pipeline.schedule={either(training_kinds(c.layout.chunks))}, "
@@ -256,13 +279,15 @@ def schedule_takes_chunks(c: Config, world: int) -> Iterator[str]:
 
 
 def _table_fits(c: Config, key: str, samples: int, unit: int) -> Iterator[str]:
-    """Checks that the pipeline's table for `samples` samples, `unit` of them per micro-batch, is not too large."""
+    """Check that the schedule's table for `samples` samples is not too large. `unit` samples, over all ranks, are one
+    micro-batch of it."""
     most = LARGEST_TABLE // (c.layout.pp * c.layout.chunks) * unit
     if samples > most:
         yield f"{key}={samples} needs too large a table of the pipeline: use {most} at most"
 
 
 def batch_divides(c: Config, world: int) -> Iterator[str]:
+    """Check that the global batch, and each step of its ramp, can be divided into the ranks' micro-batches."""
     unit, product = batch_unit(c, world)
     yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
     if c.train.global_batch % unit:
@@ -272,16 +297,17 @@ def batch_divides(c: Config, world: int) -> Iterator[str]:
 
 
 def _ramp_divides(c: Config, unit: int, product: str) -> Iterator[str]:
-    """Checks the first two batches of a ramp: if both are multiples of the unit, so are all after them."""
+    """Check the first two batches of a ramp. If both are multiples of `unit`, so are all later ones."""
     (start, step, samples), last = c.train.ramp, c.train.global_batch
     sizes = (start, min(start + step, last))
     for size in (size for size in sizes if size % unit):
         first = max(unit, start // unit * unit)
+        # The increment must also lead from the first batch to the global batch: of those that do, suggest the nearest.
         steps = [unit * n for n in divisors((last - first) // unit)] or [unit]
-        near = min(steps, key=lambda each: abs(each - step))
+        near = min(steps, key=lambda candidate: abs(candidate - step))
         fixes = [f"train.ramp=[{first},{near},{samples}]"]
         shares = unit // c.train.micro_batch
-        if not any(each % shares for each in sizes):
+        if not any(batch % shares for batch in sizes):
             fixes.append(f"train.micro_batch={math.gcd(*sizes, unit) // shares}")
         yield (
             f"train.ramp=[{start},{step},{samples}] passes through {size} samples, which is not a multiple of "
@@ -290,6 +316,7 @@ def _ramp_divides(c: Config, unit: int, product: str) -> Iterator[str]:
 
 
 def eval_divides(c: Config, world: int) -> Iterator[str]:
+    """Check that the samples of a validation can be divided into the ranks' micro-batches."""
     unit = world // c.layout.least_world * c.layout.replicas * c.train.micro_batch
     if c.run.eval_samples % unit:
         up = -(-c.run.eval_samples // unit) * unit
@@ -298,7 +325,7 @@ def eval_divides(c: Config, world: int) -> Iterator[str]:
 
 
 def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
-    """The ranks of a node must divide what `zero` shards evenly, and offloaded parameters need stage 3."""
+    """Check that nodes are shaped for shards within a node, and that parameters are offloaded in stage 3 only."""
     offload = c.zero.offload
     if c.zero.stays_in_node and c.zero.stage and c.layout.node_size > world:
         yield (
@@ -315,6 +342,7 @@ def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
 
 
 def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
+    """Check that the dtypes of gradients and master weights fit the precision."""
     precision = c.train.precision
     if c.train.grad_dtype not in ("fp32", precision):
         yield f"train.grad_dtype={c.train.grad_dtype} is neither fp32 nor the precision {precision}: set one of these"
@@ -323,19 +351,21 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
 
 
 def matrices_are_known(c: Config, world: int) -> Iterator[str]:
-    """Embeddings and heads look like matrices: an optimizer of whole matrices needs parts that name theirs."""
+    """Check that the model can tell an optimizer of whole matrices which parameters are matrices of products."""
+    # The shape alone does not tell: embeddings and output layers look like matrices too.
     facts = c.model.kind_facts
     without = {
         f"model.kind={c.model.kind}": facts.is_foreign or facts.is_encoder_decoder,
         "tensor parallelism on a grid": c.layout.grid,
         f"tune.kind={c.tune.kind}": c.tune.adapts,
     }  # fmt: skip
+    name = c.optimizer.name
     for what in (what for what, given in without.items() if given and c.optimizer.whole_matrices):
-        name = c.optimizer.name
         yield f"optimizer.name={name} updates whole matrices, which can't be combined with {what} yet: use adamw"
 
 
 def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
+    """Check that the tokens of a micro-batch are a multiple that fp8 products can take."""
     tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if c.train.precision == "fp8" and tokens % FP8_UNIT:
         yield (
@@ -345,7 +375,9 @@ def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
 
 
 def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
-    pieces, tokens, experts = c.recompute.pieces, c.train.micro_batch * c.model.seq // c.layout.cp, c.model.experts
+    """Check that the tokens of a rank's micro-batch can be cut into `recompute.pieces` pieces for its MLPs."""
+    pieces, experts = c.recompute.pieces, c.model.experts
+    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
     if pieces > 1 and all(experts.in_block(layer) for layer in range(c.model.layers)):
         yield (
             f"recompute.pieces={pieces} cuts the tokens of dense MLPs, and all blocks of this model have experts: "
@@ -361,6 +393,7 @@ def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
 
 
 def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
+    """Check that the warm-up ends within the run, and that the learning rate does not decay upwards."""
     if c.lr.warmup_steps(c.train.steps) > c.train.steps:
         yield (
             f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it, or give a share such as "
@@ -371,6 +404,7 @@ def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
 
 
 def backend_fits_device(c: Config, world: int) -> Iterator[str]:
+    """Check that the communication back end works on the device."""
     if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
         yield f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
     if c.run.device in ("cuda", "npu") and c.comm.backend == "gloo" and c.layout.pp > 1:
@@ -378,11 +412,13 @@ def backend_fits_device(c: Config, world: int) -> Iterator[str]:
 
 
 def device_has_fp8(c: Config, world: int) -> Iterator[str]:
+    """Check that the device has the dtype that gradients are compressed to."""
     if c.comm.reduce.kind == "fp8" and c.run.device == "npu":
-        yield "comm.reduce.kind=fp8 is not there on run.device=npu: use int8, which sends as much"
+        yield "comm.reduce.kind=fp8 is not available on run.device=npu: use int8, which sends as much"
 
 
 def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
+    """Check that the algorithm of sums works on the number of ranks, and that every node has a switch if any has."""
     layout = axes_layout(c, world)
     sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
     if c.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
@@ -399,16 +435,19 @@ def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
 
 
 def positions_to_reset(c: Config, world: int) -> Iterator[str]:
+    """Check that a model whose positions are reset has position numbers."""
     if c.data.reset_positions and c.model.position in ("none", "alibi"):
         yield f"data.reset_positions=true has no effect with model.position={c.model.position}: drop one of them"
 
 
 def end_token_is_one(c: Config, world: int) -> Iterator[str]:
+    """Check that the end token is in the vocabulary."""
     if c.data.eod >= c.model.vocab:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
 def gathers_fit(c: Config, world: int) -> Iterator[str]:
+    """Check that the keys of `comm.gather` fit the ZeRO stage, the nodes and the precision."""
     kind = c.comm.gather.kind
     if kind != "plain" and c.zero.stage != 3:
         yield (
@@ -428,6 +467,7 @@ def gathers_fit(c: Config, world: int) -> Iterator[str]:
 
 
 def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
+    """Check that slow links are emulated on CPUs only, and that the size of a node is known if it matters."""
     e = c.comm.emulate
     if e.on and c.run.device not in ("auto", "cpu"):
         yield f"comm.emulate delays calls of CPUs only, and run.device is {c.run.device}: leave one of the two out"
@@ -436,9 +476,10 @@ def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
 
 
 def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
-    """The rows of a product's weight are stored in blocks, and tp cuts the inputs of some."""
+    """Check that quantised weights, whose rows are stored in blocks, have whole blocks in each row."""
     if c.tune.quantise == "none":
         return
+    # On a tp rank the rows of attention's output and of the MLP's second weight are shorter.
     tp, latent = c.layout.tp, c.model.latent
     heads = c.model.heads * (latent.v_dim if latent.kv_rank else c.model.head_dim)
     dense = not c.model.experts.count or c.model.experts.first_dense or c.model.experts.every > 1
@@ -455,6 +496,7 @@ def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
 
 
 def preferences_fit(c: Config, world: int) -> Iterator[str]:
+    """Check that a loss that compares with the frozen weights has frozen weights."""
     if c.compares and (not c.tune.adapts or c.tune.modules_to_save):
         yield (
             f"tune.loss={c.tune.loss} compares with the frozen weights, and the run changes them: set tune.kind=lora "
@@ -463,6 +505,7 @@ def preferences_fit(c: Config, world: int) -> Iterator[str]:
 
 
 def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
+    """Check that blocks that should be compiled as one graph are compiled at all."""
     if FEATURES["compiled_together"].used(c) and not c.compiles:
         yield (
             f"train.compile_together={c.train.compile_together} needs compiled blocks, which train.compile=false and "
@@ -471,10 +514,13 @@ def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
 
 
 def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
+    """Check that checkpoints in memory are used in elastic runs only: only there does a process outlive the ranks that
+    can restore from it."""
     if c.checkpoint.memory_every and not c.faults.elastic:
         yield "checkpoint.memory_every is of use where ranks start again by themselves: set faults.elastic=true too"
 
 
+# The order matters, because only the first broken rule is reported: later rules may assume that earlier ones hold.
 RULES: list[Rule] = [
     features_fit, kind_fits, foreign_model_fits, t5_fits, context_is_shared, world_divides, replicas_fit,
     experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
@@ -486,30 +532,30 @@ RULES: list[Rule] = [
     gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 
-# The rules about how tp cuts a model's sizes.
+# The rules by which tp divides a model's sizes.
 TENSOR_PARALLEL_RULES: list[Rule] = [tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, grid_divides]
 
-# The rules about how ranks divide experts.
+# The rules by which ranks divide experts.
 EXPERT_RULES: list[Rule] = [experts_are_cut, etp_divides_experts, experts_stay_with_their_blocks]
 
-# Training also needs the true model: planning accepts a preset that only approximates it, and says so.
+# Training also needs the real model. Planning accepts a preset that only approximates it, and says so.
 TRAINING_RULES = [preset_is_its_model, *RULES]
 
-# The planner also takes published runs, of which some share sequences in ways that ours can't.
+# The planner also accepts published runs, and some of them share sequences in ways that training here does not support.
 PLANNING_RULES = [features_are_planned, *(rule for rule in RULES if rule not in (features_fit, context_is_shared))]
 
-# Evaluation and generation run other numbers of tokens, whose products fall back from fp8 to bf16, and read adapters
-# and the weights that they change as one model, which is not trained on preferences any more.
+# Evaluation and generation are free of two rules. Their numbers of tokens vary, so products fall back from fp8 to bf16
+# where they must. And they read adapters and base weights as one model, without any preference loss.
 READING_RULES = [rule for rule in RULES if rule not in (fp8_fits_tokens, preferences_fit)]
 
 
 def first_broken_rule(config: Config, world: int, rules: Sequence[Rule] = RULES) -> str | None:
-    """Returns the sentence of the first rule that `config` breaks on `world` ranks, or None."""
+    """Return the sentence of the first rule that `config` breaks on `world` ranks, or None."""
     return next(chain.from_iterable(rule(config, world) for rule in rules), None)
 
 
 def check(config: Config, world: int, rules: Sequence[Rule] = RULES) -> None:
-    """Raises for the first rule that `config` breaks on `world` ranks."""
+    """Raise UserError with the sentence of the first rule that `config` breaks on `world` ranks."""
     message = first_broken_rule(config, world, rules)
     if message:
         raise UserError(message)

@@ -1,6 +1,6 @@
-"""The sections of a config: nested frozen dataclasses. A section checks only itself; rules.py has the rest.
+"""The sections of a config: nested frozen dataclasses. A section checks only itself; rules.py checks across sections.
 
-Every key has a default but the model's sizes and `data.prefixes`. A size of 0 means "derived", and
+Every key has a default except the model's sizes and `data.prefixes`. A size of 0 means "derived", and
 `__post_init__` fills it in, so that a built config never holds a value that still has to be guessed.
 """
 
@@ -38,9 +38,9 @@ from meshwright.spec.schedule.kinds import training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
-AUTO_SAVE_S = 900.0  # between checkpoints, with every=auto
-FP8_UNIT = 16  # products in fp8 take multiples of this
-# Of a model: how it is trained, not what it computes.
+AUTO_SAVE_S = 900.0  # seconds between checkpoints with every=auto
+FP8_UNIT = 16  # the sizes of products in fp8 must be multiples of this
+# The keys of the model section that concern training only and don't change the model's function.
 TRAINING_KEYS = {
     "preset", "hf", "dropout", "attention_dropout", "embedding_dropout", "embedding_grad", "init_std", "predictions",
     "t5.decoder_seq", "experts.bias_balance", "experts.aux_loss", "experts.aux_level", "experts.z_loss",
@@ -57,42 +57,42 @@ class ModelConfig:
     heads: int
     vocab: int
     seq: int
-    kind: str = "gpt"  # which parts it is made of: one of config/kinds.py
+    kind: str = "gpt"  # the kind of model, one of config/kinds.py
     preset: str = ""
-    hf: str = ""  # a folder that transformers saved a model in: its sizes, and the weights that a run begins with
+    hf: str = ""  # a folder that transformers saved a model in: the source of sizes, and of a new run's first weights
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: hidden / heads
     ffn: int = 0  # 0: 4 hidden, or for a gated MLP (...glu) 8/3 hidden rounded up to a multiple of 64
-    norm: str = "layernorm"  # of the kinds that spec/layout/norms.py lists
+    norm: str = "layernorm"  # one of the kinds in spec/layout/norms.py
     norm_eps: float = 1e-5
-    # Before attention and MLP, or after their sums with the residual; deep: the residual is multiplied by
-    # sqrt(2 layers) in these sums, and values, output projections and MLPs begin with 1 / sqrt(2 layers) of init_std.
-    # sandwich: before them, and once more before their results are added.
+    # pre: before attention and MLP. post: after their sums with the residual. deep (DeepNorm): as post, but the sums
+    # multiply the residual by sqrt(2 layers), and values, output projections and MLPs are initialised with
+    # init_std / sqrt(2 layers). sandwich: as pre, and once more before the results are added.
     norm_place: Literal["pre", "post", "deep", "sandwich"] = "pre"
     mlp: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu", "tanh_geglu", "reglu"] = "gelu"
-    position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: of a t5
+    position: Literal["learned", "rope", "alibi", "relative", "none"] = "learned"  # relative: t5 only
     position_offset: int = 0  # rows of the position table before the first position (OPT: 2)
     rope_theta: float = 10000.0
-    rotary_fraction: float = 1.0  # the part of each head that turns with the position
-    window: int = 0  # tokens that attention looks back over, itself included; 0: all before it
-    # Which blocks have the window (1) and which see all tokens before them (0), from the first on and over again;
-    # empty: all have it.
+    rotary_fraction: float = 1.0  # the fraction of each head that rotary positions turn
+    window: int = 0  # tokens that attention looks back over, including the token itself; 0: all before it
+    # One number per block, repeated over all blocks: 1 for a block with the window, 0 for one that sees all tokens
+    # before it. Empty: all blocks have the window.
     window_pattern: tuple[int, ...] = ()
     bias: bool = True
-    qkv_bias: bool = False  # with bias=false: on queries, keys and values alone
+    qkv_bias: bool = False  # with bias=false: a bias on queries, keys and values only
     qk_norm: bool = False  # RMS norm of queries and keys
-    qk_norm_over: Literal["head", "all"] = "head"  # over each head, or over all heads of a token (OLMoE)
+    qk_norm_over: Literal["head", "all"] = "head"  # norm over each head, or over all heads of a token (OLMoE)
     parallel_residual: bool = False  # attention and MLP both take the block's input
-    embedding_norm: bool = False
-    dropout: float = 0.0  # of what attention and MLP add to the residual
-    attention_dropout: float | None = None  # of attention's shares; left out: as dropout
-    embedding_dropout: float | None = None  # left out: as dropout
-    embedding_grad: float = 1.0  # the share of its gradient that the token embedding gets (GLM-130B: 0.1)
+    embedding_norm: bool = False  # a norm right after the embedding
+    dropout: float = 0.0  # on the results of attention and MLP, before they are added to the residual
+    attention_dropout: float | None = None  # on attention's probabilities; None: as dropout
+    embedding_dropout: float | None = None  # None: as dropout
+    embedding_grad: float = 1.0  # the token embedding gets this fraction of its gradient (GLM-130B: 0.1)
     tied_embeddings: bool = True
-    init_std: float = 0.02  # of a t5: of the token embedding; products begin with it / sqrt(inputs)
-    token_types: int = 0  # rows of a table of token types (BERT: 2, of segments; GLM: positions in a blank)
-    pooler: bool = False  # of a bert: whether the first token is pooled, to learn the order of two segments
-    predictions: int = 0  # of a bert: the most tokens of a sample that are masked; 0: 15 %
+    init_std: float = 0.02  # t5: std of the token embedding; weights of products begin with init_std / sqrt(inputs)
+    token_types: int = 0  # rows of a table of token types (BERT: 2 segments; GLM: positions in a blank)
+    pooler: bool = False  # bert: pool the first token to learn the order of two segments
+    predictions: int = 0  # bert: the most tokens of a sample that are masked; 0: 15 %
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     latent: LatentConfig = field(default_factory=LatentConfig)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
@@ -102,7 +102,7 @@ class ModelConfig:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset", "token_types", "predictions")
         at_most("model", self, MOST_BLOCKS, "layers", "heads")
-        _ = self.kind_facts, self.norm_facts  # raise for names that nobody registered
+        _ = self.kind_facts, self.norm_facts  # These raise an error for names that are not registered.
         for key in ("dropout", "attention_dropout", "embedding_dropout"):
             share = self.dropout if getattr(self, key) is None else getattr(self, key)
             if not 0.0 <= share < 1.0:
@@ -120,14 +120,15 @@ class ModelConfig:
                 "change one of them or give model.head_dim"
             )
         chosen = max(1, round(0.15 * self.seq)) if self.kind_facts.predicts_chosen else 0
+        # 8/3 hidden gives the three weights of a gated MLP as many parameters as the two of a plain one.
         gated = -(-8 * self.hidden // 3 // 64) * 64
         latent_dim = self.latent.nope_dim + self.latent.rope_dim if self.latent.kv_rank else 0
-        two = self.kind_facts.has_blank_positions and self.position == "learned"
+        two_tables = self.kind_facts.has_blank_positions and self.position == "learned"
         derived = {
             "kv_heads": self.heads if self.latent.kv_rank else self.kv_heads or self.heads,
             "head_dim": latent_dim or self.head_dim or self.hidden // self.heads,
             "predictions": self.predictions or chosen,
-            "token_types": self.token_types or (self.seq + 1 if two else 0),
+            "token_types": self.token_types or (self.seq + 1 if two_tables else 0),
             "ffn": self.ffn or (gated if self.mlp.endswith("glu") else 4 * self.hidden),
         }
         for key, value in derived.items():
@@ -158,11 +159,11 @@ class ModelConfig:
 
     @property
     def windowed(self) -> bool:
-        """Whether some block looks back over less than a sample."""
+        """True if some block looks back over less than a sample."""
         return any(self.window_of(layer) for layer in range(self.layers))
 
     def window_of(self, layer: int) -> int:
-        """The tokens that a block looks back over; 0: all, since it has no window or one that holds a whole sample."""
+        """Return the tokens that a block looks back over. 0 means all: its window is none, or holds a whole sample."""
         pattern = self.window_pattern or (1,)
         return self.window if self.window < self.seq and pattern[layer % len(pattern)] else 0
 
@@ -173,17 +174,17 @@ class ModelConfig:
 
     @property
     def norm_first(self) -> bool:
-        """Whether a block begins with a norm, so that one follows the last."""
+        """True if blocks begin with a norm. Another norm must then follow the last block."""
         return self.norm_place in ("pre", "sandwich")
 
     @property
     def drops(self) -> bool:
-        """Whether there is any dropout."""
+        """True if there is any dropout in the model."""
         return bool(self.dropout or self.attention_dropout or self.embedding_dropout)
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that rotary positions turn, in pairs."""
+        """The number of elements of a head that rotary positions turn, in pairs."""
         return self.latent.rope_dim if self.latent.kv_rank else int(self.head_dim * self.rotary_fraction)
 
     def _check_window(self) -> None:
@@ -225,7 +226,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How the ranks are divided; dp follows from the world size."""
+    """The division of the ranks over the axes of parallelism. dp follows from the world size."""
 
     tp: int = 1
     pp: int = 1
@@ -236,10 +237,10 @@ class LayoutConfig:
     sequence_parallel: bool = False
     chunks: int = 1
     node_size: int = 0  # 0: as many ranks as a node starts
-    replicas: int = 1  # equal parts of the world that take steps of their own (`train.local`)
+    replicas: int = 1  # equal parts of the world that train separately and synchronise rarely (`train.local`)
     tp_grid: tuple[int, ...] = ()  # tp as a grid: [row, col] or [row, col, depth]; empty: tp cuts along one axis
-    tp_kind: Literal["", "2d", "2.5d", "3d"] = ""  # empty: 2d of two numbers
-    tp_keep_gathered: bool = False  # of a grid: keep gathered factors for backward, instead of gathering them again
+    tp_kind: Literal["", "2d", "2.5d", "3d"] = ""  # empty: 2d if the grid has two numbers
+    tp_keep_gathered: bool = False  # with a grid: save gathered factors for backward instead of gathering them again
 
     @property
     def grid(self) -> Grid | None:
@@ -249,7 +250,7 @@ class LayoutConfig:
 
     @property
     def least_world(self) -> int:
-        """The ranks of which every world is a multiple."""
+        """The fewest ranks that the layout takes, with dp=1. Every world must be a multiple of it."""
         return self.tp * self.pp * self.cp * self.replicas
 
     def __post_init__(self) -> None:
@@ -266,10 +267,10 @@ class LayoutConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How ranks that share sequences (layout.cp) attend to each other's tokens, and which tokens each holds."""
+    """Context parallelism (layout.cp): the way in which ranks attend to each other's tokens, and the tokens of each."""
 
     kind: Literal["auto", "gather", "ring", "ulysses", "hybrid"] = "auto"
-    inner: int = 0  # with kind=hybrid: ranks that exchange heads; the ring goes between groups of so many
+    inner: int = 0  # with kind=hybrid: size of the groups that exchange heads; a ring connects the groups
     order: Literal["zigzag", "striped", "contiguous", "documents"] = "zigzag"
 
     def __post_init__(self) -> None:
@@ -283,9 +284,11 @@ class ContextConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: str = "1f1b"  # of the kinds that spec/schedule/kinds.py lists
+    """The pipeline schedule and the division of layers over stages."""
+
+    schedule: str = "1f1b"  # one of the kinds in spec/schedule/kinds.py
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
-    encoder_stages: int = 0  # of a t5: virtual stages of its encoder; 0: blocks are split evenly, wherever it ends
+    encoder_stages: int = 0  # t5: virtual stages of the encoder; 0: blocks are split evenly, wherever the encoder ends
 
     def __post_init__(self) -> None:
         not_negative("pipeline", self, "encoder_stages")
@@ -299,18 +302,20 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """Steps, batches, precision and compilation."""
+
     steps: int = 100
     global_batch: int = 8
     micro_batch: int = 1
     seed: int = 1234
     precision: Precision = "fp32"
-    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # in which gradients accumulate: fp32 or the model's precision
-    fp8_scale: Literal["tensor", "row"] = "tensor"  # with precision=fp8: one scale for a tensor, or for each row
+    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # dtype that gradients accumulate in: fp32 or train.precision
+    fp8_scale: Literal["tensor", "row"] = "tensor"  # with precision=fp8: one scale per tensor, or per row
     clip: float = 1.0  # 0: no clipping
     compile: Literal["auto", "true", "false"] = "auto"  # torch.compile of the blocks; auto: on accelerators
     compile_together: int | str = "auto"  # neighbouring blocks that are compiled as one graph
     ramp: tuple[int, ...] = ()  # (first global batch, increment, samples over which it grows)
-    gc_every: int = 50  # steps between collections of Python's garbage, on all ranks at once; 0: when Python wants to
+    gc_every: int = 50  # steps between garbage collections, which all ranks run at once; 0: when Python decides
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -337,10 +342,10 @@ class TrainConfig:
 class OffloadConfig:
     """The storage of offloaded states. They are copied to the device in slices, one slice ahead of its use."""
 
-    optimizer: Literal["none", "cpu", "disk"] = "none"  # masters and moments
-    params: Literal["none", "cpu", "disk"] = "none"  # with zero.stage=3
+    optimizer: Literal["none", "cpu", "disk"] = "none"  # place of master weights and optimizer states
+    params: Literal["none", "cpu", "disk"] = "none"  # place of each rank's shard of the weights, with zero.stage=3
     path: str = ""  # folder of the files on disk
-    buffer_mib: float = 64.0  # size of a piece; a few are held at a time
+    buffer_mib: float = 64.0  # size of a slice; a few are held at a time
 
     def __post_init__(self) -> None:
         positive("zero.offload", self, "buffer_mib")
@@ -353,7 +358,7 @@ class ZeroConfig:
     """ZeRO: shard optimizer states (1), gradients too (2) and parameters too (3) over the data-parallel ranks."""
 
     stage: int = 0
-    shard_group: Literal["dp", "node"] = "dp"  # node: divided inside a node, copied across nodes
+    shard_group: Literal["dp", "node"] = "dp"  # node: sharded inside a node, replicated across nodes
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
     @property
@@ -368,7 +373,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """Dynamic loss scaling, used with train.precision=fp16 only."""
+    """Dynamic loss scaling, which is used with train.precision=fp16 only."""
 
     initial: float = 65536.0
     window: int = 1000  # good steps before the scale doubles
@@ -382,7 +387,7 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class LRConfig:
-    """Learning rate over steps: linear warm-up, then the schedule down to `min`."""
+    """The learning rate over steps: a linear warm-up, then the schedule down to `min`."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: int | str = 0  # steps, or a share of train.steps such as 2%
@@ -415,11 +420,11 @@ class LRConfig:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Which activations backward computes again instead of keeping them."""
+    """The activations that backward computes again, so that they need not be saved."""
 
     mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
-    offload: bool = False  # the inputs of recomputed blocks go to host memory
-    pieces: int = 1  # over tokens, of each block's MLP: each piece is computed again in backward, in every mode
+    offload: bool = False  # keep the inputs of recomputed blocks in host memory
+    pieces: int = 1  # parts into which each MLP cuts the tokens; in every mode, backward recomputes them one by one
 
     def __post_init__(self) -> None:
         positive("recompute", self, "pieces")
@@ -446,26 +451,28 @@ class RecomputeConfig:
         return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
 
     def offloaded(self, runs: int, first: bool, last: bool) -> range:
-        """Returns which of a chunk's runs of blocks have their input in host memory: not the one whose input another
-        stage sent, which waits on the device for its gradient, and not the model's last, whose backward comes next.
-        `first` and `last`: whether the model begins or ends in the chunk."""
+        """Return the runs of a chunk's blocks whose inputs are kept in host memory. `first` and `last` say whether the
+        model begins or ends in the chunk.
+
+        Two runs are left out: one whose input came from another stage, since that tensor stays on the device to receive
+        its gradient, and the model's last, since its backward comes next."""
         return range(int(not first), runs - int(last)) if self.offload else range(0)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The folder of a run, and what the run writes there."""
+    """The folder of a run, the records that it writes, and the device."""
 
     dir: str = "runs/default"
     log_every: int = 1
     eval_every: int = 0  # 0: only after the last step
     eval_samples: int = 0  # 0: four global batches
     tensorboard: bool = True
-    loggers: tuple[str, ...] = ()  # where else numbers go: tensorboard, wandb, mlflow, trackio, csv
-    layers_every: int = 50  # steps between the norms by layer in layers.jsonl; 0: none
-    peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, where known
-    time_limit: str = ""  # a time such as 3h50min, by whose end the run is saved and stopped; empty: none
-    trace: bool = False  # write one step as it was measured to trace.json, which Perfetto opens
+    loggers: tuple[str, ...] = ()  # further loggers of the numbers: tensorboard, wandb, mlflow, trackio, csv
+    layers_every: int = 50  # steps between lines of norms by layer in layers.jsonl; 0: none
+    peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, if known
+    time_limit: str = ""  # a time such as 3h50min, before whose end the run is saved and stopped; empty: none
+    trace: bool = False  # write one measured step to trace.json, which Perfetto opens
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     plugins: tuple[str, ...] = ()  # Python modules that register norms, schedules and the like (docs/plugins.md)
 
@@ -485,29 +492,31 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """The times and the place at which checkpoints are saved, and the number that is kept."""
+
     # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
     # after the last step.
     every: int | str = "auto"
     keep: int = 2  # newest checkpoints to keep; 0: all
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
-    busy: Literal["wait", "skip"] = "wait"  # when the last save is still being written
+    busy: Literal["wait", "skip"] = "wait"  # if the previous checkpoint is still being written
     dir: str = ""  # empty: run.dir/checkpoints
-    memory_every: int = 0  # steps between copies of each rank's share in the memory of two nodes; 0: none
+    memory_every: int = 0  # steps between copies of each rank's shard into the memory of two nodes; 0: none
 
     def __post_init__(self) -> None:
         not_negative("checkpoint", self, "keep", "memory_every")
         if self.every_steps < 0:
             raise UserError(f"checkpoint.every={self.every} must not be negative")
-        assert self.every_seconds >= 0
+        assert self.every_seconds >= 0  # The property raises an error for a text that is no time.
 
     @property
     def every_steps(self) -> int:
-        """0: not by steps."""
+        """The steps between checkpoints; 0 if they are not saved by steps."""
         return self.every if isinstance(self.every, int) else 0
 
     @property
     def every_seconds(self) -> float:
-        """0: not by time."""
+        """The seconds between checkpoints; 0 if they are not saved by time."""
         if isinstance(self.every, int):
             return 0.0
         return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
@@ -515,7 +524,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One whole run. `extra` holds sections that a user's own program brings."""
+    """The config of a whole run. `extra` holds the additional sections of a user's program."""
 
     model: ModelConfig
     data: DataConfig
@@ -537,7 +546,7 @@ class Config:
 
     @property
     def objective(self) -> str:
-        """What is learned: the next token (causal), masked ones, or spans that were taken out."""
+        """The name of the training objective, one of OBJECTIVES. `auto` is the usual one of the model's kind."""
         if self.data.objective != "auto":
             return self.data.objective
         return self.model.kind_facts.objectives[0]
@@ -548,34 +557,35 @@ class Config:
 
     @property
     def has_segments(self) -> bool:
-        """Whether samples say which of their tokens see each other: those of one document, or all but the padding."""
+        """True if samples say which of their tokens see each other: those of one document, or all but the padding."""
         return self.data.reset_attention or self.objective_facts.has_segments
 
     @property
     def drops(self) -> bool:
-        """Whether there is any dropout."""
+        """True if there is any dropout, in the model or in adapters."""
         return self.model.drops or bool(self.tune.adapts and self.tune.dropout)
 
     @property
     def compares(self) -> bool:
-        """Whether the loss compares with the frozen weights, which then run forward beside the trained ones."""
+        """True if the loss compares with the frozen weights, which then run forward in addition to the trained ones."""
         return self.objective_facts.judges_answers and self.tune.loss in NEED_REFERENCE
 
     @property
     def monitored(self) -> tuple[str, ...]:
-        """The names of the values that every step of a model of ours reports beside its loss."""
+        """The names of the values that a step reports in addition to its loss, with Meshwright's own `forward_step`."""
         return (BETTER,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
 
     @property
     def context_kind(self) -> str:
-        """How sequences are shared. `auto` exchanges heads where they can be dealt to the cp ranks and that moves fewer
-        bytes than passing keys and values: 2 (q + kv') / (3 cp kv) below 1, with kv' = max(kv, cp) heads."""
+        """The kind of context parallelism. `auto` is ulysses if heads can be divided over the cp ranks and exchanging
+        them moves fewer bytes than gathering keys and values, else gather."""
         cp, tp = self.layout.cp, self.layout.tp
         if self.context.kind != "auto":
             return self.context.kind
         q, kv = self.model.heads // tp, max(1, self.model.kv_heads // tp)
-        deals = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
-        return "ulysses" if deals and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
+        divides = q % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+        # The ratio of both kinds' bytes is 2 (q + kv') / (3 cp kv), where kv' = max(kv, cp) counts copied heads too.
+        return "ulysses" if divides and 2 * (q + max(kv, cp)) < 3 * cp * kv else "gather"
 
     @property
     def context_plan(self) -> ContextPlan:
@@ -583,6 +593,6 @@ class Config:
 
     @property
     def compiles(self) -> bool:
-        """Whether an accelerator's blocks are compiled. Dropout draws from random streams of its own, which
-        torch.compile can't take, so `auto` leaves it out there."""
+        """True if blocks are compiled on an accelerator. With dropout, `auto` means that they are not, because
+        torch.compile does not support the separate random streams that dropout draws from."""
         return self.train.compile == "true" or (self.train.compile == "auto" and not self.drops)

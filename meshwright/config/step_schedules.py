@@ -1,4 +1,5 @@
-"""Learning rate and batch size over a run: pure functions of the step and of the samples consumed. No torch."""
+"""The learning rate and the batch size over a run, as pure functions of the step and of the consumed samples. A resumed
+run needs no other state for them. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ def _linear(peak: float, low: float, share: float) -> float:
     return peak + (low - peak) * share
 
 
-# By `lr.schedule`: the rate after a share of the decay, between the peak and the lowest.
+# By `lr.schedule`, the function of (peak, lowest rate, share of the decay that has passed) that gives the rate.
 SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda peak, low, share: peak,
     "cosine": lambda peak, low, share: low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share)),
@@ -22,20 +23,21 @@ SHAPES: dict[str, Callable[[float, float, float], float]] = {
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Returns the learning rate of step `step`, counted from 1."""
+    """Return the learning rate of step `step`, counted from 1."""
     c, peak, steps = config.lr, config.optimizer.lr, config.train.steps
     warmup = c.warmup_steps(steps)
     if step <= warmup:
         return peak * step / warmup
     begin, length = warmup, c.decay or max(1, steps - warmup)
     if c.decays_last:
+        # A warm-up that reaches into the decay shortens it.
         begin = max(warmup, steps - (c.decay or max(1, steps // 10)))
-        length = max(1, steps - begin)  # a warm-up that reaches into the decay shortens it
+        length = max(1, steps - begin)
     return SHAPES[c.schedule](peak, c.min, min(1.0, max(0.0, (step - begin) / length)))
 
 
 def global_batch(config: Config, consumed: int) -> int:
-    """Returns the global batch of the step that begins when `consumed` samples have been seen."""
+    """Return the global batch of the step that begins when `consumed` samples have been seen."""
     if not config.train.ramp:
         return config.train.global_batch
     start, increment, samples = config.train.ramp
@@ -46,12 +48,14 @@ def global_batch(config: Config, consumed: int) -> int:
 
 
 def consumed_after(config: Config, steps: int) -> int:
-    """Returns the samples that have been seen after the first `steps` steps."""
+    """Return the samples that have been seen after the first `steps` steps."""
     consumed = done = 0
+    # Each round of the loop takes all steps with the same batch at once, so its length does not depend on `steps`.
     while done < steps and (now := global_batch(config, consumed)) < config.train.global_batch:
         start, increment, samples = config.train.ramp
         rises, risen = (config.train.global_batch - start) // increment, (now - start) // increment
-        until_next = -(-samples * (risen + 1) // rises) - consumed  # samples before the batch grows again
+        # The samples before the batch grows again.
+        until_next = -(-samples * (risen + 1) // rises) - consumed
         count = min(steps - done, -(-until_next // now))
         consumed, done = consumed + count * now, done + count
     return consumed + (steps - done) * config.train.global_batch

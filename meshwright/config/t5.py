@@ -1,4 +1,4 @@
-"""The section `model.t5`, which only an encoder-decoder has, and the rules about it."""
+"""The config section `model.t5`, which applies to encoder-decoders only, and the rules about it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from meshwright.errors import UserError
 if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
-FEWEST_TOKENS = 8  # of an encoder's sequence, so that spans can be taken out of it
+# The shortest sequence of an encoder: from fewer tokens no spans can be taken out.
+FEWEST_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class T5Config:
-    """What an encoder-decoder has beside other models. model.layers counts the blocks of both stacks, and model.seq the
-    tokens of the encoder."""
+    """The additional keys of an encoder-decoder. model.layers counts the blocks of both stacks, and model.seq is the
+    length of the encoder's sequence."""
 
     encoder_layers: int = 0  # 0: half of model.layers
-    decoder_seq: int = 0  # tokens of a target; 0: what a sample of model.seq leaves of 15 % in spans of 3 tokens
+    # Tokens of a target; 0: as many as a sample of model.seq needs if 15 % of it are taken out in spans of 3 tokens.
+    decoder_seq: int = 0
     buckets: int = 32  # rows of each stack's table of relative positions
-    distance: int = 128  # all that is farther away has one bucket
-    scale_output: Literal["auto", "true", "false"] = "auto"  # what the output layer takes, by 1 / sqrt(hidden)
-    start: int = 0  # the token that the decoder's input begins with
+    distance: int = 128  # all larger distances share one bucket
+    # Multiply the output layer's input by 1 / sqrt(hidden); auto: if embeddings are tied.
+    scale_output: Literal["auto", "true", "false"] = "auto"
+    start: int = 0  # the first token of the decoder's input
 
     def __post_init__(self) -> None:
         not_negative("model.t5", self, "encoder_layers", "decoder_seq", "start")
@@ -43,28 +46,30 @@ class T5Config:
             )
 
     def completed(self, layers: int, seq: int, tied: bool) -> T5Config:
-        """Returns the section without a value that still has to be derived."""
+        """Return the section with all derived values filled in."""
         if seq < FEWEST_TOKENS:
             raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {FEWEST_TOKENS} or more")
-        own = self.encoder_layers or layers // 2
-        if not 0 < own < layers:
+        encoder_layers = self.encoder_layers or layers // 2
+        if not 0 < encoder_layers < layers:
             raise UserError(
-                f"model.t5.encoder_layers={own} leaves one of the two stacks without blocks: model.layers={layers} "
-                "counts both"
+                f"model.t5.encoder_layers={encoder_layers} leaves one of the two stacks without blocks: "
+                f"model.layers={layers} counts both"
             )
-        scales = ("true" if tied else "false") if self.scale_output == "auto" else self.scale_output
+        scales = self.scale_output
+        if scales == "auto":
+            scales = "true" if tied else "false"
         target = self.decoder_seq or span_lengths(tokens_for(seq))[1]
-        return replace(self, encoder_layers=own, decoder_seq=target, scale_output=scales)
+        return replace(self, encoder_layers=encoder_layers, decoder_seq=target, scale_output=scales)
 
 
 def t5_fits(c: Config, world: int) -> Iterator[str]:
-    """Check the keys that only an encoder-decoder has."""
+    """Check the keys that apply to encoder-decoders only."""
     m = c.model
     if not m.kind_facts.is_encoder_decoder:
-        own = [f"model.t5.{key}" for key, value in vars(T5Config()).items() if getattr(m.t5, key) != value]
-        own += ["pipeline.encoder_stages"] if c.pipeline.encoder_stages else []
-        own += ["model.position=relative"] if m.position == "relative" else []
-        for key in own:
+        given = [f"model.t5.{key}" for key, value in vars(T5Config()).items() if getattr(m.t5, key) != value]
+        given += ["pipeline.encoder_stages"] if c.pipeline.encoder_stages else []
+        given += ["model.position=relative"] if m.position == "relative" else []
+        for key in given:
             yield f"{key} needs an encoder-decoder, and model.kind is {m.kind}: set model.kind=t5, or leave it out"
         return
     if m.t5.start >= m.vocab:
@@ -74,7 +79,8 @@ def t5_fits(c: Config, world: int) -> Iterator[str]:
 
 
 def _lengths_fit(c: Config) -> Iterator[str]:
-    """The decoder's tokens must be divided as the encoder's are, for which other rules speak."""
+    """Check the decoder's sequence: it must hold the targets, and must be divisible in the same ways as the encoder's,
+    which other rules check."""
     m, s = c.model, c.data.spans
     target = span_lengths(tokens_for(m.seq, s.share, s.mean), s.share, s.mean)[1]
     if target > m.t5.decoder_seq:
@@ -98,11 +104,12 @@ def _lengths_fit(c: Config) -> Iterator[str]:
 
 
 def _stages_fit(c: Config) -> Iterator[str]:
+    """Check that both stacks have stages, and that every stage has blocks."""
     own, stages, m = c.pipeline.encoder_stages, c.layout.pp * c.layout.chunks, c.model
     if not own:
         return
     if c.pipeline.split:
-        yield "pipeline.split already says where the decoder begins: leave out it or pipeline.encoder_stages"
+        yield "pipeline.split already says where the decoder begins: leave one of the two out"
     if own >= stages:
         yield (
             f"pipeline.encoder_stages={own} leaves the decoder none of the pp x chunks = {stages} stages: use "

@@ -1,4 +1,4 @@
-"""The tune section of a config: what of a model is trained. With adapters, its own weights are frozen."""
+"""The tune section of a config: the parts of a model that are trained. With adapters, its weights are frozen."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from meshwright.config.blocks import not_negative, positive
 from meshwright.errors import UserError
 
 ALL = "all"
-BETTER = "chosen answers likelier (share of pairs)"  # than the rejected ones, compared with the reference
-NEED_REFERENCE = ("dpo", "ipo", "kto")  # losses that compare with the model as it was
+# Name of a reported value: the share of pairs whose chosen answer has become likelier than the rejected one, compared
+# with the reference.
+BETTER = "chosen answers likelier (share of pairs)"
+# The losses that compare with a reference: the model before this training.
+NEED_REFERENCE = ("dpo", "ipo", "kto")
 
 
-# Names of Llama-like modules, by which PEFT's users know the products.
+# The names of the modules of Llama-like models, which users know from PEFT, and our names of their products.
 PEFT_NAMES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "all-linear": ALL,
@@ -22,22 +25,23 @@ PEFT_NAMES = {
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """How a model is adapted: all of its weights (full), or low-rank changes of some products (lora, dora)."""
+    """The adaptation of a model: train all weights (full), or low-rank changes of some products (lora, dora)."""
 
     kind: Literal["full", "lora", "dora"] = "full"
     base: str = ""  # with lora and dora: the checkpoint, run or Hugging Face folder whose weights are adapted
-    rank: int = 16
+    rank: int = 16  # rank of the changes
     alpha: float = 0.0  # the change is scaled by alpha / rank; 0: 2 x rank
-    rslora: bool = False  # by alpha / sqrt(rank) instead
-    dropout: float = 0.0  # of the adapters' inputs
-    targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: every one but those of experts
-    modules_to_save: tuple[str, ...] = ()  # parts that are trained whole beside them, e.g. embedding, head, norm1
-    quantise: Literal["none", "nf4"] = "none"  # nf4: the frozen weights of the blocks' products in 4 bits
+    rslora: bool = False  # scale by alpha / sqrt(rank) instead
+    dropout: float = 0.0  # on the adapters' inputs
+    targets: tuple[str, ...] = (ALL,)  # the products that are adapted, e.g. q, v; all: all except those of experts
+    modules_to_save: tuple[str, ...] = ()  # parts that are trained in full as well, e.g. embedding, head, norm1
+    quantise: Literal["none", "nf4"] = "none"  # nf4: store the frozen weights of the blocks' products in 4 bits
 
-    # With data.objective=preference:
+    # The keys below apply to data.objective=preference.
     loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
-    beta: float = 0.1  # how much a change of an answer's log-probability counts; of orpo: the weight of its odds ratio
-    margin: float = 0.0  # of simpo: by how much the better answer's mean log-probability shall be higher, times beta
+    beta: float = 0.1  # weight of changes in an answer's log-probability; orpo: weight of the odds ratio
+    # simpo: the lead that the better answer's mean log-probability should have, times beta.
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         positive("tune", self, "rank", "beta")
@@ -54,6 +58,7 @@ class TuneConfig:
 
     @property
     def adapts(self) -> bool:
+        """True if adapters are trained."""
         return self.kind != "full"
 
     @property
@@ -63,5 +68,5 @@ class TuneConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter's two factors is multiplied by."""
+        """The factor on the product of an adapter's two matrices."""
         return (self.alpha or 2.0 * self.rank) / (self.rank**0.5 if self.rslora else self.rank)

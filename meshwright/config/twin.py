@@ -1,5 +1,5 @@
-"""The twin of a recipe: the same axes, schedule, sharding and kinds of parts around a model that a laptop trains in a
-minute. No torch."""
+"""The twin of a recipe: a small model with the same axes, schedule, sharding and kinds of parts, which a laptop trains
+in a minute. No torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from meshwright.spec.layout.packed import BLOCK
 from meshwright.spec.schedule.kinds import KINDS
 
 RANKS = 8
-HIDDEN, HEAD_DIM, SEQ, VOCAB = 64, 16, 64, 320  # bytes, the end token, and room for special ones
+# The vocabulary is that of bytes (256) and the end token, with room for special tokens.
+HIDDEN, HEAD_DIM, SEQ, VOCAB = 64, 16, 64, 320
 STEPS, MICRO_BATCHES = 30, 4
 PEAK_LR = 2e-3
-# What `train --tiny` makes: a file of tokens for all twins, one of conversations, and weights to adapt.
+# The files that `train --tiny` makes: tokens for all twins, conversations, and base weights for adapters.
 TWIN_DATA, TWIN_TALKS, TWIN_BASES = "runs/tiny-data/stdlib", "runs/tiny-data/talks", "runs/tiny-base/"
 
 
 def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
-    """Returns the twin of the recipe of that name, with `a.b=c` words on top, and the number of its ranks."""
+    """Return the twin of a recipe, with `a.b=c` words on top, and the number of its ranks."""
     if name not in recipe_names():
         raise UserError(f"--tiny needs a recipe's name, and '{name}' is none{nearest(name, recipe_names())}: "
                         f"the recipes are {', '.join(recipe_names())}")  # fmt: skip
@@ -46,14 +47,14 @@ def tiny_config(name: str, words: Sequence[str] = ()) -> tuple[Config, int]:
 
 
 def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
-    """Returns the twin of a run on `devices` devices, and the number of its ranks: 8, or the devices where they are
-    fewer."""
+    """Return the twin of a run on `devices` devices and the number of its ranks, which `_layout` chooses."""
     layout, ranks = _layout(config.layout, devices)
     tune = small_tune(config.tune)
     tune = replace(tune, base=f"{TWIN_BASES}{name}") if tune.adapts else tune
     talks = config.objective_facts.packed
     micro, batch = small_batch(config, layout, ranks)
     unit = ranks // layout.least_world * layout.replicas * micro
+    # A ramp stays a ramp: it starts at the smallest batch and grows by it.
     train = TrainConfig(
         steps=STEPS, global_batch=batch, micro_batch=micro, seed=config.train.seed, precision="fp32",
         clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
@@ -81,9 +82,10 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
 
 
 def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
-    """Returns the layout with 2 in place of every larger size, and the ranks: as many as that takes, at least 8 (or all
-    of fewer devices), of
-    which the data-parallel ones are the rest. Experts are spread over at most as many ranks as there are."""
+    """Return the layout with every size above 2 reduced to 2, and the number of its ranks.
+
+    Those are as many as the sizes take. If the run has data parallelism, they are at least RANKS (or `devices`, if that
+    is less), and dp takes the rest."""
     tp, pp, cp, replicas = (min(2, size) for size in (its.tp, its.pp, its.cp, its.replicas))
     dp = devices // its.least_world
     least = tp * pp * cp * replicas * min(2, dp)
@@ -95,22 +97,27 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
 
 def small_batch(config: Config, layout: LayoutConfig, world: int) -> tuple[int, int]:
     """Return the micro-batch and the global batch of a twin: a few micro-batches for each data-parallel rank."""
+    # A micro-batch of several sequences stays one of several.
     micro = 2 if config.train.micro_batch > 1 else 1
     if layout.grid is not None:
         micro = max(micro, layout.grid.rows(layout.grid.inner))
+    # An interleaved schedule takes micro-batches in groups of pp.
     rounds = MICRO_BATCHES * (layout.pp if KINDS[config.pipeline.schedule].takes(2) else 1)
     return micro, world // layout.least_world * layout.replicas * micro * rounds
 
 
 def small_tune(tune: TuneConfig) -> TuneConfig:
+    """Return the tune section with adapters of a small rank."""
     return replace(tune, rank=min(4, tune.rank), alpha=0.0) if tune.adapts else tune
 
 
 def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
-    """Returns the model with two blocks a stage of `layout`, of few and short heads. What it is made of stays: norms,
-    activations, positions, biases, groups of heads, windows, experts, latent attention. Uneven sizes are kept too:
-    fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. Inner widths are multiples of 8 on a
-    tp rank, or of a block of quantised weights."""
+    """Return a small model for `layout`: two blocks per stage (more if the pattern of windows needs them), with few and
+    short heads.
+
+    All parts stay: norms, activations, positions, biases, groups of heads, windows, experts, latent attention. Uneven
+    sizes are kept too: fewer key-value heads than tp ranks, and a vocabulary that tp does not divide. On a tp rank,
+    inner widths are multiples of 8, or of a block of quantised weights."""
     its, tp = config.model, layout.tp
     heads, grouped = _heads(config, layout)
     hidden = heads * HEAD_DIM
@@ -139,7 +146,7 @@ def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
 
 
 def _target_tokens(config: Config, tp: int) -> int:
-    """Return the tokens of a T5's targets in samples of SEQ tokens, rounded up to what tp divides; 0 for others."""
+    """Return the tokens of a T5's targets in samples of SEQ tokens, as a multiple of tp; 0 for other kinds."""
     if not config.model.kind_facts.is_encoder_decoder:
         return 0
     spans = config.data.spans
@@ -148,8 +155,10 @@ def _target_tokens(config: Config, tp: int) -> int:
 
 
 def _heads(config: Config, layout: LayoutConfig) -> tuple[int, int]:
-    """Returns the heads and key-value heads of a small model: as many as tp and cp can divide, grouped where the
-    model's are, and with copies where it has fewer key-value heads than tp ranks."""
+    """Return the heads and the key-value heads of a small model. tp and cp divide the heads.
+
+    Heads are grouped if the model's are. If the model has fewer key-value heads than tp ranks, so has the small one,
+    because such heads are copied."""
     its, tp = config.model, layout.tp
     least = HIDDEN // HEAD_DIM
     heads = math.ceil(least / (tp * layout.cp)) * tp * layout.cp

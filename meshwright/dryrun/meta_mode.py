@@ -293,20 +293,20 @@ class SavedBytes(saved_tensors_hooks):
         super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
 
     def __enter__(self) -> None:
-        original = self._original = Deferred.kept
+        original = self._original = Deferred.detached
 
-        def kept(deferred: Deferred, x: Tensor) -> Tensor:
+        def counted(deferred: Deferred, x: Tensor) -> Tensor:
             saved = original(deferred, x)
             # The count is an attribute of the saved tensor, so that both live equally long.
             saved.counted = self._pack(saved.detach())  # type: ignore[attr-defined]
             return saved
 
-        Deferred.kept = kept  # type: ignore[method-assign, assignment]
+        Deferred.detached = counted  # type: ignore[method-assign, assignment]
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        Deferred.kept = self._original  # type: ignore[method-assign]
+        Deferred.detached = self._original  # type: ignore[method-assign]
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()

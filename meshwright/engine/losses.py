@@ -124,16 +124,21 @@ class StepSums(NamedTuple):
     tokens: Tensor | None = None
 
 
-def sums_of_step(ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor) -> StepSums:
-    """Sum over the ranks of each replica with one small all-reduce and, if there are several, over the replicas."""
+def sums_of_step(
+    ctx: Context, totals: Totals, names: Sequence[str], squares: Tensor, divided: bool = False
+) -> StepSums:
+    """Sum over the ranks of each replica with one small all-reduce and, if there are several, over the replicas.
+
+    `divided` means that the stored gradient is divided by the counts already, as it is if the terms are declared.
+    """
     own = sums_over_world(ctx, totals, names, squares, ctx.mesh.inner)
     replicas = ctx.layout.replicas
     if replicas == 1:
         return StepSums(own, own)
     vector = torch.cat([own, own.new_zeros(replicas)])
-    # The true gradient of a replica is its stored one over its tokens, about 1 / replicas of all tokens. The factor
-    # makes the squares fit the sum of the tokens by which the reported norm is divided.
-    vector[2 * len(names)] *= replicas
+    # The reported norm is the root mean square over the replicas. A stored gradient that is not divided yet will be
+    # divided by the tokens of all replicas, although each replica has only about 1 / replicas of them.
+    vector[2 * len(names)] *= 1 / replicas if divided else replicas
     vector[own.numel() + ctx.mesh.replica] = own[len(names)]
     ctx.mesh.group(REPLICAS).all_reduce(vector)
     summed, tokens = vector.split([own.numel(), replicas])

@@ -243,7 +243,8 @@ class Trainer:
         # The expert balance changes the routers' biases, which a checkpoint save may still be copying.
         self.before_update()
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
-            sums = sums_of_step(self.ctx, totals, self.terms, self.data_parallel.square_sum())
+            squares, divided = self.data_parallel.square_sum(), normalisation.counts is not None
+            sums = sums_of_step(self.ctx, totals, self.terms, squares, divided)
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
             balance = self.balance.update(passed.all[2 * len(self.terms)])

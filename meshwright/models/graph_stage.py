@@ -1,5 +1,8 @@
-"""One pipeline chunk of any model that is described as a graph. It builds the nodes of its stage, runs them in order,
-stacks of blocks together, and hands on the streams that later stages read."""
+"""One pipeline chunk of any model that is described as a graph.
+
+A chunk builds the nodes of its stage and runs them in order, neighbouring blocks as one stack. It passes on the streams
+that later stages read.
+"""
 
 from __future__ import annotations
 
@@ -31,42 +34,50 @@ from meshwright.spec.model.part import Coordinate, MicroBatch
 from meshwright.spec.traffic.ledger import Ledger
 
 Streams = dict[str, Tensor]
-Caches = Mapping[int, KVCache]  # keys and values of earlier tokens, by layer
+Caches = Mapping[int, KVCache]  # Keys and values of earlier tokens, by layer.
 
 
 class GraphStage(nn.Module):
-    """The nodes of one stage. Each node's module has the node's key as its name in the stage; those of other stages are
-    None there, and stacks are dicts of blocks by layer."""
+    """The modules of one pipeline stage, each registered under its node's key.
+
+    Nodes of other stages are registered as None. A stack of blocks is a `ModuleDict` with one entry per layer.
+    """
 
     embedding: Embedding | None
     blocks: nn.ModuleDict
     head: Head | None
     foreign = False
-    several: tuple[Callable[..., Tensor], int] | None = None  # the function that runs blocks as one graph; how many
+    # The compiled function that runs several blocks as one graph, and the number of blocks that it takes.
+    several: tuple[Callable[..., Tensor], int] | None = None
 
     def __init__(
         self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage, ledger: Ledger, tokens: Group
     ) -> None:
-        """`tokens` are the ranks that hold different tokens of the same sequences."""
+        """Build the modules of a stage. `tokens` are the ranks that hold different tokens of the same sequences."""
         super().__init__()
         model = model_of(config)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
         self.model, self.nodes, self.adapts = model, model.nodes_of(stage), config.tune.adapts
         self.held: dict[str, nn.Module] = {}
-        for node in model.nodes:  # registered in the order of forward, which buckets of gradients follow
+        # Gradient buckets follow the order of registration, which must be the order of forward.
+        for node in model.nodes:
             self._register(node, at)
         self.layers = {node.layer: self.held[node.key] for node in self.nodes if node.layer is not None}
         self._tie()
+
         kind = TokenView if config.layout.grid is None else GridView
         self.view = kind(parallel, config, tokens)
         self.sources = [node for node in model.nodes if not node.inputs]
+        # Random streams are keyed by layer. Source nodes have no layer and take negative numbers.
         self._seeds = {node.key: -1 - number for number, node in enumerate(self.sources)}
-        self._mixed = {layer for layer in self.layers if self._block(layer).has_experts}
+        self._expert_layers = {layer for layer in self.layers if self._block(layer).has_experts}
         self._all = steps_of(self.nodes)
         self._trunk = steps_of([node for node in self.nodes if node.writes])
+
+        # The streams for later stages, and whether nodes of this stage read them in addition to the one they write.
         read = {name for node in self.nodes for name in node.beside}
-        self._goes_on = [(stream.name, stream.name in read) for stream in model.live(model.end(stage))]
-        self._offer(config, at)
+        self._passed_on = [(stream.name, stream.name in read) for stream in model.live(model.end(stage))]
+        self._set_contract(config, at)
 
     def _register(self, node: Node, at: Coordinate) -> None:
         stack, _, name = node.key.rpartition(".")
@@ -83,7 +94,10 @@ class GraphStage(nn.Module):
             self.get_submodule(stack).register_module(name, module)
 
     def _tie(self) -> None:
-        """Makes one parameter of those that are tied. Across stages, each has a copy, and the gradients are summed."""
+        """Share one parameter among the tied parameters of this stage.
+
+        If a tie spans stages, each stage holds a copy, and the gradients of the copies are summed.
+        """
         ties: dict[str, nn.Parameter] = {}
         for module in self.modules():
             for name, parameter in module._parameters.items():
@@ -91,15 +105,16 @@ class GraphStage(nn.Module):
                 if parameter is not None and record is not None and record.tied:
                     module._parameters[name] = ties.setdefault(record.tied, parameter)
 
-    def _offer(self, config: Config, at: Coordinate) -> None:
-        """Sets what `models.stage.StageModule` asks for."""
+    def _set_contract(self, config: Config, at: Coordinate) -> None:
+        """Set the attributes that `models.stage.StageModule` requires."""
         stage, model = self.stage, self.model
         self.micro_batch, self.seq = config.train.micro_batch, config.model.seq
         self._loss_weight: float | None = None
-        self.terms = model.terms  # of the head's loss
-        self.losses = model.losses  # the terms that blocks add to the loss
+        self.terms = model.terms  # The loss terms that the head computes.
+        self.losses = model.losses  # The loss terms that blocks add.
+        # The number of blocks in this chunk that add terms to the loss.
         parts = [part for node in self.nodes if node.stackable for _, _, part in node.unit.parts]
-        self.losses_here = sum(any(True for _ in part.losses()) for part in parts)  # blocks of this chunk that add them
+        self.losses_here = sum(any(True for _ in part.losses()) for part in parts)
         shapes = model.passes(at, MicroBatch(self.micro_batch, self.seq), stage)
         self.receives: Receives = {name: (shape, self.parallel.dtype) for name, shape in shapes.items()}
         self.ungraded = model.ungraded
@@ -107,18 +122,20 @@ class GraphStage(nn.Module):
         self.draws_by_key = True
         self.loss_counts = sample_counts if len(model.terms) > 1 else None
 
-    # How it runs
+    # Running the stage
 
     def forward(self, batch: Batch, hidden: Tensor | None = None, **received: Tensor) -> tuple[Any, Tensor | None]:
-        """Returns the streams for the next chunk or, in the last, the sum of the losses over the unmasked tokens (of
-        each of the head's terms, if there are several); and the sums of the terms that blocks add to the loss, if there
-        are any."""
+        """Return the result of the chunk and the sums of the loss terms that its blocks add, or None if they add none.
+
+        The result is the streams for the next chunk. In the last chunk it is the sum of the losses over the unmasked
+        tokens: one tensor, or one for each of the head's terms if there are several.
+        """
         received = self._received(hidden, received)
         streams, losses = self._run_nodes(self._all, self.view.prepared(batch), received)
         return (self._passed(streams, received) if self.head is None else streams[""]), losses
 
     def step(self, batch: Batch, received: Mapping[str, Tensor]) -> StageResult:
-        """Returns the streams for the next chunk and the terms of the loss."""
+        """Return the streams for the next chunk and the terms of the loss."""
         out, losses = self(batch, **received)
         terms: list[tuple[str, Tensor, Any, float]] = []
         if self.head is not None:
@@ -126,6 +143,8 @@ class GraphStage(nn.Module):
             counted = zip(self.terms, sums, self.head.counts(batch), strict=True)
             terms = [(name, total, count, 1.0) for name, total, count in counted]
         if losses is not None:
+            # Tokens are counted once for each block that adds a term. The weight is multiplied by the number of such
+            # blocks in the whole model, so that a term is the sum of the blocks' means.
             tokens = batch["loss_mask"].sum() * self.losses_here
             terms += [
                 (term.name, total, tokens, term.weight * blocks)
@@ -134,44 +153,53 @@ class GraphStage(nn.Module):
         return {} if self.head is not None else out, terms
 
     def answers(self, batch: Batch, received: Mapping[str, Tensor]) -> Streams | AnswerLogps:
-        """Returns the streams for the next chunk or, in the last, the log-probability of each answer of a micro-batch
-        of packed conversations."""
+        """Return the streams for the next chunk or, in the last, the log-probability of each answer of a micro-batch.
+
+        The micro-batch holds packed conversations.
+        """
         streams, _ = self._run_nodes(self._trunk, batch, dict(received))
         if self.head is None:
             return self._passed(streams, received)
         ranks = self.tokens
-        own = batch["segments"] if ranks.alone else batch[CONTEXT_DOCUMENTS].chunk(ranks.size, 1)[ranks.index]
-        found = Answers.of(own, own.shape[1] * ranks.size)
-        sums = call_unit(self.head, streams[self._last], batch["labels"], batch["loss_mask"], None, found)
-        return found.split(sums, batch["loss_mask"], ranks)
+        segments = batch["segments"] if ranks.alone else batch[CONTEXT_DOCUMENTS].chunk(ranks.size, 1)[ranks.index]
+        answers = Answers.of(segments, segments.shape[1] * ranks.size)
+        sums = call_unit(self.head, streams[self._last], batch["labels"], batch["loss_mask"], None, answers)
+        return answers.split(sums, batch["loss_mask"], ranks)
 
     def trunk(
         self, batch: Batch, hidden: Tensor | None = None, past: Caches | None = None, **received: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the stream that the head would take, or that this chunk's last block wrote, and the sums of the terms
-        that blocks add to the loss, if there are any. With `past`, the batch continues after the tokens in it."""
+        """Return the head's input, or the output of this chunk's last block, and the sums of the blocks' loss terms.
+
+        The sums are None if blocks add no terms. With `past`, the batch continues after the tokens in these caches.
+        """
         streams, losses = self._run_nodes(self._trunk, batch, self._received(hidden, received), past)
         return streams[self._last], losses
 
     def stream(
         self, name: str, batch: Batch, given: Mapping[str, Tensor] | None = None, past: Caches | None = None
     ) -> Tensor:
-        """Returns a stream after the last node here that writes it. Only nodes run that it depends on, and none that
-        would write anew what is `given`."""
-        given, needed, chosen = given or {}, {name}, list[Node]()
+        """Return a stream after the last node of this stage that writes it.
+
+        Only the nodes that it depends on run. A node that creates a stream is skipped if that stream is in `given`.
+        """
+        given = given or {}
+        needed = {name}
+        chosen = list[Node]()
         for node in reversed(self.nodes):
+            # A node that also reads the stream it writes updates it, and must run on a given stream too.
             if node.writes in needed and not (node.writes in given and node.writes not in node.inputs):
                 chosen.insert(0, node)
                 needed = (needed - {node.writes}) | {*node.inputs}
         return self._run_nodes(steps_of(chosen), batch, dict(given), past)[0][name]
 
     def announce(self, loss_weight: float | None) -> None:
-        """Takes the number that backward will multiply the loss's sum by, where that is known."""
+        """Set the factor by which backward will multiply the sum of the loss, or None if it is not known."""
         self._loss_weight = loss_weight
 
     @property
     def _last(self) -> str:
-        """The stream that the last node here reads or writes."""
+        """The stream that the last node of this stage writes or, if it writes none, reads first."""
         node = self.nodes[-1] if self.nodes else self.model.nodes[-1]
         return node.writes or node.reads[0]
 
@@ -179,17 +207,20 @@ class GraphStage(nn.Module):
         return received if hidden is None else {self.model.streams[0].name: hidden, **received}
 
     def _passed(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
-        """Returns what the next chunk takes. A stream that was received, or that blocks here read, goes on as a tensor
-        of its own, into which the gradient of later chunks comes back."""
+        """Return the streams for the next chunk.
+
+        A stream that was received, or that nodes of this stage read, is passed on as a separate view. The gradient of
+        later chunks arrives at that view.
+        """
         return {
             name: streams[name].view_as(streams[name]) if is_read or name in received else streams[name]
-            for name, is_read in self._goes_on
+            for name, is_read in self._passed_on
         }
 
     def _run_nodes(
         self, steps: Sequence[Node | Stack], batch: Batch, streams: Streams, past: Caches | None = None
     ) -> tuple[Streams, Tensor | None]:
-        """Returns the streams after these nodes, and the sums of the terms that blocks add to the loss."""
+        """Run these nodes. Return the streams after them and the sums of the loss terms that blocks add, if any."""
         streams, total, past = dict(streams), None, past or {}
         ids = next((batch[node.fields[0]] for node in self.sources if node.fields[0] in batch), None)
         sequences = self.micro_batch if ids is None else ids.shape[0]
@@ -204,46 +235,51 @@ class GraphStage(nn.Module):
         return streams, total
 
     def _run_node(self, node: Node, given: NodeInputs) -> Any:
-        """Returns what a node that is no block makes of a micro-batch."""
-        begins = node.key in self._seeds
-        if begins:
+        """Return the output of a node that is not a block for one micro-batch."""
+        is_source = node.key in self._seeds
+        if is_source:
             self.parallel.streams.seed_layer(self._seeds[node.key])
         module = self.held[node.key]
-        found = call_unit(module, *arguments_of(module, node, given))
+        output = call_unit(module, *arguments_of(module, node, given))
         if not node.writes or node.everywhere:
-            return found
-        if begins and self.adapts and torch.is_grad_enabled() and not found.requires_grad:
-            found.requires_grad_()  # so that all blocks do the same, whatever comes before them
-        self._mark_backward(found, None)
-        return found
+            return output
+        # With adapters, the embedding may be frozen. Its output requires a gradient all the same, so that every block
+        # does the same work in backward, whether or not anything before it is trained.
+        if is_source and self.adapts and torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+        self._mark_backward(output, None)
+        return output
 
     # Stacks of blocks
 
     def _run_stack(
         self, stack: Stack, batch: Batch, streams: Streams, sequences: int, past: Caches
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the stream that neighbouring blocks change, and the sums of the terms that they add to the loss."""
-        x, layers, beside = streams[stack.writes], stack.layers, [streams[name] for name in stack.beside]
+        """Run a stack of blocks. Return the stream that they update, and the sums of the loss terms that they add."""
+        x, layers = streams[stack.writes], stack.layers
+        beside = [streams[name] for name in stack.beside]
         shared = SharedInputs(
             self.view.inputs(batch, x, sequences), stack.beside, past, self.parallel.streams.where,
             self._routed(batch, layers),
         )  # fmt: skip
         run = partial(self._run, shared)
-        together = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
-        if not together:
+        # Without gradients nothing is saved for backward, so there is nothing to recompute.
+        blocks_per_run = self.parallel.recompute.blocks if torch.is_grad_enabled() else 0
+        if not blocks_per_run:
             x, *losses = run(layers, x, False, *beside)
             return x, losses[0] if losses else None
-        runs = [layers[at : at + together] for at in range(0, len(layers), together)]
+        runs = [layers[at : at + blocks_per_run] for at in range(0, len(layers), blocks_per_run)]
         return self._recomputed(run, runs, x, *beside)
 
     def _recomputed(self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what `_run_stack` does, of runs of blocks that are recomputed in backward."""
+        """Run a stack in runs of blocks that are recomputed in backward. Return the same as `_run_stack`."""
         memory, total, last = self.parallel.offload, None, None
-        away = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
+        offloaded = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
         for number, layers in enumerate(runs):
+            # Wait, on the device, until the input of the previous run is in host memory, and free its device memory.
             if memory is not None:
                 memory.release()
-            kept = Kept(memory if number in away else None, last)
+            kept = Kept(memory if number in offloaded else None, last)
             x, *losses = recompute(partial(run, layers), x, kept, *beside)
             last, total = kept.last, _plus(total, losses[0] if losses else None)
         if memory is not None:
@@ -251,10 +287,10 @@ class GraphStage(nn.Module):
         return x, total
 
     def _routed(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
-        """Return the router inputs of the mixtures of experts besides x, by layer."""
+        """Return, by layer, the inputs that the routers of mixtures of experts take in addition to x."""
         mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
-        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._mixed}
+        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._expert_layers}
 
     def _block(self, layer: int) -> Block:
         block = self.layers[layer]
@@ -264,24 +300,31 @@ class GraphStage(nn.Module):
     def _run(
         self, shared: SharedInputs, layers: list[int], x: Tensor, again: bool, *beside: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns x after these blocks and, if they add to the loss, the sums of their terms. `again` says that they
-        are recomputed: their backward follows at once, and other micro-batches may have begun since their forward."""
+        """Return x after these blocks and, if they add to the loss, the sums of their terms.
+
+        `again` says that they are recomputed. Then their backward follows at once, and other micro-batches may have
+        started since their forward.
+        """
         streams, total = self.parallel.streams, None
-        every = shared.inputs
+        common = shared.inputs
         if beside:
-            every = replace(every, streams=dict(zip(shared.beside, beside, strict=True)))
+            common = replace(common, streams=dict(zip(shared.beside, beside, strict=True)))
+        # A recomputation must draw the random numbers of the forward, even if later micro-batches have run since.
         with streams.replaying(shared.where):
             if self.several is not None and not shared.past:
-                return (self._run_together([self.layers[layer] for layer in layers], x, every),)
+                return (self._run_together([self.layers[layer] for layer in layers], x, common),)
             for layer in layers:
                 streams.seed_layer(layer)
-                last, inputs, routed = again and layer == layers[-1], every, shared.routed.get(layer)
+                inputs = common
+                routed = shared.routed.get(layer)
                 if shared.past or routed is not None:
-                    given = routed and replace(routed, again=again)
-                    inputs = replace(every, past=shared.past.get(layer), routed=given)
+                    router_inputs = routed and replace(routed, again=again)
+                    inputs = replace(common, past=shared.past.get(layer), routed=router_inputs)
+                # The backward of the last recomputed block follows at once, so its gathered weights stay in memory.
+                hold = again and layer == layers[-1]
                 with self.ledger.layer(layer):
-                    found = call_unit(self.layers[layer], x, inputs, hold=last)
-                x, losses = found if isinstance(found, tuple) else (found, None)
+                    output = call_unit(self.layers[layer], x, inputs, hold=hold)
+                x, losses = output if isinstance(output, tuple) else (output, None)
                 total = _plus(total, losses)
                 self._mark_backward(x, layer)
         return (x,) if total is None else (x, total)
@@ -297,19 +340,26 @@ class GraphStage(nn.Module):
         return x
 
     def _mark_backward(self, output: Tensor, layer: int | None) -> None:
-        """Makes the ledger count a block's backward under its layer. Autograd runs it outside of `ledger.layer`, so a
-        hook on the block's output, whose gradient arrives just before, sets the layer."""
+        """Make the ledger attribute a block's backward to its layer.
+
+        Autograd runs backward outside of `ledger.layer`. The gradient of the block's output arrives just before the
+        block's backward, so a hook on the output sets the layer.
+        """
         if output.requires_grad:
             output.register_hook(partial(_set_layer, self.ledger, layer))
 
-    # What those who shard and compile it ask
+    # Queries of the sharding and the compiler
 
     def units(self) -> list[nn.Module]:
-        """The parts whose weights are needed together, in the order of forward."""
+        """Return the modules whose weights are gathered together, in the order of forward."""
         return list(self.held.values())
 
     def compiled_blocks(self) -> list[nn.Module]:
-        """Blocks, or their attention where experts, which no compiler can take in, stand beside it."""
+        """Return the modules that are compiled, each as one graph.
+
+        These are whole blocks, or single bodies of a block if the compiler cannot take in all of it
+        (`Block.compiled_parts`).
+        """
         return [part for layer in self.layers for part in self._block(layer).compiled_parts()]
 
     def compile_together(self, count: int) -> None:
@@ -317,14 +367,17 @@ class GraphStage(nn.Module):
         self.several = torch.compile(run_blocks, fullgraph=True), count
 
     def runs_of_layers(self) -> list[list[int]]:
-        """Returns the runs of layers that nothing stands between."""
-        most = self.parallel.recompute.blocks or len(self.stage.layers)
+        """Return the layers in runs that are called without anything in between.
+
+        A run is a stack or, with recomputation, the blocks that are recomputed together.
+        """
+        longest = self.parallel.recompute.blocks or len(self.stage.layers)
         stacks = [step.layers for step in self._all if isinstance(step, Stack)]
-        return [stack[at : at + most] for stack in stacks for at in range(0, len(stack), most or 1)]
+        return [stack[at : at + longest] for stack in stacks for at in range(0, len(stack), longest or 1)]
 
 
 class Stack(NamedTuple):
-    """Neighbouring blocks that change one stream: its name, their layers, and the streams that they read beside it."""
+    """Neighbouring blocks that update the same stream: its name, their layers, and the other streams that they read."""
 
     writes: str
     layers: list[int]
@@ -332,21 +385,24 @@ class Stack(NamedTuple):
 
 
 def steps_of(nodes: Sequence[Node]) -> list[Node | Stack]:
-    """Returns nodes in their order, with neighbouring blocks that change one stream joined to stacks."""
-    found: list[Node | Stack] = []
+    """Return the nodes in order, with neighbouring blocks that update the same stream joined into stacks."""
+    steps: list[Node | Stack] = []
     for name, group in groupby(nodes, lambda node: node.writes if node.stackable else None):
         if name is None:
-            found += group
+            steps += group
         else:
             blocks = list(group)
-            beside = tuple(dict.fromkeys(each for node in blocks for each in node.beside))
-            found.append(Stack(name, [node.layer for node in blocks if node.layer is not None], beside))
-    return found
+            beside = tuple(dict.fromkeys(stream for node in blocks for stream in node.beside))
+            steps.append(Stack(name, [node.layer for node in blocks if node.layer is not None], beside))
+    return steps
 
 
 class SharedInputs(NamedTuple):
-    """What all blocks of a stack use for one micro-batch: the inputs, the names of the streams that come beside x, the
-    caches and what routers take, by layer, and the position of the random streams at that time."""
+    """The inputs that all blocks of a stack share for one micro-batch.
+
+    `beside` names the streams that blocks read in addition to x. `past` and `routed` hold caches and router inputs by
+    layer. `where` is the position of the random streams when the stack ran forward.
+    """
 
     inputs: Inputs
     beside: tuple[str, ...]

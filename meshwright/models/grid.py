@@ -1,5 +1,7 @@
-"""A micro-batch on a grid of tensor-parallel ranks. Every rank reads all of it, and each layer takes the rows that the
-grid leaves to this rank."""
+"""A micro-batch as ranks of a tensor-parallel grid (2D, 2.5D or 3D) see it.
+
+Every rank reads the whole micro-batch, and each layer takes the rows that the grid assigns to this rank.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from meshwright.spec.layout.rows import ORDERS
 
 
 class GridView(TokenView):
-    """The view of a rank of a grid.
+    """The view of one rank of a grid.
 
-    Where a micro-batch has too few sequences to deal out whole ones, ranks along one axis share each: its tokens are
-    put in an order in which every rank has an early and a late piece, before anything else happens to them.
+    If a micro-batch has too few sequences for each rank to get whole ones, the ranks along one axis share each
+    sequence. Its tokens are then first put in an order in which every rank has an early and a late chunk.
     """
 
     def __init__(self, parallel: Parallel, config: Config, tokens: Group) -> None:
@@ -47,20 +49,26 @@ class GridView(TokenView):
         if given and "positions" not in given:
             some = next(iter(given.values()))
             given["positions"] = torch.arange(self.seq, device=some.device).expand_as(some)
-        return {name: self._dealt(x) for name, x in given.items()} | documents
+        return {name: self._in_rank_order(x) for name, x in given.items()} | documents
 
-    def _dealt(self, x: Tensor) -> Tensor:
-        """Returns a field [sequences, seq] of all tokens in the order of the ranks that hold them, in the same shape:
-        by the ranks that have other sequences, by those that share them, by sequence."""
+    def _in_rank_order(self, x: Tensor) -> Tensor:
+        """Return a field [sequences, seq] of all tokens, in the same shape, in the order of the ranks that hold them.
+
+        Tokens are ordered by the ranks that hold different sequences, then by the ranks that share them, then by
+        sequence.
+        """
         assert self.order is not None and self.parallel.context is not None
-        shared, others = self.parallel.context.outer.size, self.row_parts // self.parallel.context.outer.size
+        shared = self.parallel.context.outer.size
+        others = self.row_parts // shared
         placed = x[:, self.order.to(x.device)].view(others, len(x) // others, shared, -1)
         return placed.transpose(1, 2).reshape(x.shape)
 
     def inputs(self, batch: Batch, x: Tensor, sequences: int) -> Inputs:
-        """Returns what blocks use, of the sequences that this rank has inside attention."""
-        parallel, shared = self.parallel, 1 if self.parallel.context is None else self.parallel.context.outer.size
+        """Return the inputs that blocks share, for the sequences that this rank has inside attention."""
+        parallel = self.parallel
+        shared = 1 if parallel.context is None else parallel.context.outer.size
         sequences = self.micro_batch * shared // self.row_parts
+        # Where ranks along the last axis share sequences, keep the rows of all of them.
         rows = self.grid.inner.rows if shared == 1 else self.grid.inner.rows[:-1]
         own = {name: own_rows(each, parallel, rows) for name, each in batch.items()}
         mask: Documents | ContextRows | None
@@ -71,12 +79,13 @@ class GridView(TokenView):
         return Inputs(sequences, None if self.tables is None else self.tables(positions, self.seq), mask)
 
     def _shared(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
-        """Returns the positions of a rank's rows, and which rows of the sequences all that share them hold."""
+        """Return the positions of this rank's rows, and the rows that each of the ranks sharing the sequences holds."""
         assert self.order is not None and self.parallel.context is not None
         group, order = self.parallel.context.outer, self.order.numpy()
         documents = read_field(own, "segments")[:, order] if "segments" in own else None
         rows = Rows(order[None].repeat(sequences, 0), documents)
-        if "positions" in own:  # dealt already
+        if "positions" in own:
+            # `prepared` has already put positions in the order of ranks.
             positions = own["positions"].view(group.size, sequences, -1)[group.index]
         else:
             positions = self.order.to(device).chunk(group.size)[group.index].expand(sequences, -1)
@@ -84,6 +93,7 @@ class GridView(TokenView):
 
     @property
     def row_parts(self) -> int:
+        """The number of ranks among which the rows of a micro-batch are divided."""
         return prod(group_of(self.parallel, axis).size for axis in self.grid.inner.rows)
 
 

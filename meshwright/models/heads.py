@@ -1,4 +1,4 @@
-"""The modules of units, by their kind: embeddings and heads are here, blocks in `nn/build.py`."""
+"""The modules of units, by the kind of unit. Embeddings and heads are defined here, blocks in `nn/build.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from meshwright.spec.model.part import BlockUnit, EmbeddingUnit, HeadUnit, Maske
 
 
 class Embedding(NodeModule):
-    """Maps token ids [batch, seq] to activations [tokens, hidden] (this rank's rows under sequence parallelism)."""
+    """A module that maps token ids [batch, seq] to activations [tokens, hidden].
+
+    Under sequence parallelism, the activations are this rank's rows.
+    """
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Embedding(NodeModule):
         self.types, self.parallel = built.get("types"), parallel
 
     def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor | None, ...]:
-        """Returns ids, positions and token types: the node's first field has the ids."""
+        """Return the ids (from the node's first field), the positions and the token types."""
         types = inputs.batch.get("token_types") if "token_types" in node.fields else None
         return inputs.batch[node.fields[0]], inputs.positions, types
 
@@ -63,15 +66,19 @@ class Embedding(NodeModule):
 
 
 class Head(NodeModule):
-    """The last norm, the output layer (a column-cut product whose weight may be the embedding's) and the loss. `fields`
-    of a batch are what it takes beside the activations."""
+    """The final norm, the output layer and the loss.
+
+    The output layer is a column-parallel product whose weight may be tied to the embedding's. `fields` are the fields
+    of a batch that the head reads in addition to the activations.
+    """
 
     fields: tuple[str, ...] = ("labels", "loss_mask")
     output: Linear
 
     def __init__(self, parallel: Parallel, unit: Unit, records: Records) -> None:
         super().__init__()
-        self.norm: Norm = NoNorm()  # after post-norm blocks
+        # A model of post-norm blocks has no final norm.
+        self.norm: Norm = NoNorm()
         for key, _, part in unit.parts:
             self.add_module(key, build_module(part, parallel, records_under(records, key)))
         (output,) = (part for each in unit.parts if isinstance(part := innermost(each.part), OutputLayerPart))
@@ -87,28 +94,33 @@ class Head(NodeModule):
         return logits
 
     def ended(self, x: Tensor) -> Tensor:
-        """Returns what the output layer takes."""
+        """Return the input of the output layer: the final norm of x, scaled."""
         x = self.norm(x)
         return x if self.scale == 1.0 else x * self.scale
 
     def forward(
         self, x: Tensor, labels: Tensor, mask: Tensor, weight: float | None = None, answers: Answers | None = None
     ) -> Any:
-        """Returns the sum of the losses, where `weight` announces the gradient that this sum will get; or, with
-        `answers`, the log-probability of each of them."""
+        """Return the sum of the losses or, with `answers`, the log-probability of each answer.
+
+        `weight` announces the gradient that the sum will receive, or is None if it is not known.
+        """
         x = self.ended(x)
         if answers is not None:
             return answer_logps(x, self.output, labels.flatten(), mask.flatten(), answers, self.vocab, self.parallel)
         return self.loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
 
     def counts(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
-        """Returns what each term of the loss counts in a micro-batch."""
+        """Return the count of each term of the loss in a micro-batch: its tokens or samples."""
         return [batch["loss_mask"].sum()]
 
 
 class MaskedHead(Head):
-    """Predicts the tokens at some places of each sample and, with a pooler, whether its two segments were swapped, from
-    its first token. It works on these rows alone, and every tp rank has all of them."""
+    """A head that predicts the masked tokens of each sample.
+
+    With a pooler, it also predicts from the first token whether the sample's two segments were swapped. It works on
+    these rows alone, and every tp rank has all of them.
+    """
 
     rows: ChosenRows
     dense: Dense
@@ -121,48 +133,53 @@ class MaskedHead(Head):
         self.fields = ("labels", "loss_mask", "places") + (("swapped",) if self.pools else ())
 
     def logits(self, x: Tensor) -> Tensor:
-        """Returns the logits of any rows that every tp rank holds."""
-        logits: Tensor = self.output(self._predicts(self.norm(x)))
+        """Return the logits of rows x, which every tp rank holds in full."""
+        logits: Tensor = self.output(self._transform(self.norm(x)))
         return logits
 
     def order_logits(self, x: Tensor) -> Tensor:
-        """Returns, from samples' first rows, the logits of segments in their order and of swapped ones."""
+        """Return the logits for "segments in order" and "segments swapped" from the first row of each sample."""
         logits: Tensor = self.get_submodule("order")(self.get_submodule("pooler")(self.norm(x)))
         return logits
 
-    def _predicts(self, x: Tensor) -> Tensor:
-        found: Tensor = self.dense_norm(self.dense(x))
-        return found
+    def _transform(self, x: Tensor) -> Tensor:
+        transformed: Tensor = self.dense_norm(self.dense(x))
+        return transformed
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor, *rest: Any) -> Any:
-        """Returns the sum of the losses of masked tokens and, with a pooler, of the samples' order. `rest`: the places
-        of the masked tokens, which samples were swapped, and the gradient that the first sum will get."""
+        """Return the summed loss of the masked tokens and, with a pooler, that of the samples' order.
+
+        `rest` holds the places of the masked tokens, with a pooler which samples were swapped, and the gradient that
+        the first sum will receive.
+        """
         places, *swapped, weight = rest
+        # The pooler reads the first token, so its row is chosen along with those of the masked tokens.
         if self.pools:
             places = torch.cat((torch.zeros_like(places[:, :1]), places), 1)
         rows = self.rows(x, places)
-        chosen = self._predicts(self.norm(rows[:, int(self.pools) :].flatten(0, 1)))
+        chosen = self._transform(self.norm(rows[:, int(self.pools) :].flatten(0, 1)))
         loss = output_loss(chosen, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)
         if not self.pools:
             return loss
         logits = self.order_logits(rows[:, 0])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.cross_entropy(wide, swapped[0], reduction="none")
-        return loss, (each * mask.amax(1)).sum()
+        order_losses = F.cross_entropy(wide, swapped[0], reduction="none")
+        # A sample without any masked token does not count.
+        return loss, (order_losses * mask.amax(1)).sum()
 
     def counts(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
-        """Returns the tokens that count and, with a pooler, the samples that have any."""
+        """Return the number of masked tokens and, with a pooler, of the samples that have any."""
         mask = batch["loss_mask"]
         return [mask.sum(), mask.amax(1).sum()][: 1 + int(self.pools)]
 
 
 def sample_counts(sample: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what the terms of a `MaskedHead` with a pooler count in one sample."""
+    """Return the counts of one sample for the loss terms of a `MaskedHead` with a pooler."""
     mask = sample["loss_mask"]
     return {"loss": float(mask.sum()), "order": float(mask.max())}
 
 
-# The modules of units, by the kind of unit. A program that brings a unit of its own adds its module to the table.
+# The module of each kind of unit. A program that defines another kind adds its module to this table.
 UNITS: dict[type[Unit], Callable[[Parallel, Any, Records], nn.Module]] = {
     BlockUnit: Block,
     EmbeddingUnit: Embedding,
@@ -172,7 +189,7 @@ UNITS: dict[type[Unit], Callable[[Parallel, Any, Records], nn.Module]] = {
 
 
 def build_unit(parallel: Parallel, unit: Unit, records: Records) -> nn.Module:
-    """Builds the module of a unit. That of a unit of one part which is of no kind is the part's."""
+    """Build the module of a unit. A unit of no known kind must have a single part, whose module is built directly."""
     for kind in type(unit).__mro__:
         if kind in UNITS:
             return UNITS[kind](parallel, unit, records)

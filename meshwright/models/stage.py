@@ -1,4 +1,4 @@
-"""What a pipeline's chunk offers to those who run it: the executor, the batches, the sharding and the compiler."""
+"""The interface of a pipeline chunk to the code that runs it: the executor, the batches, the sharding, the compiler."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.spec.model.part import LossTerm
 
-LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]  # of a sample: what each term of the loss counts in it
+# A function that maps a sample to the count of each loss term in it.
+LossCounts = Callable[[Mapping[str, Any]], Mapping[str, float]]
+# The shape and dtype of each tensor that a chunk receives.
 Receives = Mapping[str, tuple[Sequence[int], torch.dtype]]
-# The tensors that a chunk passes on, and terms of the loss: name, sum, count, weight.
+# The tensors that a chunk passes on, and its terms of the loss: (name, sum, count, weight) each.
 StageResult = tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor, Any, float]]]
 
 
 @runtime_checkable
 class StageModule(Protocol):
-    """The contract of a chunk's module. One that offers all of it is used as it is; `stage_of` adapts any other."""
+    """The contract of a chunk's module. A module that fulfils all of it is used as it is; `stage_of` adapts others."""
 
     @property
     def receives(self) -> Receives:
@@ -28,34 +30,38 @@ class StageModule(Protocol):
 
     @property
     def ungraded(self) -> Container[str]:
-        """The names of tensors that pass between chunks and whose gradient does not come back."""
+        """The names of the tensors that pass between chunks without a gradient coming back."""
 
     @property
     def foreign(self) -> bool:
-        """Whether its modules are not ours: which of their parameters get gradients may depend on the data."""
+        """True if the modules are not Meshwright's. Which of their parameters get gradients may depend on the data."""
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """The chunk's blocks by their numbers in the model, where it knows them."""
+        """The chunk's blocks by their layer numbers in the model. Empty if the chunk does not know them."""
 
     @property
     def needs(self) -> set[str] | None:
-        """The fields of a batch that the chunk reads; None stands for all of them."""
+        """The fields of a batch that the chunk reads, or None for all of them."""
 
     @property
     def draws_by_key(self) -> bool:
-        """Whether all random numbers of its forward are keyed (`nn.random.Streams`). For a module that draws from
-        torch's default generator, that is seeded before each forward."""
+        """True if all random numbers of the forward are keyed (`nn.random.Streams`).
+
+        For any other module, torch's default generator is seeded before each forward.
+        """
 
     def announce(self, loss_weight: float | None) -> None:
-        """Called before each forward with what backward will multiply the sum of the term "loss" by, or with None
-        where that is not known, so that a loss may compute its gradient in forward."""
+        """Set the factor by which backward will multiply the sum of the term "loss", or None if it is not known.
+
+        Called before each forward, so that a loss may compute its gradient in forward.
+        """
 
     def units(self) -> list[nn.Module] | None:
-        """The parts whose weights are needed together, in the order of forward; None: the chunk is one."""
+        """Return the parts whose weights are gathered together, in the order of forward; None if the chunk is one."""
 
     def compiled_blocks(self) -> list[nn.Module]:
-        """The parts that are compiled, each as one graph, where the config asks for that."""
+        """Return the parts that are compiled, each as one graph, if the config asks for compilation."""
 
     @property
     def losses(self) -> Sequence[tuple[LossTerm, int]]:
@@ -63,11 +69,11 @@ class StageModule(Protocol):
 
     @property
     def loss_counts(self) -> LossCounts | None:
-        """What each term of the loss counts in a sample, where the model's own loss has several."""
+        """The function that counts each loss term in a sample, or None if the model's own loss has only one term."""
 
 
 class _Adapted:
-    """Adapts a module that is not ours: what it offers, and defaults for the rest."""
+    """An adapter around a user's module, with defaults for the parts of `StageModule` that it lacks."""
 
     draws_by_key = foreign = False
     ungraded: Container[str] = ()
@@ -80,14 +86,14 @@ class _Adapted:
 
     @property
     def receives(self) -> Receives:
-        found: Receives | None = getattr(self.module, "receives", None)
-        if found is None:
+        receives: Receives | None = getattr(self.module, "receives", None)
+        if receives is None:
             name = type(self.module).__name__
             raise UserError(
                 f"{name} takes tensors from the stage before it and has no `receives`: give it a dict of each tensor's "
                 "name to its (shape, dtype)"
             )
-        return found
+        return receives
 
     @property
     def needs(self) -> set[str] | None:
@@ -104,12 +110,12 @@ class _Adapted:
 
 
 class StepModule(Protocol):
-    """A chunk whose forward step is its own: our models, and those that transformers builds."""
+    """A chunk that defines its own forward step: Meshwright's models, and those that transformers builds."""
 
     def step(self, batch: dict[str, Tensor], received: Mapping[str, Tensor]) -> StageResult:
-        """Returns the tensors for the next chunk and the terms of the loss."""
+        """Return the tensors for the next chunk and the terms of the loss."""
 
 
 def stage_of(module: nn.Module) -> StageModule:
-    """Returns the module itself if it offers all of `StageModule`, else an adapter around it."""
+    """Return the module itself if it fulfils all of `StageModule`, else an adapter around it."""
     return module if isinstance(module, StageModule) else _Adapted(module)

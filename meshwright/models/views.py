@@ -1,4 +1,4 @@
-"""A micro-batch as the blocks of a stage see it: the tokens of this rank, their positions, and who sees whom."""
+"""A micro-batch as the blocks of a stage see it: this rank's tokens, their positions, and the attention mask."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, m
 
 Batch = dict[str, Tensor]
 
-TABLES: dict[str, type[Rotary | Alibi]] = {"rope": Rotary, "alibi": Alibi}  # by model.position
+# The position tables of attention, by `model.position`.
+TABLES: dict[str, type[Rotary | Alibi]] = {"rope": Rotary, "alibi": Alibi}
 
 
 class TokenView(nn.Module):
-    """The view of a rank that holds whole sequences, or with the others of `tokens` parts of them."""
+    """The view of a rank that holds whole sequences, or shares each sequence with the other ranks of `tokens`."""
 
     def __init__(self, parallel: Parallel, config: Config, tokens: Group) -> None:
         super().__init__()
@@ -35,43 +36,48 @@ class TokenView(nn.Module):
         self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
 
     def heads_of(self, config: Config) -> Parallel:
-        """Returns the ranks that share the heads of attention, as its tp."""
+        """Return the parallel settings for attention heads: its tp group is the ranks that share the heads."""
         return self.parallel
 
     def prepared(self, batch: Batch) -> Batch:
-        """Returns the fields of a batch in the order in which ranks hold their tokens."""
+        """Return the fields of a batch in the order in which ranks hold their tokens."""
         return batch
 
     def inputs(self, batch: Batch, x: Tensor, sequences: int) -> Inputs:
-        """Returns what all blocks that change x use for one micro-batch."""
+        """Return the inputs that all blocks updating x share for one micro-batch."""
         tokens = x.shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
         seq = tokens // sequences
         tables = None if self.tables is None else self.tables(self.positions(batch), seq)
         return Inputs(sequences, tables, self._shared_rows(batch) or self.documents(batch, x.device, sequences, seq))
 
     def positions(self, batch: Batch) -> Tensor | None:
-        """Returns the positions of a rank's tokens: where ranks share sequences, the numbers of its rows."""
+        """Return the positions of this rank's tokens, or None if they simply count from 0 in each sequence.
+
+        Where ranks share sequences, the positions default to this rank's row numbers.
+        """
         positions = batch.get("positions")
         if positions is None and not self.tokens.alone:
             positions = batch[CONTEXT_ROWS].chunk(self.tokens.size, 1)[self.tokens.index]
         return positions
 
     def _shared_rows(self, batch: Batch) -> ContextRows | None:
-        """Returns the rows that all ranks which share the sequences hold, where there are several."""
+        """Return the rows that each of the ranks sharing the sequences holds, or None if this rank shares none."""
         if self.tokens.alone:
             return None
         documents = read_field(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
         return ContextRows(Rows(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
     def documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
-        """Returns where documents begin; None where attention is plainly causal, or to all tokens."""
+        """Return the document boundaries, or None if attention is plainly causal or to all tokens."""
         if "segments" not in batch:
             return Documents.samples(sequences, seq, device) if self.windowed else None
         return Documents.of(read_field(batch, "segments"), device, self.causal, self.prefix)
 
 
 def read_field(batch: Batch, name: str) -> np.ndarray[Any, Any]:
-    """Returns a field as the host reads it. A batch that was not made by `MicroBatches` may have it on the device
-    alone, and the host then waits for it."""
-    found: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
-    return found
+    """Return a field as a numpy array on the host.
+
+    A batch that `MicroBatches` did not make may have the field only on the device. The host then waits for the copy.
+    """
+    values: np.ndarray[Any, Any] = batch.get(on_host(name), batch[name]).cpu().numpy()
+    return values

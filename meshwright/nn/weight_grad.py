@@ -216,7 +216,7 @@ class Deferred:
         self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
-        held = [self._detached(x) for x in tensors]
+        held = [self.detached(x) for x in tensors]
         last = sink.complete
 
         def later() -> None:
@@ -225,7 +225,7 @@ class Deferred:
 
         self._calls.append(later)
 
-    def _detached(self, x: Tensor) -> Tensor:
+    def detached(self, x: Tensor) -> Tensor:
         """Return a tensor without its graph, which a saved activation would otherwise keep alive."""
         return x.detach().clone() if self.copies else x.detach()
 

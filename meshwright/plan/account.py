@@ -1,4 +1,4 @@
-"""A predicted step in full: as JSON, as tables for people, and as the days and cost of a whole run. No torch."""
+"""Reports a predicted step as JSON and as text tables, and the days and cost of a whole run. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optim
 
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
-    """Returns the choices that a plan makes, by the names that --layout uses."""
+    """Return the choices that a plan makes, by the names that --layout uses."""
     c, layout = cost.job.config, cost.job.layout
     return {
         **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
@@ -40,7 +40,7 @@ def layout_of_cost(cost: Cost) -> dict[str, Any]:
 
 
 def layout_words(layout: dict[str, Any]) -> str:
-    """Describes a layout in a few words; defaults are left out."""
+    """Describe a layout in a few words, without the keys that have their defaults."""
     plain: dict[str, Any] = {"split": [], "cp": 1, "chunks": 1, "order": "tp-cp-ep-dp-pp", "schedule": default_kind(1)}
     plain |= {"offload": False, "pieces": 1}
     names = {"sequence_parallel": "sp", "micro_batch": "micro-batch", "tp_grid": "grid"}
@@ -50,31 +50,31 @@ def layout_words(layout: dict[str, Any]) -> str:
 
 
 def plain_words(config: Config, ranks: int) -> str:
-    """Says what ranks do, with the key's name behind it: `each batch is divided over 2 copies of the model (dp)`."""
+    """Describe the ranks' work, with each key's name: `each batch is divided over 2 copies of the model (dp)`."""
     layout = config.layout
     copies = ranks // (layout.tp * layout.pp * layout.cp)
-    found = []
+    clauses = []
     if layout.tp > 1:
-        found.append(f"{layout.tp} ranks share each layer (tp)")
+        clauses.append(f"{layout.tp} ranks share each layer (tp)")
     if layout.cp > 1:
-        found.append(f"{layout.cp} ranks share each sequence (cp)")
+        clauses.append(f"{layout.cp} ranks share each sequence (cp)")
     if layout.pp > 1:
-        found.append(f"the layers are divided into {layout.pp} stages (pp)")
+        clauses.append(f"the layers are divided into {layout.pp} stages (pp)")
     if copies > 1:
         divided = f", which divide {SHARDED[config.zero.stage]} (ZeRO {config.zero.stage})" if config.zero.stage else ""
-        found.append(f"each batch is divided over {copies} copies of the model (dp){divided}")
+        clauses.append(f"each batch is divided over {copies} copies of the model (dp){divided}")
     if layout.ep > 1:
-        found.append(f"the experts are divided over {layout.ep} ranks (ep)")
-    if not found:
-        found.append("one rank computes everything")
-    found.append(f"{plural(config.train.micro_batch, 'sequence')} at a time (micro-batch)")
+        clauses.append(f"the experts are divided over {layout.ep} ranks (ep)")
+    if not clauses:
+        clauses.append("one rank computes everything")
+    clauses.append(f"{plural(config.train.micro_batch, 'sequence')} at a time (micro-batch)")
     if config.recompute.mode != "none":
-        found.append(f"backward computes activations again (recompute {config.recompute.mode})")
-    return "; ".join(found)
+        clauses.append(f"backward computes activations again (recompute {config.recompute.mode})")
+    return "; ".join(clauses)
 
 
 def _value(value: Any) -> str:
-    """Formats a value briefly; a split is written as runs of equal stages."""
+    """Format a value briefly. A split is written as runs of equal stages, such as 2x5+4."""
     if not isinstance(value, list):
         return str(value).lower()
     runs = ((layers, len(list(stages))) for layers, stages in groupby(value))
@@ -82,15 +82,15 @@ def _value(value: Any) -> str:
 
 
 def parameters_words(job: Job) -> str:
-    """Returns the size of a model in words; of a mixture also what a token uses."""
-    found = f"{count(parameter_count(job.model))} parameters"
+    """Describe the size of a model and, for a mixture of experts, the number of parameters that a token uses."""
+    words = f"{count(parameter_count(job.model))} parameters"
     if not job.config.model.experts.count:
-        return found
-    return f"{found} (a token uses {count(active_parameters(job.model))})"
+        return words
+    return f"{words} (a token uses {count(active_parameters(job.model))})"
 
 
 def experts_json(job: Job) -> dict[str, Any]:
-    """Returns how a mixture of experts is divided, under the key `experts`; nothing for dense models."""
+    """Return the division of a mixture of experts under the key `experts`, or nothing for dense models."""
     e, layout = job.config.model.experts, job.layout
     if not e.count:
         return {}
@@ -99,17 +99,17 @@ def experts_json(job: Job) -> dict[str, Any]:
 
 
 def experts_words(job: Job) -> str:
-    """Returns the same in words, empty for dense models."""
-    found = experts_json(job).get("experts")
-    if not found:
+    """Describe the division of a mixture of experts in words. The text is empty for dense models."""
+    experts = experts_json(job).get("experts")
+    if not experts:
         return ""
-    words = f"{found['count']} experts, {found['top_k']} for a token; ep {found['ep']}, etp {found['etp']}: "
-    words += f"{count(found['per_rank'])} on a rank"
-    return words + (f" ({found['edp']} copies)" if found["edp"] > 1 else "")
+    words = f"{experts['count']} experts, {experts['top_k']} for a token; ep {experts['ep']}, etp {experts['etp']}: "
+    words += f"{count(experts['per_rank'])} on a rank"
+    return words + (f" ({experts['edp']} copies)" if experts["edp"] > 1 else "")
 
 
 def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
-    """Returns each factor of time = tokens x FLOPs per token / (rate of one device x devices x parallel efficiency)."""
+    """Return each factor of time = tokens x FLOPs per token / (rate of one device x devices x parallel efficiency)."""
     job = cost.job
     per_token = model_flops(job.config.model, 1.0)
     # The time of a device's share of the step if it computed all the time and all stages were equally long.
@@ -128,7 +128,7 @@ def whole_run(cost: Cost, tokens: float) -> dict[str, float]:
 
 
 def memory_json(cost: Cost) -> dict[str, Any]:
-    """Returns the bytes of the rank with the highest peak, and what the device needs in total."""
+    """Return the bytes of the rank with the highest memory peak, and the total that its device needs."""
     device = device_memory(cost.job, cost.cluster, cost.memory)
     return {
         **rank_json(cost.job, cost.memory.pp_rank)["memory"], "pp_rank": cost.memory.pp_rank,
@@ -138,8 +138,9 @@ def memory_json(cost: Cost) -> dict[str, Any]:
 
 
 def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
+    """Return all figures of a predicted step and, with `tokens`, of a whole run."""
     job = cost.job
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "cluster": cost.cluster.name, "stack": job.stack.name, "devices": job.world, "layout": layout_of_cost(cost),
         "precision": job.config.train.precision, "parameters": parameter_count(job.model),
         "active_parameters": active_parameters(job.model), **experts_json(job), "imbalance": job.imbalance,
@@ -162,41 +163,47 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "ledger": {axis: traffic._asdict() for axis, traffic in mean_of_all_ranks(job).items()},
     }  # fmt: skip
     if job.layout.cp > 1:
-        found["context"] = context_balance(job)
+        figures["context"] = context_balance(job)
     if tokens:
-        found["run"] = whole_run(cost, tokens)
-    return found
+        figures["run"] = whole_run(cost, tokens)
+    return figures
 
 
 def context_balance(job: Job) -> dict[str, Any]:
-    """Returns how ranks share a sequence and how evenly: pairs of a query and a key that it sees, the most that a rank
-    has, and that over the mean. Documents, which only the data know, are left out."""
+    """Describe the division of a sequence over cp ranks, and its balance.
+
+    `pairs` counts the visible pairs of a query and a key on the busiest rank, and `balance` is that number over the
+    mean. Document boundaries are ignored, since only the data know them.
+    """
     c, cp = job.config, job.layout.cp
     pairs = causal_pairs(c.context.order, c.model.seq, cp)
+    # Other programs are assumed to pass keys and values around a ring.
     kind = c.context_kind if job.stack.own else "ring"
-    found = {"kind": kind, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
-    return found | ({"inner": c.context.inner} if c.context.inner else {})
+    context = {"kind": kind, "order": c.context.order, "pairs": int(pairs.max()), "balance": balance(pairs)}
+    return context | ({"inner": c.context.inner} if c.context.inner else {})
 
 
 def balance_words(job: Job) -> str:
-    """Says the same in a sentence's words."""
-    found = context_balance(job)
+    """Describe the division of a sequence over cp ranks in words."""
+    context = context_balance(job)
     return (
-        f"{found['kind']} in {found['order']} order: the busiest of {job.layout.cp} ranks has {found['pairs']:,} "
-        f"causal pairs of a sequence, {found['balance']:.3f} times the mean"
+        f"{context['kind']} in {context['order']} order: the busiest of {job.layout.cp} ranks has {context['pairs']:,} "
+        f"causal pairs of a sequence, {context['balance']:.3f} times the mean"
     )
 
 
 def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
-    """Returns one rank's traffic and time by axis; the axes that shard states are timed as part of data parallelism,
-    parts of cp as cp."""
+    """Return (axis, traffic, time) of one rank for each axis.
+
+    Time is only known for whole axes: axes that shard states are timed as part of dp, and parts of cp as cp.
+    """
     timed = {name: name.removesuffix(".inner").removesuffix(".outer") for name in cost.traffic}
     timed |= {name: "dp" for name in timed if name.startswith(("dp", "cp-dp")) and "pp" not in name.split("-")}
     return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 
 def report(cost: Cost, tokens: float | None = None) -> str:
-    """Returns the same as `as_json`, as text for people."""
+    """Return the figures of `as_json` as text tables."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words = experts_words(job)
@@ -219,11 +226,14 @@ def report(cost: Cost, tokens: float | None = None) -> str:
     rows = [(f"communication of a rank of stage {cost.memory.pp_rank}", "calls", "wire", "time", "hidden", "all ranks")]
     for name, traffic, axis in axes_of(cost):
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
-        time, everybody = seconds(axis.seconds) if axis.seconds else "-", size(m["ledger"][name]["wire_bytes"])
-        rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, everybody))
+        time = seconds(axis.seconds) if axis.seconds else "-"
+        all_ranks = size(m["ledger"][name]["wire_bytes"])
+        rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, all_ranks))
     lines += [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
+
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
     pp = job.layout.pp
+    # A long pipeline shows only the two stages at each end.
     for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
@@ -234,7 +244,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
 
 
 def _about_ep(cost: Cost) -> list[str]:
-    """Says what the bytes over ep suppose."""
+    """State the assumption behind the bytes over ep."""
     if not any(axis.split(".")[0] == "ep" for axis in cost.traffic):
         return []
     if cost.job.config.model.experts.capacity is not None:
@@ -242,12 +252,13 @@ def _about_ep(cost: Cost) -> list[str]:
     lines = ["  Bytes over ep are those of balanced experts: what a rank sends depends on what its tokens choose."]
     if cost.job.imbalance > 1:
         text = f"{cost.job.imbalance:g} times the mean rows, in time and memory."
-        lines.append(f"  The busiest rank's experts are taken to have {text}")
+        lines.append(f"  The busiest rank's experts are assumed to have {text}")
     return lines
 
 
 def _memory_lines(cost: Cost) -> str:
-    device, limit = device_memory(cost.job, cost.cluster, cost.memory), cost.cluster.device.memory_gib
+    device = device_memory(cost.job, cost.cluster, cost.memory)
+    limit = cost.cluster.device.memory_gib
     parts = bytes_at_peak(cost.memory)
     peak = ", ".join(f"{kind} {parts[kind] / GIB:.1f}" for kind in parts if kind != "peak")
     verdict = "fits" if device.total <= limit else "DOES NOT FIT"

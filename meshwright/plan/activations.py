@@ -1,4 +1,4 @@
-"""What a rank keeps for backward: the sizes that its parts declare, added up along the rank's schedule. No torch."""
+"""Adds up the bytes that a rank saves for backward, from the sizes that parts declare and the schedule. No torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes of one unit and one micro-batch."""
+    """Bytes of one unit for one micro-batch."""
 
-    lasting: float  # kept for backward
-    again: float  # added by recomputation in backward, less what is already kept as a recomputed block's input
-    working: float  # temporary workspace of its kernels
-    factors: float = 0.0  # kept by a backward that defers weight gradients
-    split_working: float = 0.0  # temporary workspace of such a backward
+    lasting: float  # Saved for backward.
+    again: float  # Added by recomputation in backward, less the input that recomputed blocks keep anyway.
+    working: float  # Workspace of the unit's kernels.
+    factors: float = 0.0  # Kept by a backward that defers weight gradients.
+    split_working: float = 0.0  # Workspace of such a backward.
 
 
 @lru_cache(maxsize=50_000)
@@ -33,16 +33,19 @@ def unit_kept(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
     splits: bool = False,
 ) -> KeptBytes:  # fmt: skip
-    """Returns the bytes of a unit under a recompute mode. `selective` says what the mode of this name recomputes: the
-    share of a block's linear products, and whether it recomputes the attention core. `splits`: weight gradients are
-    deferred somewhere."""
+    """Return the bytes of a unit under a recompute mode.
+
+    `selective` describes the mode of that name: the share of a block's linear products that it recomputes, and whether
+    it recomputes the attention core. `splits` says that the schedule defers weight gradients.
+    """
     if splits:
         factors, working = unit.factors(at, batch, kernels), unit.split_working(at, batch, kernels)
         plain = unit_kept(unit, at, batch, kernels, mode, selective)
         return replace(plain, factors=factors, split_working=working)
-    stated, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
-    kept = [each for each in stated if not each.passing]
-    everything, passing = sum(each.size for each in kept), sum(each.size for each in stated if each.passing)
+    declared, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
+    kept = [each for each in declared if not each.passing]
+    everything = sum(each.size for each in kept)
+    passing = sum(each.size for each in declared if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
         return KeptBytes(everything, passing, working)
     stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
@@ -66,76 +69,80 @@ def unit_kept(
 
 
 class BackwardUnit(NamedTuple):
-    """One unit of a chunk at the time of its backward, or of what it does of one."""
+    """The bytes of a chunk while one of its units computes its backward, or one half of a split backward."""
 
-    unit: int  # its number
-    kept: float  # bytes beyond what the chunk keeps before (negative once later units are done)
-    working: float  # temporary workspace of its kernels
+    unit: int  # The number of the unit.
+    kept: float  # Saved bytes relative to those when the action began (negative once later units have finished).
+    working: float  # Workspace of the unit's kernels.
 
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """Bytes of one chunk and one micro-batch."""
+    """Bytes of one chunk for one micro-batch."""
 
-    kept: float  # after its forward
-    loss: float  # temporary workspace of the loss
-    backward: dict[Op, tuple[BackwardUnit, ...]]  # where the peak can occur, by compute: at the first and last few
-    factors: float = 0.0  # after a backward that defers weight gradients
-    offloaded: float = 0.0  # in host memory after its forward
+    kept: float  # Saved after the chunk's forward.
+    loss: float  # Workspace of the loss.
+    backward: dict[Op, tuple[BackwardUnit, ...]]  # By action, the first and last few units: the peak is at one of them.
+    factors: float = 0.0  # Kept after a backward that defers weight gradients.
+    offloaded: float = 0.0  # In host memory after the chunk's forward.
 
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
-    """Returns the bytes of one chunk; `fields` is the number of elements of a micro-batch that the rank reads."""
+    """Return the bytes of one chunk. `fields` is the number of elements of a micro-batch that the rank reads."""
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
     held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
     units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held]
     streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
-    parts = kept_together(held, together)
-    kept, again, away = [], [], _offloaded(job, stage, len(parts) - first - int(stage.last))
-    for number, (begin, end) in enumerate(parts, start=-first):
+
+    runs = kept_together(held, together)
+    offloaded = _offloaded(job, stage, len(runs) - first - int(stage.last))
+    kept, again = [], []
+    for number, (begin, end) in enumerate(runs, start=-first):
         inside, stream = units[begin:end], streams[begin]
         if together and held[begin].stackable:
-            kept.append(0.0 if number in away or job.states.checkpoints_on != "device" else stream)
-            again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in away))
+            kept.append(0.0 if number in offloaded or job.states.checkpoints_on != "device" else stream)
+            again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in offloaded))
         else:
             kept.append(inside[0].lasting)
             again.append(inside[0].again)
-    done = [0.0, *accumulate(reversed(kept))][::-1][1:]  # bytes kept by the parts after each
-    factors = [sum(each.factors for each in units[begin:end]) for begin, end in parts]
-    came = [0.0, *accumulate(reversed(factors))][::-1]  # bytes of the factors of each part and those after it
-    # The last have most of what is kept, the first most gradients; one after the first also brings an input back. The
-    # head's gradients are computed in forward.
-    shown = sorted({*range(4), *range(len(parts) - 4, len(parts))} & set(range(len(parts) - int(stage.last))))[::-1]
+    kept_after = [0.0, *accumulate(reversed(kept))][::-1][1:]  # Bytes kept by the runs after each.
+    factors = [sum(each.factors for each in units[begin:end]) for begin, end in runs]
+    factors_from = [0.0, *accumulate(reversed(factors))][::-1]  # Bytes of the factors of each run and of later ones.
+
+    # At the last runs most activations are kept, and at the first runs most gradients exist. The run after the first
+    # also brings an input back from host memory. The head is left out: its gradients are computed in forward.
+    shown = sorted({*range(4), *range(len(runs) - 4, len(runs))} & set(range(len(runs) - int(stage.last))))[::-1]
 
     def moments(op: Op) -> Iterator[BackwardUnit]:
         for at in shown:
-            inside, unit = units[slice(*parts[at])], parts[at][1] - 1
-            brought = streams[parts[at][0]] * (at - first - 1 in away)  # the input of the run before, from host memory
+            inside, unit = units[slice(*runs[at])], runs[at][1] - 1
+            # The input of the run before this one is prefetched from host memory.
+            prefetched = streams[runs[at][0]] * (at - first - 1 in offloaded)
             if op is Op.WEIGHT_GRAD:
-                yield BackwardUnit(unit, -came[at + 1], 0.0)
+                yield BackwardUnit(unit, -factors_from[at + 1], 0.0)
             elif op is Op.INPUT_GRAD:
-                working = max(each.split_working for each in inside) + brought
-                yield BackwardUnit(unit, again[at] - done[at] + came[at + 1], working)
+                working = max(each.split_working for each in inside) + prefetched
+                yield BackwardUnit(unit, again[at] - kept_after[at] + factors_from[at + 1], working)
             else:
-                yield BackwardUnit(unit, again[at] - done[at], max(each.working for each in inside) + brought)
+                yield BackwardUnit(unit, again[at] - kept_after[at], max(each.working for each in inside) + prefetched)
 
     ops = (Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD) if splits else (Op.BACKWARD,)
     batch = 8 * fields if stage.first else 0
     loss = units[-1].working if stage.last else 0.0
     beside = sum(math.prod(each.shape(job.at, job.batch)) for each in job.model.read_beside(stage)) * job.batch.element
     backward = {op: tuple(moments(op)) for op in ops}
-    return ChunkBytes(sum(kept) + batch + beside, loss, backward, came[0], streams[0] * len(away))
+    return ChunkBytes(sum(kept) + batch + beside, loss, backward, factors_from[0], streams[0] * len(offloaded))
 
 
 def _offloaded(job: Job, stage: Stage, runs: int) -> range:
-    """Returns which of a chunk's runs of recomputed blocks have their input in host memory; a CPU's is its own."""
+    """Return the numbers of a chunk's recomputed runs whose input is in host memory. A CPU offloads nothing."""
     return range(0) if job.host else job.config.recompute.offloaded(runs, stage.first, stage.last)
 
 
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
-    """Returns the bytes of each chunk of a pipeline rank."""
+    """Return the bytes of each chunk of a pipeline rank."""
     held = job.chunks[pp_rank]
     ends = [stage for stage in held if job.model.fields(stage)]
     read = (name for stage in ends for name in fields_read(stage, job.model, job.layout.cp) & set(job.data_fields))
@@ -144,29 +151,31 @@ def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
 
 
 class RankActivations(NamedTuple):
-    """The bytes that a rank keeps: of its chunks, and the most of all micro-batches in flight, by chunk: right after a
-    forward of that chunk, and before each other compute of it."""
+    """The bytes that a rank saves for backward: of each chunk, and the most of all micro-batches in flight."""
 
     chunks: list[ChunkBytes]
-    after_forward: list[float]
-    before: list[dict[Op, float]]
-    offloaded: float  # the most of them in host memory
+    after_forward: list[float]  # By chunk, right after a forward of it.
+    before: list[dict[Op, float]]  # By chunk, before each other action of it.
+    offloaded: float  # The most that is in host memory.
 
 
 @remembered("recompute")
 def rank_activations(job: Job, pp_rank: int) -> RankActivations:
+    """Return the bytes that a rank of a pipeline stage saves for backward."""
     chunks = chunks_of(job, pp_rank)
     return RankActivations(chunks, *bytes_in_flight(job, pp_rank, chunks))
 
 
-# By chunk, the micro-batches in flight that hold activations, and those that hold factors.
+# By chunk, the number of micro-batches in flight that hold activations, and of those that hold factors.
 Flying = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=20_000)
 def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[Flying]]:
-    """Returns the most that is in flight on a rank, following its schedule, by a compute and its chunk: as a forward
-    ends, and as another compute begins."""
+    """Return the most that is in flight on a rank by (action, chunk), following its schedule.
+
+    For a forward that is when it ends, for any other action when it begins.
+    """
     activations, factors = [0] * chunks, [0] * chunks
     seen: dict[tuple[Op, int], set[Flying]] = {}
     for action in computes(kind, pp, micro_batches, chunks, rank):
@@ -181,14 +190,18 @@ def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) ->
 
 
 def _most(found: set[Flying], at: int) -> set[Flying]:
-    """With equal numbers of everything else, only the most activations of the chunk itself count."""
-    kept = {((each[:at], each[at + 1 :]), factors): (each, factors) for each, factors in sorted(found)}
-    return set(kept.values())
+    """Drop every entry that differs from another only in fewer activations of the chunk `at`."""
+    # Entries are sorted, so the last with the same key has the most activations.
+    most = {((each[:at], each[at + 1 :]), factors): (each, factors) for each, factors in sorted(found)}
+    return set(most.values())
 
 
 def micro_batches_to_steady_state(job: Job) -> int:
-    """Returns the number of micro-batches after which no more are in flight at once: from there on a schedule repeats
-    itself until it drains. That is all of them if the schedule does not drain, or has no formula."""
+    """Return the number of micro-batches after which no more are in flight at once.
+
+    From there on a schedule repeats itself until it drains. If the schedule does not drain or has no formula, return
+    the number of all micro-batches.
+    """
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     few, formula = min(m, 3 * pp + m % pp), KINDS[job.config.pipeline.schedule].in_flight
     drains = formula is not None and formula(pp, m, chunks, 0) == formula(pp, few, chunks, 0)
@@ -198,22 +211,25 @@ def micro_batches_to_steady_state(job: Job) -> int:
 def bytes_in_flight(
     job: Job, pp_rank: int, chunks: list[ChunkBytes]
 ) -> tuple[list[float], list[dict[Op, float]], float]:
-    """Returns the most bytes of all micro-batches in flight on a rank: by chunk, right after a forward of that chunk,
-    and when other computes of it begin; and the most in host memory."""
+    """Return the most bytes that all micro-batches in flight on a rank hold.
+
+    The result is, by chunk, the bytes right after a forward of the chunk, by chunk and action the bytes when another
+    action of it begins, and the most bytes in host memory.
+    """
     c = job.config
-    flying = in_flight(c.pipeline.schedule, c.layout.pp, micro_batches_to_steady_state(job), len(chunks), pp_rank)
+    counts = in_flight(c.pipeline.schedule, c.layout.pp, micro_batches_to_steady_state(job), len(chunks), pp_rank)
 
     def held_by(activations: tuple[int, ...], factors: tuple[int, ...]) -> float:
         return sum(n * one.kept + k * one.factors for n, k, one in zip(activations, factors, chunks, strict=True))
 
-    def away(activations: tuple[int, ...]) -> float:
+    def offloaded_by(activations: tuple[int, ...]) -> float:
         return sum(n * one.offloaded for n, one in zip(activations, chunks, strict=True))
 
-    most = {place: max(held_by(*each) for each in found) for place, found in flying.items()}
+    most = {place: max(held_by(*each) for each in options) for place, options in counts.items()}
     numbers = range(len(chunks))
     before: list[dict[Op, float]] = [{} for _ in chunks]
     for (op, chunk), size in most.items():
         if op is not Op.FORWARD:
             before[chunk][op] = size
-    forwards = [numbers for (op, _), found in flying.items() if op is Op.FORWARD for numbers, _ in found]
-    return [most[Op.FORWARD, chunk] for chunk in numbers], before, max(map(away, forwards))
+    forwards = [numbers for (op, _), options in counts.items() if op is Op.FORWARD for numbers, _ in options]
+    return [most[Op.FORWARD, chunk] for chunk in numbers], before, max(map(offloaded_by, forwards))

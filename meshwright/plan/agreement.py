@@ -1,4 +1,4 @@
-"""Judges the steps of a layout beside those of one process: losses, norms, gradients and bytes. No torch."""
+"""Compares the steps of a layout with those of one process: losses, norms, gradients and bytes. No torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from meshwright.plan.communication import predict_step, unplanned_axes
 
 @dataclass(frozen=True)
 class Verdict:
-    """The differences between a layout and one process. `gradients` has the largest error of every parameter over all
-    steps and ranks, in the order of the model. `first_step` is the step that first showed one beyond the tolerance, and
-    `at_first` has the errors of that step alone: after a wrong update all later gradients differ."""
+    """The differences between a layout and one process.
+
+    `gradients` has the largest error of every parameter over all steps and ranks, in the order of the model.
+    `first_step` is the first step with an error beyond the tolerance. `at_first` has the errors of that step alone,
+    because all later gradients differ after a wrong update.
+    """
 
     tolerance: float
-    losses: tuple[tuple[float, float], ...]  # (one process, the layout) of each step
+    losses: tuple[tuple[float, float], ...]  # (one process, the layout) for each step.
     norms: tuple[tuple[float, float], ...]
     gradients: Mapping[str, float]
     parameters: Mapping[str, float]
     first_step: int | None
     at_first: Mapping[str, float]
-    # Wire bytes by axis, planned (None: they depend on the tokens) and recorded.
+    # Wire bytes by axis: (planned, recorded). Planned bytes are None if they depend on the tokens.
     comm: Mapping[str, tuple[int | None, int]]
-    documents: float | None = None  # by which part another first document changed the others' loss; None: not packed
+    # The relative change of the other documents' loss when the first one is replaced; None without packed documents.
+    documents: float | None = None
 
     @property
     def differing(self) -> list[str]:
-        """The parameters whose gradients differ, in the order of the model; else those that differ after the steps."""
+        """The parameters whose gradients differ, in the order of the model.
+
+        If all gradients agree, these are the parameters whose values differ after the steps.
+        """
         return [name for name, error in self._examined.items() if error > self.tolerance]
 
     @property
@@ -39,17 +46,17 @@ class Verdict:
 
     @property
     def worst(self) -> str:
-        """The parameter with the largest error among those that differ; empty where none does."""
+        """The parameter with the largest error among those that differ, or an empty name if none differs."""
         return max(self.differing, key=lambda name: self._examined[name], default="")
 
     @property
     def complaints(self) -> list[str]:
         """One sentence per difference, parameters first."""
-        found = []
+        complaints = []
         if names := self.differing:
             errors = self._examined
             what = "values after the steps" if self.first_step is None else f"gradients of step {self.first_step}"
-            found.append(
+            complaints.append(
                 f"{len(names)} of {len(errors)} parameters differ in their {what}: the first is {names[0]} (off by "
                 f"{errors[names[0]]:.1e}), the worst {self.worst} (off by {errors[self.worst]:.1e})"
             )
@@ -57,16 +64,16 @@ class Verdict:
             wrong = [step for step, (a, b) in enumerate(pairs, 1) if difference(a, b) > self.tolerance]
             if wrong:
                 one, layout = pairs[wrong[0] - 1]
-                found.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
+                complaints.append(f"the {what} of step {wrong[0]} is {layout:.9g}, and {one:.9g} on one process")
         for axis, (planned, recorded) in self.comm.items():
             if planned is not None and planned != recorded:
-                found.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
+                complaints.append(f"a step sends {recorded:,} bytes over {axis}, and {planned:,} are planned")
         if self.documents is not None and not self.documents <= self.tolerance:
-            found.append(
-                f"documents of a sample see each other: another first one changes the loss of the others by "
+            complaints.append(
+                f"documents of a sample see each other: replacing the first one changes the loss of the others by "
                 f"{self.documents:.1e} of it"
             )
-        return found
+        return complaints
 
 
 def difference(one: float, other: float) -> float:
@@ -79,8 +86,7 @@ def difference(one: float, other: float) -> float:
 def judge(
     config: Config, world: int, tolerance: float, reference: Any, ranks: Sequence[Any], plans: bool = True
 ) -> Verdict:
-    """Compares the steps of all ranks (`train.checking.Steps`) with those of one process. With `plans`, the bytes are
-    compared with the plan's."""
+    """Compare the steps of all ranks with those of one process and, with `plans`, the bytes with the plan's."""
     gradients = _largest(reference.names, [step for rank in ranks for step in rank.gradients])
     by_step = [_largest(reference.names, steps) for steps in zip(*(rank.gradients for rank in ranks), strict=True)]
     wrong = [number for number, errors in enumerate(by_step, 1) if max(errors.values()) > tolerance]
@@ -88,12 +94,13 @@ def judge(
     one = ranks[0]
     comm: dict[str, tuple[int | None, int]] = {axis: (None, counts["wire_bytes"]) for axis, counts in one.comm.items()}
     if plans:
-        others = one.monitored - len(config.monitored)  # the plan knows those of the objective itself
+        # The plan already counts the values that the objective monitors.
+        others = one.monitored - len(config.monitored)
         planned = predict_step(config, world, samples=one.samples, monitored=others)
         unknown = unplanned_axes(config)
         for axis in dict.fromkeys([*planned, *one.comm]):
-            said = planned[axis].wire_bytes if axis in planned else 0
-            comm[axis] = (None if axis in unknown else said, comm.get(axis, (None, 0))[1])
+            planned_bytes = planned[axis].wire_bytes if axis in planned else 0
+            comm[axis] = (None if axis in unknown else planned_bytes, comm.get(axis, (None, 0))[1])
     moved = [rank.documents for rank in ranks if rank.documents is not None]
     return Verdict(
         tolerance, tuple(zip(reference.losses, one.losses, strict=True)),
@@ -103,7 +110,7 @@ def judge(
     )  # fmt: skip
 
 
-def _largest(names: Sequence[str], found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the largest error of every parameter among the ranks that hold some of it, in the order of `names`."""
-    held = {name: [errors[name] for errors in found if name in errors] for name in names}
+def _largest(names: Sequence[str], errors_of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest error of every parameter among the ranks that hold some of it, in the order of `names`."""
+    held = {name: [errors[name] for errors in errors_of_ranks if name in errors] for name in names}
     return {name: max(errors) for name, errors in held.items() if errors}

@@ -1,5 +1,7 @@
-"""Clusters as data: devices, nodes, links and how much of their peak rates training reaches. No torch. A cluster is a
-YAML file; those that ship with the package are in `clusters/`, where every number has its source beside it."""
+"""Clusters as data: devices, nodes, links, and the shares of their peak rates that training reaches. No torch.
+
+A cluster is a YAML file. Those that ship with the package are in `clusters/`, where every number has its source.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from meshwright.config.yaml_text import read_yaml
 from meshwright.errors import UserError, nearest
 
 FOLDER = Path(__file__).parent / "clusters"
-# The wider precision in which products run on a device that has no rate for their own. bf16 and fp8 have no
-# replacement, since a device without them refuses them; nor has fp64, the widest.
+# The wider precisions in which products run on a device that has no rate for theirs. bf16 and fp8 have no replacement,
+# since a device without them refuses them. fp64 is the widest.
 WIDER_PRECISION = {"fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 
 
@@ -30,18 +32,18 @@ class DeviceSpec:
     peak: Mapping[str, float]
     memory_gib: float
     memory_gb_s: float
-    units: int  # multiprocessors, among which a product's tiles are divided; 1: a CPU core
+    units: int  # Multiprocessors, over which a product's tiles are distributed; 1 stands for a CPU core.
     power_w: float
-    price_hour: float  # US dollars, used only to estimate the cost of a run
-    # For a CPU rank, which does one thing at a time:
-    product_gb_s: float = 0.0  # rate of reading a product's matrices, in addition to its FLOPs; 0: overlapped
-    kernel_us: float = 0.0  # overhead per kernel
+    price_hour: float  # US dollars, used only to estimate the cost of a run.
+    # A CPU rank reads and computes in turn. The rate at which it reads a product's matrices; 0: both overlap.
+    product_gb_s: float = 0.0
+    kernel_us: float = 0.0  # Overhead per kernel.
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_gib, self.memory_gb_s))
 
     def rate(self, precision: str) -> float:
-        """Returns the peak FLOP/s; a precision that the device lacks runs in the next wider one that it has."""
+        """Return the peak FLOP/s. A precision that the device lacks runs in the next wider one that it has."""
         for name in (precision, *WIDER_PRECISION.get(precision, ())):
             if name in self.peak:
                 return self.peak[name] * 1e12
@@ -53,20 +55,20 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. `link_gb_s` is what one device sends into the node's fabric, in one direction."""
+    """One machine. `link_gb_s` is the rate at which one device sends into the node's fabric, in one direction."""
 
     devices: int
     link_gb_s: float
     link_latency_us: float
     host_gib: float
-    host_params_s: float  # parameters that a node's CPUs update per second, transfers included
-    wait_us: float = 0.0  # how much longer a collective takes between computations than back to back
-    cores: int = 0  # of its processors, for the job files of `meshwright submit`; 0: not known
+    host_params_s: float  # Parameters that a node's CPUs update per second, transfers included.
+    wait_us: float = 0.0  # Extra time of a collective between computations, compared with one right after another.
+    cores: int = 0  # CPU cores, for the job files of `meshwright submit`; 0: not known.
 
 
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes: what one node sends with all its adapters together, in one direction."""
+    """The network between nodes. `node_gb_s` is the rate of all adapters of a node together, in one direction."""
 
     node_gb_s: float
     latency_us: float
@@ -74,20 +76,22 @@ class Network:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of the peak rates that are reached; docs/planner.md says how each was obtained."""
+    """The shares of the peak rates that training reaches. docs/planner.md says how each was obtained."""
 
-    product: float  # large products, of the FLOP rate, at the clock that the power limit allows
-    attention: float  # a fused attention core, of the FLOP rate, forward and backward together
-    memory: float  # elementwise kernels, of the memory rate
-    link: float  # large collectives, of the in-node link rate
-    network: float  # large collectives, of the network rate
-    fp8: float = 0.75  # products in fp8, of the product share: scaling and casts
-    optimizer: float = 0.0  # updates of states too large for a cache, of the memory rate; 0: like `memory`
-    contention: float = 0.0  # share of a hidden collective's time that compute loses (if above the stack's)
+    product: float  # Of the FLOP rate: large products, at the clock that the power limit allows.
+    attention: float  # Of the FLOP rate: a fused attention core, forward and backward together.
+    memory: float  # Of the memory rate: elementwise kernels.
+    link: float  # Of the link rate inside a node: large collectives.
+    network: float  # Of the network rate: large collectives.
+    fp8: float = 0.75  # Of the product share: products in fp8, which also need scaling and casts.
+    optimizer: float = 0.0  # Of the memory rate: updates of states too large for a cache; 0: like `memory`.
+    contention: float = 0.0  # The share of a hidden collective's time that compute loses, if above the stack's.
 
 
 @dataclass(frozen=True)
 class Cluster:
+    """A cluster of equal nodes, with the source of each of its figures."""
+
     name: str
     about: str
     device: DeviceSpec
@@ -95,27 +99,30 @@ class Cluster:
     network: Network
     efficiency: Efficiency
     sources: Mapping[str, str]
-    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # share of a link's rate by collective
+    ops: Mapping[str, float] = dataclasses.field(default_factory=dict)  # The share of a link's rate by collective.
 
     def __hash__(self) -> int:
         return hash((self.name, self.device, self.node, self.network, self.efficiency))
 
     @property
     def memory_rate(self) -> float:
+        """The bytes per second that elementwise kernels move."""
         return self.device.memory_gb_s * 1e9 * self.efficiency.memory
 
     @property
     def optimizer_rate(self) -> float:
+        """The bytes per second that the optimizer's update moves."""
         return self.device.memory_gb_s * 1e9 * (self.efficiency.optimizer or self.efficiency.memory)
 
 
 def known_clusters() -> list[str]:
+    """Return the names of the clusters that ship with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @lru_cache(maxsize=64)
 def load_cluster(name: str) -> Cluster:
-    """Loads a cluster that ships with the package, by name, or one from a YAML file, by path."""
+    """Load a cluster that ships with the package, by its name, or one from a YAML file, by its path."""
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -129,13 +136,14 @@ def load_cluster(name: str) -> Cluster:
             raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
     cluster = cluster_from(read_yaml(path), str(path))
     share = cluster.efficiency.product
-    if share > 2.0:  # a measured profile has 1, and other shares relative to what was measured
+    # A measured profile has a product share of 1, and its other shares are relative to the measured rates.
+    if share > 2.0:
         raise UserError(f"{path}: efficiency.product={share} must be a share of the peak: write 0.5 for half of it")
     return cluster
 
 
 def cluster_from(raw: Any, where: str) -> Cluster:
-    """Builds a cluster from nested mappings and checks every field."""
+    """Build a cluster from nested mappings and check every field."""
     cluster: Cluster = _build(Cluster, raw, where, "")
     return cluster
 
@@ -169,7 +177,7 @@ def _field(hint: Any, value: Any, where: str, path: str) -> Any:
 
 
 def _number(hint: Any, value: Any, where: str, path: str) -> Any:
-    """Returns `value` as an int or a float; a fraction where an integer is needed is refused, not truncated."""
+    """Return `value` as an int or a float. A fraction where an integer is needed is refused, not truncated."""
     number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else value
     if not 0 < number <= sys.float_info.max:
         raise UserError(f"{where}: {path}={value} must be a number above zero, and a finite one")

@@ -1,8 +1,8 @@
-"""Every byte that a training step sends, from the config alone, in exact integers. No torch.
+"""Predicts every byte that a training step sends from the config alone, in exact integers. No torch.
 
-Inside the model, parts declare what they communicate (`spec/model/`); every other source is one small function here
-with its closed formula. What they yield are calls as one rank's ledger counts them; sums over calls and ranks equal the
-`comm` of metrics.jsonl. The letters of the formulas:
+Inside the model, parts declare their collectives (`spec/model/`). Every other source of traffic is one small function
+here with its closed formula. These functions yield calls as one rank's ledger counts them. Their sums over calls and
+ranks equal the `comm` of metrics.jsonl. The letters of the formulas:
 
     b micro-batch, s sequence, h hidden     T = b s, the tokens of a micro-batch
     M micro-batches of one rank in a step   H = T h a, the bytes of one micro-batch's activations [tokens, hidden]
@@ -41,13 +41,14 @@ from meshwright.spec.traffic.placement import copy_axis
 
 
 class Traffic(NamedTuple):
-    """A number of calls, the bytes of the whole logical tensors, and the bytes that leave the ranks by the ring."""
+    """A number of calls, the bytes of the whole logical tensors, and the bytes that leave the ranks in a ring."""
 
     calls: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
 
     def plus(self, other: Traffic, times: int = 1) -> Traffic:
+        """Return the sum of this traffic and `times` the other."""
         return Traffic(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
@@ -61,7 +62,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """`times` equal calls of one rank over a group of `size` ranks; the function `source` here explains them."""
+    """`times` equal calls of one rank over a group of `size` ranks. `source` names the origin of the traffic."""
 
     source: str
     phase: str
@@ -70,9 +71,9 @@ class RepeatedCall:
     size: int
     payload: int
     times: int = 1
-    forwards: int = 0  # of these, how many a forward waits for
-    ends: bool = False  # they are of units that are no blocks
-    wire: int | None = None  # bytes that leave the rank, where the op and the payload don't say
+    forwards: int = 0  # The calls among these that a forward waits for.
+    ends: bool = False  # True for units other than blocks: the embedding and the head.
+    wire: int | None = None  # Bytes that leave the rank, if they don't follow from the op and the payload.
 
     @property
     def line(self) -> Line:
@@ -84,8 +85,8 @@ class RepeatedCall:
         return Traffic(self.times, self.times * self.payload, self.times * wire)
 
 
-# The most ranks whose calls are counted one by one where they differ; of more, each is taken to send what the first of
-# its stage does.
+# If ranks of a stage send different amounts, their calls are counted one by one up to this number of ranks. Beyond it,
+# each rank is assumed to send as much as the first of its stage.
 LARGEST_COUNTED = 64
 
 Detail = dict[Line, Traffic]
@@ -96,20 +97,27 @@ Key = TypeVar("Key", Line, str)
 
 
 def batch(job: Job, held: Sequence[Stage]) -> Iterator[RepeatedCall]:
-    """One tp rank reads the batch; it broadcasts once per micro-batch and dtype, whatever the number of chunks:
-    M x (elements of the fields of this dtype that a chunk of this rank reads x bytes), T for most fields."""
+    """Yield the broadcasts of the batch over tp, where one rank reads it.
+
+    There is one broadcast per micro-batch and dtype, whatever the number of chunks: M x (elements of the fields of this
+    dtype that a chunk of this rank reads x bytes), with T elements for most fields.
+    """
     needs = set().union(*(fields_read(stage, job.model, job.layout.cp) for stage in held))
     fields = {name: dtype for name, dtype in job.data_fields.items() if name in needs}
     for dtype in dict.fromkeys(fields.values()):
         names = (name for name, own in fields.items() if own == dtype)
         payload = sum(field_elements(name, job.model, job.at, job.batch) for name in names) * FIELD_BYTES[dtype]
-        if dtype == "int64" and job.layout.cp > 1:  # the numbers and the documents of all ranks' rows travel with them
+        # With cp, the row numbers and the documents of all ranks' rows travel with the int64 fields.
+        if dtype == "int64" and job.layout.cp > 1:
             payload += job.batch.sequences * job.batch.seq * (1 + ("segments" in job.data_fields)) * WIDE
         yield _over(job.layout, "batch", "data", "tp", "broadcast", payload, job.micro_batches)
 
 
 def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
-    """What the parts of a stage declare, once per micro-batch. Recomputation repeats a block's forward in backward."""
+    """Yield the collectives that the parts of a stage declare, once per micro-batch.
+
+    Recomputation repeats the collectives of a block's forward in backward.
+    """
     for unit, count in job.units(stage):
         again = unit.stackable and job.config.recompute.blocks > 0
         for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
@@ -121,13 +129,17 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
 
 @lru_cache(maxsize=20_000)
 def unit_collectives(unit: Unit, at: Coordinate, batch: MicroBatch) -> tuple[Collective, ...]:
+    """Return the collectives that a unit's parts declare for one micro-batch."""
     return tuple(unit.collectives(at, batch))
 
 
 def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
-    """Yields the calls of one micro-batch that a unit makes more often than its parts state: for a reference all of a
-    forward, without DoRA's norms; of the output layer those of forward once more in backward, and its input is
-    gathered again. Ranks that share sequences sum three numbers of each answer: A = s + 2 of a sample, 3 b A w."""
+    """Yield the calls of a unit for one micro-batch that losses over answers add to those that its parts declare.
+
+    A reference model repeats all calls of a forward, except those for the norms of DoRA. The output layer repeats its
+    calls of forward in backward, since its input is gathered again. Ranks that share sequences sum three numbers for
+    each answer: with A = s + 2 places for answers in a sample, 3 b A w bytes.
+    """
     if not job.config.objective_facts.judges_answers:
         return
     at, batch = unit.seen_by(job.at), unit.rows.of(job.batch)
@@ -142,14 +154,17 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
 
 
 def passed_bytes(job: Job, stage: Stage, back: bool = False) -> list[int]:
-    """Returns the bytes of each tensor that a stage receives for one micro-batch from the one before; or sends back."""
+    """Return the bytes of each tensor that a stage receives from the stage before for one micro-batch.
+
+    With `back`, return those that the stage sends back as gradients.
+    """
     shapes = job.model.passes(job.at, job.batch, stage).items()
     left = job.model.ungraded if back else ()
     return [math.prod(shape) * job.batch.element for name, shape in shapes if name not in left]
 
 
 def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
-    """Returns, by chunk of a pipeline rank, whether its forward and its backward send to another rank."""
+    """Return 0 or 1 for each chunk of a pipeline rank: whether its forward and its backward send to another rank."""
     places = job.placement
 
     def crosses(index: int) -> int:
@@ -159,7 +174,9 @@ def crossings(job: Job, pp_rank: int) -> list[tuple[int, int]]:
 
 
 def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
-    """Each chunk sends its output on and its input's gradient back, unless the neighbour is on the same rank.
+    """Yield the sends between stages: each chunk's output onward, and its input's gradient back.
+
+    Nothing is sent to a neighbouring stage on the same rank.
 
     M sends of H (H / t with split tokens) in either direction for each boundary between virtual stages: over all ranks
     2 M (p chunks - 1) x world / p sends where p > 1, under every schedule that goes round the ranks. Between stages of
@@ -169,8 +186,8 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     stages, divided = stages_of(job.config), job.layout.tp if job.scatters_sends else 1
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
-        for phase, does, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
-            sizes = passed_bytes(job, stages[taker], phase == "backward") if does else ()
+        for phase, sends, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
+            sizes = passed_bytes(job, stages[taker], phase == "backward") if sends else ()
             payloads.update((phase, size) for size in sizes)
     for (phase, payload), count in payloads.items():
         yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, count * job.micro_batches)
@@ -179,30 +196,31 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
 
 
 class GradientSum(NamedTuple):
-    """A sum of gradients: the collective that it replaces, and the reducer that makes it of calls of its own."""
+    """A sum of gradients: the collective that computes it plainly, and the reducer that may use other calls."""
 
     asked: RepeatedCall
     reducer: ReducerPlan
     elements: int
     element_bytes: int
-    records: list[ParamRecord]  # of a whole bucket's parameters
+    records: list[ParamRecord]  # The parameters of the whole bucket.
     on_node: int
 
     @property
     def calls(self) -> Iterator[RepeatedCall]:
+        """The calls that the reducer makes for this sum."""
         sizes = (self.elements, self.element_bytes, self.asked.size, self.records, self.on_node)
         for op, payload in self.reducer.calls(self.asked.op, *sizes):
             yield replace(self.asked, op=op, payload=payload)
 
     def seconds(self, network: Network, on_node: int) -> float:
-        """Returns the seconds of one such sum, where so many ranks of its group are on one node."""
+        """Return the seconds of one such sum with `on_node` ranks of its group on each node."""
         sizes = (self.elements, self.element_bytes, self.asked.size, self.records, on_node)
         return self.reducer.seconds(network, self.asked.op, *sizes)
 
 
-def expanded(found: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
-    """Yields the calls as a ledger counts them: those that reducers make in place of sums."""
-    for each in found:
+def expanded(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
+    """Yield the calls as a ledger counts them, with each gradient sum replaced by its reducer's calls."""
+    for each in calls:
         yield from each.calls if isinstance(each, GradientSum) else (each,)
 
 
@@ -217,23 +235,24 @@ def bucket_calls(
     fetches: Sequence[int] = (),
     ends: Container[int] = (),
 ) -> Iterator[RepeatedCall | GradientSum]:
-    """Yields what a rank sends of the gradients and weights of its parameters in a step.
+    """Yield the calls by which a rank sends gradients and weights of its parameters in a step.
 
-    Parameters of one dtype, data axes and further partial axes share a buffer, in the order of backward. A
-    parameter takes its size rounded up to 16 elements; the one that brings a bucket to the bucket size closes it,
-    and a bucket is rounded up to 16 d elements; in ZeRO stage 3 a unit's parameters make a bucket. With B the padded
-    elements of a bucket, g and w the bytes of a gradient and a weight, S the ranks that divide it, M micro-batches:
+    Parameters with the same dtype, data axes and further partial axes share a buffer, in the order of backward. The
+    size of each parameter is rounded up to 16 elements. The parameter that brings a bucket to the bucket size closes
+    it, and a bucket is rounded up to 16 d elements. In ZeRO stage 3 each unit's parameters form a bucket. With B the
+    padded elements of a bucket, g and w the bytes of a gradient and a weight, S the ranks that shard the bucket, and M
+    micro-batches:
 
     stage 0   1 all_reduce of B g over the data axes
     stage 1   1 reduce_scatter of B g and 1 all_gather of B w over the S ranks
     stage 2   M reduce_scatter of B g and 1 all_gather of B w
-    stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is how often a micro-batch fetches it: 2; all
-              but the first are inside the node, where that keeps a copy
+    stage 3   M reduce_scatter of B g and M f all_gather of B w, where f is the number of times that a micro-batch
+              gathers the bucket, usually 2. If each node keeps a copy, all but the first are inside the node
 
-    and 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over each further axis
-    along which the gradients are partial sums. A `reducer` may make other calls for the sums over the data axes.
-    `gather`: how weights travel in stage 3; `fetches`: f of each parameter; `ends`: numbers of units that are no
-    blocks. Equal buckets are counted together.
+    In addition, there is 1 all_reduce of a share, B g / S, over the copies of the S ranks, if there are any, and over
+    each further axis along which the gradients are partial sums. A `reducer` may use other calls for the sums over the
+    data axes. `gather` is the form in which weights travel in stage 3, `fetches` is f of each parameter, and `ends` are
+    the numbers of the units that are not blocks. Equal buckets are counted together.
     """
     zero = zero or ZeroConfig()
     for buffer in buffers:
@@ -261,8 +280,11 @@ def bucket_calls(
 def _equal_buckets(
     params: Sequence[HeldParameter], buffer: Buffer, fetches: Sequence[int], ends: Container[int], by_records: bool
 ) -> Counter[tuple[int, int, bool, tuple[ParamRecord, ...]]]:
-    """Counts a buffer's buckets by their size, how often a micro-batch fetches them, whether they hold no block's
-    parameters and, for a sum that depends on it, by their parameters' records."""
+    """Count the equal buckets of a buffer.
+
+    The key is a bucket's size, the number of times that a micro-batch gathers it, whether all of its parameters are
+    outside of blocks and, for reducers that depend on them, the records of its parameters.
+    """
     held: list[list[int]] = [[] for _ in buffer.buckets]
     for number, bucket in zip(buffer.params, buffer.places, strict=True):
         held[bucket].append(number)
@@ -284,7 +306,8 @@ def _gathers(
     assert shards is not None
     times, forwards = (micro_batches * fetched, micro_batches) if stage == 3 else (1, 1)
     how = gather if gather and stage == 3 else GatherConfig()
-    how = replace(how, kind="plain") if buffer.dtype == "nf4" else how  # which is in few bits already
+    # nf4 weights already have few bits and are not compressed further.
+    how = replace(how, kind="plain") if buffer.dtype == "nf4" else how
     if node := copy_axis(layout, zero, how, buffer.data_axes):
         inside = _over(layout, "weights", "gather", node, "all_gather", size * buffer.weight, count * (times - 1))
         yield replace(inside, forwards=count * (forwards - 1), ends=end)
@@ -295,7 +318,10 @@ def _gathers(
 
 
 def rank_sums(job: Job, pp_rank: int) -> list[RepeatedCall | GradientSum]:
-    """Returns what a rank of a pipeline stage sends of its gradients and weights; bytes and seconds are folds of it."""
+    """Return the calls by which a rank of a pipeline stage sends its gradients and weights in a step.
+
+    Bytes (here) and seconds (`plan/reduction.py`) are both computed from these calls.
+    """
     c, packing = job.config, packing_of(job, pp_rank)
     ends = {number for chunk in packing.chunks for number, unit, _ in chunk if not unit.stackable}
     fetches = fetches_of(job, pp_rank) if c.zero.stage == 3 else ()
@@ -305,15 +331,16 @@ def rank_sums(job: Job, pp_rank: int) -> list[RepeatedCall | GradientSum]:
 
 
 def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: int, times: int = 1) -> RepeatedCall:
+    """Return calls over the groups of some axes, which are named without axes of one rank."""
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
 def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCall]:
-    """What replicas sum of the parameters of a pipeline rank at this moment.
+    """Yield the calls by which replicas sum the parameters of a pipeline rank at this moment.
 
     With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
-    multiples of 16 n: 1 all_reduce of them in float32, or what compressing makes of that. What both ends of a tie hold
-    is averaged over them when it has arrived.
+    multiples of 16 n. It takes 1 all_reduce in float32, or the calls of a compressed one. The copies of a tied
+    parameter at both ends of the model are averaged after the sum has arrived.
     """
     c, layout, n = job.config, job.layout, job.layout.replicas
     for buffer in packing_of(job, pp_rank).buffers:
@@ -334,42 +361,45 @@ def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCal
 
 
 def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
-    """Returns what a rank sends to synchronise all of its parameters once, as happens every `train.local.steps`."""
+    """Return the calls by which a rank synchronises all of its parameters once, every `train.local.steps` steps."""
     c = job.config
     everything = Moment((), tuple(range(c.train.local.fragments)), at_once=True)
     after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
-    found = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
-    return [call for call in found if call.size > 1]
+    calls = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
+    return [call for call in calls if call.size > 1]
 
 
 def mean_traffic(job: Job, pp_rank: int) -> dict[str, Traffic]:
-    """Returns what a rank of a pipeline stage sends over each axis in a step; of synchronisations, which most steps
-    have none of, the mean, rounded down."""
+    """Return the traffic of a rank of a pipeline stage over each axis in a step.
+
+    Replicas synchronise only in some steps, so their traffic is the mean over steps, rounded down.
+    """
     return _with_rounds(job, by_axis(by_line(stage_calls(job, pp_rank))), [pp_rank], 1)
 
 
 def mean_of_all_ranks(job: Job) -> dict[str, Traffic]:
-    """Returns the same, summed over all ranks."""
+    """Return the traffic over each axis in a step, as `mean_traffic` does, summed over all ranks."""
     return _with_rounds(job, by_axis(all_ranks(job)), range(job.layout.pp), job.world // job.layout.pp)
 
 
-def _with_rounds(job: Job, found: dict[str, Traffic], pp_ranks: Iterable[int], times: int) -> dict[str, Traffic]:
+def _with_rounds(job: Job, totals: dict[str, Traffic], pp_ranks: Iterable[int], times: int) -> dict[str, Traffic]:
+    """Add the mean traffic per step with which `times` ranks of each stage synchronise replicas."""
     steps = job.config.train.local.steps
     for rounds in (by_axis(by_line(round_calls(job, pp_rank))) for pp_rank in pp_ranks):
         for axis, whole in rounds.items():
-            found[axis] = found.get(axis, Traffic()).plus(Traffic(*(times * each // steps for each in whole)))
-    return dict(sorted(found.items()))
+            totals[axis] = totals.get(axis, Traffic()).plus(Traffic(*(times * each // steps for each in whole)))
+    return dict(sorted(totals.items()))
 
 
 def sums(job: Job) -> Iterator[RepeatedCall]:
-    """The small vectors, each 1 all_reduce over the world per step.
+    """Yield the reductions of small vectors, each 1 all_reduce over the world per step.
 
-    Loss, tokens and squared gradient norm: 3 x 8. With n replicas these are summed inside a replica first, as are
-    declared terms, and then over the replicas, with each one's tokens: (3 + n) x 8. Values to monitor, if there are
-    any, and how often each was given: 2 x values x 8, from the second step on, when all ranks know their names. The
-    metrics, which count themselves: (4 x axes of the mesh + 5 phases + 4 x ranks + 1) x 8.
-    With experts, their rows: (experts + 2) x 8 per block that has them. Checksums of what ranks hold alike, in every
-    `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
+    Loss, tokens and squared gradient norm: 3 x 8 bytes. With n replicas these are summed inside a replica first, as are
+    declared terms, and then over the replicas, with each replica's tokens: (3 + n) x 8.
+    Monitored values, if there are any, with their counts: 2 x values x 8, from the second step on, when all ranks know
+    their names. The metrics, including their own bytes: (4 x axes of the mesh + 5 phases + 4 x ranks + 1) x 8.
+    With experts, the rows that they received: (experts + 2) x 8 per block that has experts. Checksums of the tensors
+    that ranks hold alike, in every `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
     replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
@@ -390,8 +420,10 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
 
 
 def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
-    """Returns all calls in one step of any rank of a pipeline stage: all ranks of a stage send the same, except where
-    the optimizer updates matrices as wholes."""
+    """Return all calls in one step of a rank of a pipeline stage.
+
+    All ranks of a stage make the same calls, unless the optimizer updates whole matrices.
+    """
     held, c = job.chunks[pp_rank], job.config
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
     calls += expanded(rank_sums(job, pp_rank))
@@ -404,23 +436,25 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
 
 
 def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
-    found: dict[Key, Traffic] = {}
+    totals: dict[Key, Traffic] = {}
     for key, each in traffic:
-        found[key] = found.get(key, Traffic()).plus(each, times)
-    return found
+        totals[key] = totals.get(key, Traffic()).plus(each, times)
+    return totals
 
 
 def by_line(calls: Iterable[RepeatedCall]) -> Detail:
-    """Sums calls by phase, axis and op."""
+    """Sum calls by phase, axis and op."""
     return _summed((call.line, call.traffic) for call in calls)
 
 
 def by_axis(detail: Detail) -> dict[str, Traffic]:
+    """Sum traffic by axis."""
     return dict(sorted(_summed((line.axis, traffic) for line, traffic in detail.items()).items()))
 
 
 def all_ranks(job: Job) -> Detail:
-    """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
+    """Return the sum of all ranks' ledgers after one training step of a job, by (phase, axis, op)."""
+    # When the optimizer updates whole matrices, the ranks of a stage send different amounts.
     if job.config.optimizer.whole_matrices and job.world <= LARGEST_COUNTED:
         places = [job.layout.coordinate(rank) for rank in range(job.world)]
         each = (
@@ -428,6 +462,7 @@ def all_ranks(job: Job) -> Detail:
             for rank, at in enumerate(places)
         )
         return by_line(call for calls in each for call in calls)
+    # Replicas with different shares of the batch have different numbers of micro-batches.
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
@@ -435,23 +470,25 @@ def all_ranks(job: Job) -> Detail:
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:
-    """Returns one rank's ledger after one training step, by (phase, axis, op)."""
+    """Return one rank's ledger after one training step, by (phase, axis, op)."""
     job = checked_job(config, world, **step)
     at = job.layout.coordinate(rank)
     return by_line(stage_calls(replace(job, replica=at.get(REPLICAS, 0), rank=rank), at["pp"]))
 
 
 def predict_detail(config: Config, world: int, **step: Any) -> Detail:
-    """Returns the sum of all ranks' ledgers after one training step, by (phase, axis, op)."""
+    """Return the sum of all ranks' ledgers after one training step of a config, by (phase, axis, op)."""
     return all_ranks(checked_job(config, world, **step))
 
 
 def unplanned_axes(config: Config) -> set[str]:
-    """Returns the axes whose bytes depend on the tokens: what experts exchange is not known beforehand."""
+    """Return the axes whose bytes can't be planned: the rows that experts exchange depend on the tokens."""
     return {"ep", EP_NODE, EP_ACROSS, "etp", "edp"} if config.model.experts.count else set()
 
 
 def predict_step(config: Config, world: int, **step: Any) -> dict[str, Traffic]:
-    """Returns what one training step sends over each axis, summed over all ranks: the `comm` of metrics.jsonl. `step`
-    may set `samples` (the step's global batch), `step`, `fields` and `monitored` of `plan.job.Job`."""
+    """Return the traffic of one training step over each axis, summed over all ranks: the `comm` of metrics.jsonl.
+
+    `step` may set `samples` (the step's global batch), `step`, `fields` and `monitored` of `plan.job.Job`.
+    """
     return by_axis(predict_detail(config, world, **step))

@@ -1,5 +1,7 @@
-"""The seconds that one rank takes for one unit of the model and one micro-batch: its products, its memory passes and
-its collectives, priced on a cluster. No torch."""
+"""Predicts the seconds of one unit of the model for one micro-batch on one rank of a cluster. No torch.
+
+The time is that of the unit's matrix products, memory passes and collectives.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,17 @@ from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Product,
 from meshwright.spec.model.pieces import TP_CHUNKS
 from meshwright.spec.traffic.ledger import wire_bytes
 
-ATTENTION_BACKWARD = 2.5  # the backward of a fused core has five products, its forward two
+ATTENTION_BACKWARD = 2.5  # The backward of a fused attention core has five products, its forward two.
 EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)
 CONTEXT_AXES = ("cp", "cp.inner", "cp.outer")
 TENSOR_AXES = ("tp", *GRID_AXES)
-UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, *EXCHANGE_AXES, "etp", "tp-cp")  # over which units communicate
-MOVED_BACKWARD = 1.5  # a backward kernel reads the forward's input and the gradient, and writes one gradient
+UNIT_AXES = (*TENSOR_AXES, *CONTEXT_AXES, *EXCHANGE_AXES, "etp", "tp-cp")  # All axes over which units communicate.
+# A backward kernel reads the forward's input and the gradient, and writes one gradient: three passes to forward's two.
+MOVED_BACKWARD = 1.5
 
 
 class AxisUse(NamedTuple):
-    """The seconds of a unit's collectives over one axis: exposed in forward and in backward, and hidden."""
+    """The seconds of a unit's collectives over one axis: exposed in forward, exposed in backward, and hidden."""
 
     axis: str
     forward: float = 0.0
@@ -39,31 +42,34 @@ class AxisUse(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitTime:
-    """The seconds of one unit on one rank; compute and the communication inside the unit are separate."""
+    """The seconds of one unit on one rank. Compute is separate from the communication inside the unit (`axes`)."""
 
     forward: float
     backward: float
-    again: float  # the part of forward that is recomputed before backward
-    flops: float  # in forward
-    weights: float = 0.0  # the part of backward that finds weight gradients that can wait
+    again: float  # The part of forward that is recomputed before backward.
+    flops: float  # FLOPs of forward.
+    weights: float = 0.0  # The part of backward that computes weight gradients which can be deferred.
     axes: tuple[AxisUse, ...] = ()
 
     @property
     def computed(self) -> float:
+        """The seconds of all compute, without communication."""
         return self.forward + self.backward + self.again
 
     @property
     def whole_forward(self) -> float:
+        """The seconds of forward with its exposed communication."""
         return self.forward + sum(use.forward for use in self.axes)
 
     @property
     def whole_backward(self) -> float:
+        """The seconds of backward with recomputation and exposed communication."""
         return self.backward + self.again + sum(use.backward for use in self.axes)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how units run: everything about a job that their time depends on."""
+    """The conditions under which units run: everything about a job on which their time depends."""
 
     at: Coordinate
     batch: MicroBatch
@@ -72,22 +78,24 @@ class Setting:
     stack: Stack
     precision: str
     recompute: str
-    per_node: tuple[tuple[str, int], ...]  # ranks of a group on one node, by axis
-    forwards: int = 1  # of a micro-batch: two where the frozen weights run beside the trained ones
+    per_node: tuple[tuple[str, int], ...]  # The ranks of a group on one node, by axis.
+    forwards: int = 1  # Forwards per micro-batch: two if the frozen weights run in addition to the trained ones.
 
     __hash__ = hash_once
 
     @cached_property
     def dense(self) -> Setting:
-        """What everything but experts depends on."""
+        """The same setting without the axes of experts, on which no other unit depends."""
         axes = tuple(each for each in self.per_node if each[0].split(".")[0] not in ("ep", "etp"))
         return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
 
     def on_node(self, axis: str) -> int:
+        """Return the number of ranks of a group along the axis that are on one node."""
         return next((count for name, count in self.per_node if name == axis), 1)
 
 
 def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Setting:
+    """Return the setting of a job's units on a cluster, with the job's recompute mode unless another is given."""
     c = job.config
     axes = [axis for axis in UNIT_AXES if job.at.size(axis) > 1]
     return Setting(
@@ -98,7 +106,8 @@ def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Sett
 
 
 def unit_time(unit: Unit, where: Setting) -> UnitTime:
-    """Returns the time of one unit and one micro-batch. The embedding and the head are never recomputed."""
+    """Return the time of one unit for one micro-batch. The embedding and the head are never recomputed."""
+    # Units without experts share one cached result for all divisions of experts.
     return _unit_time(unit, where if unit.has_experts else where.dense)
 
 
@@ -113,11 +122,13 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     calls = work.kernels * cluster.device.kernel_us * 1e-6
     forward = max(linear + attention + rest, launch) + calls
     core = ATTENTION_BACKWARD if stack.fused_attention else 2.0
-    # Both gradients of every product with a weight; a frozen weight has none.
+
+    # Every product with a weight has an input gradient (1) and, unless the weight is frozen, a weight gradient (2).
     linears = [(p, (1,) if p.frozen else (1, 2)) for p in work.products if p.linear]
     gradients = sum(_product_seconds(p, where, gradient) for p, wanted in linears for gradient in wanted)
     weights = sum(_product_seconds(p, where, 2) for p, wanted in linears if p.defers and 2 in wanted)
     backward = max(gradients + attention * core + rest * MOVED_BACKWARD, 2 * launch) + 2 * calls
+
     again = share = 0.0
     if block and where.recompute == "selective":
         again = (attention if stack.selective_core else 0.0) + stack.selective * (linear + rest)
@@ -135,7 +146,7 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
 
 
 def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
-    """Returns the seconds of one forward: linear products, attention, everything else."""
+    """Return the seconds of one forward: of linear products, of attention, and of everything else."""
     device, e = where.cluster.device, where.cluster.efficiency
     linear = attention = 0.0
     for p in work.products:
@@ -152,27 +163,33 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
 
 
 def _product_seconds(p: Product, where: Setting, gradient: int = 0) -> float:
-    """Returns the seconds of one product, or of the gradient of its first or second factor. Only products with a weight
-    run in fp8, except the output layer's. Rows that are divided among weights make as many smaller products."""
+    """Return the seconds of one product (`gradient` 0), or of the gradient of its first (1) or second factor (2).
+
+    Only products with a weight run in fp8, except the output layer's. A grouped product, whose rows are divided among
+    several weights, counts as one smaller product per weight.
+    """
     cluster = where.cluster
     fp8 = where.precision == "fp8" and p.linear and not p.precise
     precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
     share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
     m, count = p.m, p.count
-    if p.groups:  # any number of rows goes to a weight, and kernels fill them up
+    # A weight may get any number of rows, and kernels pad them to an aligned number.
+    if p.groups:
         m, count = -(-p.m // (p.groups * ALIGNED)) * ALIGNED, p.count * p.groups
     sizes = ((m, p.n, p.k), (m, p.k, p.n), (p.k, p.n, m))[gradient]
     return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, count, where.batch.element)
 
 
 class _Phases(NamedTuple):
+    """Seconds of collectives by phase."""
+
     forward: float
     backward: float
-    again: float  # what a recomputation of all of forward repeats
+    again: float  # The seconds of forward's collectives that a recomputation of all of forward repeats.
 
 
 def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: bool = True) -> _Phases:
-    """Returns the seconds of a unit's collectives over these axes."""
+    """Return the seconds of a unit's collectives over these axes."""
     times = {"forward": 0.0, "backward": 0.0}
     again = 0.0
     for call in unit_collectives(unit, where.at, where.batch):
@@ -186,17 +203,19 @@ def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: b
 
 
 def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) -> AxisUse:
-    """Returns the use of tp; `again` is the share of forward that is recomputed."""
+    """Return the use of tp. `again` is the share of forward that is recomputed."""
     if where.at.size("tp") == 1:
         return AxisUse("tp")
     stack = where.stack
-    # Stacks that hide anything hide all gathers that backward repeats, behind the product for the input's gradient.
+    # Stacks that hide any tp communication hide all gathers that backward repeats, behind the input gradient's product.
     times = _seconds(unit, where, TENSOR_AXES, with_repeated=not stack.hide_tp)
     forward, backward = times.forward, times.backward + again * times.again
-    if not unit.stackable:  # the embedding and the head have nothing to hide behind
+    # The embedding and the head have no products to hide behind.
+    if not unit.stackable:
         return AxisUse("tp", forward, backward)
     share, room = stack.hide_tp, stack.hide_tp * linear
-    if where.at.overlaps:  # the first piece has no communication before it, or the last none behind it
+    # With products in chunks, the first chunk has no communication before it, or the last none after it.
+    if where.at.overlaps:
         size, cut = where.at.size("tp"), _in_pieces(unit, where)
         share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_CHUNKS)
     hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
@@ -207,8 +226,10 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
 
 
 def _in_pieces(unit: Unit, where: Setting) -> float:
-    """Returns the share of a unit's bytes over tp that travel while it multiplies. Without sequence parallelism those
-    of backward do, under the weights' gradients."""
+    """Return the share of a unit's bytes over tp that travel while its products are computed.
+
+    Without sequence parallelism all bytes of backward do, during the computation of weight gradients.
+    """
     calls = [call for call in unit_collectives(unit, where.at, where.batch) if call.axis == "tp"]
     hides = [
         call.op == "send" if where.at.splits_tokens else call.times > 1 or call.phase == "backward" for call in calls
@@ -218,7 +239,7 @@ def _in_pieces(unit: Unit, where: Setting) -> float:
 
 
 def _context_parallel(unit: Unit, where: Setting, attention: float, again: float) -> AxisUse:
-    """Returns the use of cp. A ring overlaps attention's core; attention waits for everything else."""
+    """Return the use of cp. A ring overlaps with the attention core. Attention waits for all other communication."""
     size = where.at.size("cp")
     if size == 1:
         return AxisUse("cp")
@@ -226,14 +247,17 @@ def _context_parallel(unit: Unit, where: Setting, attention: float, again: float
     forward, backward = times.forward * (1 + again), times.backward
     if not where.at.context.passes:
         return AxisUse("cp", 0.0, forward + backward)
+    # In all rounds of the ring but one, keys and values travel while attention computes.
     overlapped = (size - 1) / size * attention
     hidden = min(forward, overlapped * (1 + again)) + min(backward, overlapped * ATTENTION_BACKWARD)
     return AxisUse("cp", 0.0, forward + backward - hidden, hidden)
 
 
 def _expert_parallel(unit: Unit, where: Setting, again: float) -> Iterator[AxisUse]:
-    """Yields the uses of ep, of etp and of the axes over which routers' sums go; nothing hides them. What goes over etp
-    is counted with tp where that divides experts too."""
+    """Yield the uses of ep, of etp and of the axes over which routers sum. None of them is hidden.
+
+    If tp also divides the experts, the communication over etp is counted as tp.
+    """
     alike = where.at.cuts_experts_alike
     for name, axes in (("ep", EXCHANGE_AXES), ("tp" if alike else "etp", ("etp",)), ("tp", ("tp-cp",))):
         if where.at.size(axes[0]) > 1:

@@ -1,5 +1,8 @@
-"""The time of one training step: compute by stage, bubble, communication by axis with its hidden share, optimizer.
-docs/planner.md has the formulas and the source of every constant. No torch."""
+"""Predicts the time of one training step. No torch.
+
+The time is made up of compute by stage, the pipeline bubble, exposed communication by axis, and the optimizer.
+docs/planner.md has the formulas and the source of every constant.
+"""
 
 from __future__ import annotations
 
@@ -31,26 +34,29 @@ from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
 
-LARGEST_SIMULATED = 12_000  # largest table, in computes, that is simulated; beyond it the closed formula is used
-NORM_BYTES = 4  # the grad norm reads the gradients in a pass of its own, besides the update's traffic
-JITTER = 0.005  # a step waits for its slowest node: share of its time lost per doubling of the nodes
-STEP_CALLS = 2  # small all_reduces over all ranks per step: loss and grad norm, and the counts
+# The largest schedule table, in computes, that is simulated. Larger ones use the closed formula.
+LARGEST_SIMULATED = 12_000
+NORM_BYTES = 4  # The grad norm reads the gradients in a separate pass, in addition to the update's traffic.
+JITTER = 0.005  # A step waits for its slowest node: the share of its time lost per doubling of the nodes.
+STEP_CALLS = 2  # Small all_reduces over all ranks per step: loss and grad norm, and the counts.
 TIMED_AXES = ("tp", "cp", "ep", "etp", "dp", "edp", "pp", "embedding", "replicas")
-STEP_FLOOR = 2e-3  # seconds per step that nothing else here models: the host's loop, data, logging
+STEP_FLOOR = 2e-3  # Seconds per step that nothing else here models: the host's loop, data, logging.
 
-RankTimes = tuple[PhaseTimes, ...]  # of each chunk
-ChunkTimes = tuple[RankTimes, ...]  # by [pipeline rank][chunk]
+RankTimes = tuple[PhaseTimes, ...]  # The times of a rank's chunks.
+ChunkTimes = tuple[RankTimes, ...]  # Indexed by [pipeline rank][chunk].
 
 
 @dataclass(frozen=True)
 class Cost:
+    """The predicted time of one step and its parts."""
+
     job: Job
     cluster: Cluster
     step_s: float
-    compute_s: float  # busiest pipeline rank, all micro-batches, without communication
-    bubble: float  # idle share of the pipeline's time, averaged over its ranks
+    compute_s: float  # Of the busiest pipeline rank, for all micro-batches, without communication.
+    bubble: float  # The idle share of the pipeline's time, averaged over its ranks.
     bubble_s: float
-    idle_s: float  # busiest pipeline rank
+    idle_s: float  # Of the busiest pipeline rank.
     optimizer_s: float
     axes: dict[str, AxisTime]
     stages: tuple[StageCost, ...]
@@ -64,15 +70,17 @@ class Cost:
 
     @property
     def _peak(self) -> float:
+        """The FLOPs that all devices could compute in the step at their peak rate."""
         return self.cluster.device.rate(self.job.config.train.precision) * self.job.world * self.step_s
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs (full attention, nothing recomputed) divided by the devices' peak FLOPs in that time."""
+        """The model FLOPs (full attention, nothing recomputed) divided by the devices' peak FLOPs in that time."""
         return model_flops(self.job.config.model, self.job.tokens) / self._peak
 
     @property
     def hfu(self) -> float:
+        """The model FLOPs utilisation with recomputed FLOPs counted as well."""
         c = self.job.config
         return self.mfu + recomputed_flops(c.model, self.job.tokens, c.recompute.mode) / self._peak
 
@@ -83,12 +91,15 @@ class Cost:
 
     @cached_property
     def traffic(self) -> dict[str, Traffic]:
-        """The calls and bytes per step by axis, of a rank with the highest memory peak."""
+        """The calls and bytes per step by axis, for a rank with the highest memory peak."""
         return mean_traffic(self.job, self.memory.pp_rank)
 
 
 def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = LARGEST_SIMULATED) -> Cost:
-    """Predicts a step. With `exact` the pipeline is timed by its own table if that has at most `largest` computes."""
+    """Predict the time of a step.
+
+    With `exact`, the pipeline is timed by its schedule table if that has at most `largest` computes.
+    """
     where = setting_of(job, cluster)
     axes = {name: AxisTime() for name in TIMED_AXES}
     sums = {rank: RankSums(job, cluster, rank) for rank in _ranks_with_sums(job)}
@@ -102,7 +113,7 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     reduce += outer_seconds(job, cluster, pipeline, axes)
     optimizer = max(_optimizer_seconds(job, cluster, rank) for rank in ranks) + matrix_seconds(job, cluster)
     compute = job.micro_batches * max(_compute_only(job, where, rank) for rank in ranks)
-    # A step is longer because nodes vary and all of them wait for each other.
+    # Nodes vary in speed, and all of them wait for the slowest.
     jitter = 1.0 + JITTER * math.log2(max(1.0, job.world / job.node_size))
     step = (pipeline + reduce + optimizer) * jitter + STEP_FLOOR
     step += STEP_CALLS * wait_seconds(cluster) if job.world > 1 else 0.0
@@ -114,20 +125,25 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
 
 
 def _largest_rank(job: Job) -> int:
-    """Returns the pipeline rank with the most parameters, whose sums of gradients take longest."""
+    """Return the pipeline rank with the most parameters, whose gradient reductions take longest."""
     return max(dict.fromkeys(job.representative_ranks), key=lambda rank: rank_parameters(job, rank))
 
 
 def _ranks_with_sums(job: Job) -> set[int]:
-    """Returns the pipeline ranks whose sums count: from ZeRO stage 2 on every micro-batch has some."""
+    """Return the pipeline ranks whose gradient reductions are timed.
+
+    From ZeRO stage 2 on, every micro-batch has some, so they are part of each stage's time.
+    """
     return {_largest_rank(job), *(job.representative_ranks if job.config.zero.stage >= 2 else ())}
 
 
 def _stages(
     job: Job, where: Setting, sums: dict[int, RankSums], axes: dict[str, AxisTime]
 ) -> tuple[ChunkTimes, tuple[StageCost, ...]]:
-    """Returns the forward and backward seconds of one micro-batch by [pipeline rank][chunk], and their sums. The axes
-    get the seconds of the rank that communicates longest."""
+    """Return the forward and backward seconds of one micro-batch by [pipeline rank][chunk], and their sums.
+
+    The seconds of the rank that communicates longest are added to each axis.
+    """
     made = {rank: _stage(job, where, rank, sums.get(rank)) for rank in dict.fromkeys(job.representative_ranks)}
     for name, axis in axes.items():
         longest = max((inside.get(name, AxisTime()) for _, _, inside in made.values()), key=lambda each: each.seconds)
@@ -139,14 +155,14 @@ def _stages(
 def _stage(
     job: Job, where: Setting, pp_rank: int, sums: RankSums | None
 ) -> tuple[RankTimes, StageCost, dict[str, AxisTime]]:
-    """Returns the times of one pipeline rank's chunks, their sums, and its communication inside units."""
+    """Return the times of one pipeline rank's chunks, their sums, and the communication inside its units."""
     m, flops = job.micro_batches, 0.0
     times: list[PhaseTimes] = []
     inside = {name: AxisTime() for name in TIMED_AXES}
     blocks = sum(len(stage.layers) for stage in job.chunks[pp_rank])
     extra = sharded_seconds(job, where, pp_rank, sums, inside) if sums is not None else (0.0, 0.0)
     for stage in job.chunks[pp_rank]:
-        # On a rank that holds an end of the model, the batch is one small broadcast over tp.
+        # A rank that holds an end of the model reads the batch, in one small broadcast over tp.
         reads = stage.first or (stage.last and not job.chunks[pp_rank][0].first)
         read = wait_seconds(where.cluster) * (reads and job.layout.tp > 1)
         inside["tp"].add(m * read)
@@ -170,17 +186,17 @@ def _stage(
 
 
 def together(times: Iterable[PhaseTimes]) -> PhaseTimes:
-    """Returns the sums of the chunks of a rank."""
+    """Return the summed times of a rank's chunks."""
     return PhaseTimes(*(sum(each) for each in zip(*times, strict=True)))
 
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
-    """Returns the compute seconds of one micro-batch on a pipeline rank."""
+    """Return the compute seconds of one micro-batch on a pipeline rank."""
     return sum(count * unit_time(unit, where).computed for unit, count in job.rank_units(pp_rank))
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
-    """Returns the seconds for sending one activation to the next stage."""
+    """Return the seconds for sending one micro-batch's activations to the next stage."""
     layout = job.layout
     if layout.pp == 1:
         return 0.0
@@ -188,7 +204,7 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     payload = passed / (layout.tp if job.scatters_sends else 1)
     ranks = [rank for rank, _ in job.placement]
     away = senders_across(layout, (layout.pp - 1, 0) in pairwise(ranks))
-    # Those that send to another node do so at once, each with its share of the node's adapters.
+    # The ranks that send to another node do so at the same time, each with its share of the node's adapters.
     share = min(1.0, away / cluster.node.devices) if away else 1.0
     seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2)
     if job.scatters_sends:
@@ -198,8 +214,11 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) -> tuple[float, float, float, bool]:
-    """Returns the seconds from the first forward to the last backward, the idle share of all ranks, the idle seconds of
-    the busiest rank (an exposed send is not idle time), and whether the table was simulated."""
+    """Return the time of the pipeline and its idle parts.
+
+    The result is the seconds from the first forward to the last backward, the idle share of all ranks, the idle seconds
+    of the busiest rank, and whether the table was simulated. An exposed send is not idle time.
+    """
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     blocked = send * (1 - job.hides_sends)
     times = blocked_times(job, times, blocked)
@@ -219,13 +238,16 @@ def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) ->
 
 
 def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, float] | None = None) -> ChunkTimes:
-    """Returns the chunks' times with the sends that block their sender. `slow`: the share of speed that ranks keep."""
-    left = slow or {}
+    """Return the chunks' times, including the sends that block their sender.
+
+    `slow` maps slow ranks to the share of their speed that is left.
+    """
+    speed = slow or {}
     return tuple(
         tuple(
             PhaseTimes(
-                each.forward / left.get(rank, 1.0) + sends[0] * blocked,
-                each.backward / left.get(rank, 1.0) + sends[1] * blocked, each.weights / left.get(rank, 1.0),
+                each.forward / speed.get(rank, 1.0) + sends[0] * blocked,
+                each.backward / speed.get(rank, 1.0) + sends[1] * blocked, each.weights / speed.get(rank, 1.0),
             )
             for each, sends in zip(row, crossings(job, rank), strict=True)
         )
@@ -234,14 +256,14 @@ def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, f
 
 
 def _table_seconds(job: Job, times: ChunkTimes, blocked: float, micro_batches: int) -> float:
-    """Returns the makespan of the schedule's own table; an exposed send takes `blocked` more seconds."""
+    """Return the makespan of the schedule's table. Each exposed send takes `blocked` more seconds."""
     c = job.config
     table = compute_table(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks)
     return _timed(table, times, blocked).makespan
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
-    """Simulates the schedule's own table, transfers included."""
+    """Simulate the schedule's table, including transfers."""
     c = job.config
     return _timed(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
 
@@ -254,7 +276,10 @@ def _timed(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
 
 
 def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
-    """Returns the seconds of the update: all states pass once at the memory's rate, or through the host's CPUs."""
+    """Return the seconds of the update, in which all states are read and written once.
+
+    The states move at the rate of the device's memory or, if they are offloaded, at that of the host's CPUs.
+    """
     mine = sum(sum(one.buckets) / one.shards for one in buffer_sizes(job, pp_rank) if one.trained)
     if job.states.optimizer_on != "device":
         return mine * min(job.node_size, job.world) / cluster.node.host_params_s
@@ -262,7 +287,10 @@ def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
 
 
 def optimizer_bytes(s: States) -> float:
-    """Returns the bytes per parameter that the update and the grad norm before it read and write. Weights beside
-    masters are written, and read too where they are one half of them; without masters they are read and written."""
+    """Return the bytes per parameter that the update, and the grad norm before it, read and write.
+
+    With master weights, the weights are written, and also read if they are one half of the masters. Without masters,
+    they are read and written.
+    """
     weights = 2 * s.master + (1 + s.paired) * s.param if s.master else 2 * s.param
     return s.grad + NORM_BYTES + weights + 2 * sum(s.rule)

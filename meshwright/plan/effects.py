@@ -1,7 +1,7 @@
-"""Keys of `comm` that are right but change nothing on so many ranks, or that the planner does not price. No torch.
+"""Finds keys of `comm` that are valid but change nothing on the given ranks, or that the planner does not price.
 
-What can't be right is a rule's (`config/rules.py`) and ends a command. These keys may be meant for more ranks or nodes
-than there are now, so a run goes on with them, and `config check` and the start of a run say so in one line.
+Invalid keys break a rule (`config/rules.py`) and end a command. The keys here may be meant for more ranks or nodes than
+there are now. A run continues with them, and `config check` and the start of a run report them in one line. No torch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ from meshwright.spec.traffic.algorithms import mesh_width, neighbours_on_node
 
 
 def say_what_has_no_effect(config: Config, world: int, node_size: int = 0) -> None:
-    if found := without_effect(config, world, node_size):
-        notice(f"meshwright: note: {'; '.join(found)}")
+    """Print a note about the keys that have no effect, if there are any."""
+    if notes := without_effect(config, world, node_size):
+        notice(f"meshwright: note: {'; '.join(notes)}")
 
 
 def without_effect(config: Config, world: int, node_size: int = 0) -> list[str]:
-    """Returns what changes nothing on `world` ranks. `node_size`: ranks on a node, where the config doesn't say; 0: all
-    ranks are on one."""
+    """Return a sentence for each key that changes nothing on `world` ranks.
+
+    `node_size` is the number of ranks on a node if the config doesn't say; 0 means that all ranks are on one node.
+    """
     layout, algorithm = axes_layout(config, world, node_size), config.comm.algorithm
     sums, exchanges = list(_sums(config, layout)), list(_exchanges(config, layout))
-    if algorithm.dp == algorithm.ep:  # one word for both is meant for what there is
+    # One word for both is meant for whichever the run has, so it is reported only if it affects neither.
+    if algorithm.dp == algorithm.ep:
         sums, exchanges = sums if exchanges else [], []
     return [*sums, *exchanges, *_links(config)]
 
 
 def _sums(c: Config, layout: Layout) -> Iterator[str]:
-    """Of the algorithm that sums gradients."""
+    """Yield sentences about the algorithm that sums gradients."""
     kind = c.comm.algorithm.dp
     if kind == "torch":
         return
@@ -48,11 +52,12 @@ def _sums(c: Config, layout: Layout) -> Iterator[str]:
 
 
 def _one_ring(group: tuple[int, ...], layout: Layout) -> bool:
+    """Return True if all ranks of a group are on one node, or each is on another node."""
     return neighbours_on_node(group, layout.node_size or layout.world) in (1, len(group))
 
 
 def _exchanges(c: Config, layout: Layout) -> Iterator[str]:
-    """Of the algorithm that exchanges rows among experts."""
+    """Yield sentences about the algorithm that exchanges rows among experts."""
     kind = c.comm.algorithm.ep
     if kind == "torch":
         return
@@ -64,7 +69,7 @@ def _exchanges(c: Config, layout: Layout) -> Iterator[str]:
 
 
 def _places(group: tuple[int, ...], layout: Layout) -> str:
-    """Returns where the ranks of a group are, which are not several on each of several nodes."""
+    """Describe the nodes of a group's ranks, for a group that does not have several ranks on each of several nodes."""
     nodes = {rank // (layout.node_size or layout.world) for rank in group}
     size = f" (layout.node_size={layout.node_size})" if layout.node_size else " (layout.node_size is not given)"
     if len(nodes) == 1:
@@ -73,7 +78,7 @@ def _places(group: tuple[int, ...], layout: Layout) -> str:
 
 
 def _links(c: Config) -> Iterator[str]:
-    """Of what is told of links and switches."""
+    """Yield sentences about the descriptions of links and switches."""
     kind = c.comm.algorithm.dp
     if c.comm.links.on and (kind != "auto" or c.comm.emulate.on):
         yield "comm.links has no effect, since only comm.algorithm=auto without emulated links reads it"

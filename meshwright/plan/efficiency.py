@@ -1,4 +1,4 @@
-"""How long products and collectives take on a cluster: one curve each, used by every prediction. No torch."""
+"""Predicts the seconds of products and of collectives on a cluster, by one curve each for all predictions. No torch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from meshwright.plan.cluster import Cluster, DeviceSpec
 from meshwright.spec.traffic import pick
 from meshwright.spec.traffic.ledger import bus_factor
 
-# The tiles of product kernels, with the share of the best rate that each can reach: smaller tiles read their factors
-# more often from shared memory.
+# The tiles of product kernels (rows, columns, share of the best rate). Smaller tiles read their factors more often from
+# shared memory and reach a smaller share.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.96), (128, 64, 0.84), (64, 64, 0.65))
-DEPTH = 96  # the k at which a tile's prologue and epilogue cost as much as its main loop
-CORE_DEPTH = 12  # the same on a CPU core
-ALIGNED = 8  # two-byte elements per 16-byte load, which tensor cores need
-UNALIGNED = 0.12  # share of the rate that many small products reach without such loads
-# The same of one large product, as that of an output layer: set so that padding 50257 tokens to 50304 makes a step of a
-# GPT of 124M parameters on an A100 25 % faster, as nanoGPT saw it.
+DEPTH = 96  # The k at which a tile's prologue and epilogue cost as much as its main loop.
+CORE_DEPTH = 12  # The same on a CPU core.
+ALIGNED = 8  # Two-byte elements in a 16-byte load, which tensor cores need.
+UNALIGNED = 0.12  # The share of the rate that many small products reach without such loads.
+# The same share for one large product, such as an output layer. It is set so that padding a vocabulary of 50257 to
+# 50304 makes a step of a GPT of 124M parameters on an A100 25 % faster, as nanoGPT observed.
 UNALIGNED_LARGE = 0.35
-START = 10e-6  # seconds before the first byte of any collective moves
+START = 10e-6  # Seconds before the first byte of any collective moves.
 
 
 @lru_cache(maxsize=100_000)
 def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
-    """Returns the share of the best rate that a product of this shape reaches: tiles, waves, depth and alignment."""
-    if units == 1:  # a CPU core: no tiles to divide, no alignment needed
+    """Return the share of the best rate that a product of this shape reaches.
+
+    The share depends on the padding of tiles, the last incomplete wave of tiles, the depth k and the alignment.
+    """
+    # A CPU core has no tiles to distribute and needs no alignment.
+    if units == 1:
         return k / (k + CORE_DEPTH)
     best = 0.0
     for rows, columns, rate in TILES:
@@ -43,8 +47,11 @@ def product_seconds(
     device: DeviceSpec, precision: str, efficiency: float, memory_rate: float,
     m: int, n: int, k: int, count: int, element: int,
 ) -> float:  # fmt: skip
-    """Returns the seconds of `count` products [m, k] x [k, n]: of their FLOPs or of their bytes, whichever is longer
-    (the sum of both on a CPU whose rate for that is known)."""
+    """Return the seconds of `count` products [m, k] x [k, n].
+
+    That is the time of their FLOPs or of their bytes, whichever is longer, or the sum of both on a CPU whose rate of
+    reading is known.
+    """
     flops = 2.0 * m * n * k * count
     moved = element * count * (m * k + k * n + m * n)
     rate = device.rate(precision) * efficiency * tile_share(m, n, k, count, device.units)
@@ -54,9 +61,11 @@ def product_seconds(
 
 
 def wire_rate(cluster: Cluster, size: int, per_node: int) -> float:
-    """Returns the bytes per second that each rank of a ring sends while all rings of a node are active. Inside a node
-    that is the device's own link. Across nodes, a group with `per_node` ranks on a node owns that share of the node's
-    adapters, and its ring crosses them once."""
+    """Return the bytes per second that each rank of a ring sends while all rings of a node are active.
+
+    Inside a node that is the rate of the device's link. Across nodes, a group with `per_node` ranks on a node has that
+    share of the node's adapters, and its ring crosses them once.
+    """
     link = cluster.node.link_gb_s * 1e9 * cluster.efficiency.link
     if size <= per_node:
         return link
@@ -65,33 +74,35 @@ def wire_rate(cluster: Cluster, size: int, per_node: int) -> float:
 
 
 def adapter_share(op: str, size: int, per_node: int) -> float:
-    """Returns, of each byte of payload, how much one rank's share of its node's adapters carries, where a group spans
-    several nodes. A ring crosses from node to node once, with the shares of all its ranks there; of an all_to_all every
-    rank sends its own rows for other nodes."""
+    """Return the part of each byte of payload that one rank's share of its node's adapters carries.
+
+    The group spans several nodes. A ring crosses from node to node once and uses the shares of all its ranks on a node.
+    In an all_to_all, every rank sends its own rows for other nodes.
+    """
     return (size - per_node) / size if op == "all_to_all" else bus_factor(op, size) / per_node
 
 
 def hop_seconds(cluster: Cluster, size: int, per_node: int) -> float:
-    """Returns the latency of one trip round a ring."""
+    """Return the latency of one trip around a ring."""
     nodes = max(1, -(-size // per_node))
     inside = (size - nodes) * cluster.node.link_latency_us
     return (inside + (nodes if nodes > 1 else 0) * cluster.network.latency_us) * 1e-6
 
 
 def wait_seconds(cluster: Cluster) -> float:
-    """Returns the extra seconds of every call at which ranks meet, where busy cores move the bytes themselves."""
+    """Return the extra seconds of every collective on a machine whose busy cores move the bytes themselves."""
     return cluster.node.wait_us * 1e-6
 
 
 def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
-    """Returns the seconds of one collective of `payload` bytes, as the ledger counts them, between computations."""
+    """Return the seconds of one collective between computations. `payload` is in bytes as the ledger counts them."""
     if size <= 1 or payload <= 0:
         return 0.0
     return wait_seconds(cluster) + _bare_seconds(cluster, op, payload, size, max(1, min(per_node, size)))
 
 
 def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
-    """Returns the seconds of the same collective when it follows right after another one."""
+    """Return the seconds of a collective that follows right after another one."""
     rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
     ring, once = hop_seconds(cluster, size, per_node), payload * (size - 1) / size / rate
     if op == "send":
@@ -101,14 +112,18 @@ def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node
         return START + ring / size * math.log2(size) + _exchange_seconds(cluster, payload, size, per_node)
     if op != "all_reduce":
         return START + ring + once
+    # An all_reduce takes the faster of a ring and a tree over nodes, which has less latency but moves more bytes.
     nodes = max(1, -(-size // per_node))
     tree = 2 * math.log2(max(2, nodes)) * cluster.network.latency_us * 1e-6 + hop_seconds(cluster, per_node, per_node)
     return START + min(2 * ring, tree + 0.1 * once) + 2 * once
 
 
 def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int) -> float:
-    """Returns the seconds of an all_to_all's bytes: those for ranks on the same node and those for other nodes go at
-    once, the latter over the rank's own share of the node's adapters."""
+    """Return the seconds of an all_to_all's bytes.
+
+    The bytes for ranks on the same node and those for other nodes travel at the same time, the latter over the rank's
+    share of the node's adapters.
+    """
     rate = cluster.ops.get("all_to_all", 1.0)
     inside = payload * (per_node - 1) / size / (wire_rate(cluster, per_node, per_node) * rate)
     if size <= per_node:
@@ -119,14 +134,16 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The links of a cluster, as reducers ask for them (`engine.sharding.reducers.Network`)."""
+    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.Network`)."""
 
     cluster: Cluster
 
     def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
+        """Return the seconds of one collective of torch's backend."""
         return collective_seconds(self.cluster, op, payload, ranks, on_node)
 
     def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
+        """Return the seconds of one collective by an algorithm of this kind."""
         if kind == "torch":
             return self.collective(op, payload, ranks, on_node)
         node, network, share = self.cluster.node, self.cluster.network, self.cluster.ops.get("send", 1.0)
@@ -137,13 +154,15 @@ class ClusterNetwork:
         return pick.algorithm_seconds(links, kind, op, payload, ranks, on_node)
 
     def through_one(self, payload: float, ranks: int, on_node: int) -> float:
-        """Everything passes through one rank's link, in and then out, and what comes from and goes to other nodes
-        through adapters."""
+        """Return the seconds of a sum that one rank makes: it gathers all payloads and sends the result to all ranks.
+
+        Everything passes through that rank's link, and traffic with other nodes through the node's adapters as well.
+        """
         away = ranks - min(on_node, ranks)
-        taken = max((ranks - 1) * payload / self._link, on_node * payload / self._adapters if away else 0.0)
-        given = max((ranks - 1 - away) * payload / self._link, away * payload / self._adapters)
+        gathering = max((ranks - 1) * payload / self._link, on_node * payload / self._adapters if away else 0.0)
+        sending = max((ranks - 1 - away) * payload / self._link, away * payload / self._adapters)
         latency = self.cluster.network.latency_us if away else self.cluster.node.link_latency_us
-        return taken + given + 2 * (START + latency * 1e-6 + wait_seconds(self.cluster))
+        return gathering + sending + 2 * (START + latency * 1e-6 + wait_seconds(self.cluster))
 
     @property
     def _link(self) -> float:

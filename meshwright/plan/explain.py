@@ -1,4 +1,4 @@
-"""Why a layout is the best, where the runners-up lose time, and the config that trains the best. No torch."""
+"""Explains the best layout and the time that the runners-up lose, and writes the config that trains it. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.plan.search import Candidate, divided_otherwise
 from meshwright.show.units import percent, seconds, size
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
 
-# The keys that a written config always names, even where they have their default.
+# The keys that a written config always names, even if they have their default.
 ALWAYS_WRITTEN = {
     "layout": ("tp", "pp", "cp", "chunks", "order", "sequence_parallel", "node_size"), "pipeline": ("schedule",),
     "train": ("global_batch", "micro_batch", "precision"), "zero": ("stage",), "recompute": ("mode",),
@@ -26,15 +26,15 @@ ALWAYS_WRITTEN = {
 
 
 def parts_of(cost: Cost) -> dict[str, float]:
-    """Returns where a step's seconds go; they add up to the step."""
-    found = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
+    """Return the seconds of a step by the work that takes them. They add up to the step."""
+    parts = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in TIMED_AXES:
-        found[name] = cost.axes[name].exposed if name in cost.axes else 0.0
-    return found | {"waiting and the rest": max(0.0, cost.step_s - sum(found.values()))}
+        parts[name] = cost.axes[name].exposed if name in cost.axes else 0.0
+    return parts | {"waiting and the rest": max(0.0, cost.step_s - sum(parts.values()))}
 
 
 def against(best: Cost, other: Cost) -> str:
-    """Says where `other` loses time against `best`, the largest parts first."""
+    """Describe the parts of a step in which `other` loses time against `best`, the largest first."""
     mine, its = parts_of(best), parts_of(other)
     lost = sorted(((its[name] - mine[name], name) for name in mine), reverse=True)
     worse = [f"{name} +{seconds(gap)}" for gap, name in lost if gap > 0.002 * best.step_s][:3]
@@ -44,13 +44,13 @@ def against(best: Cost, other: Cost) -> str:
 
 
 def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
-    """Returns a few sentences about the best of a ranking."""
+    """Return a few sentences about the best candidate of a ranking."""
     best = candidates[0]
     cost, job, c = best.cost, best.job, best.job.config
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
-        f"{found_layouts:,} combinations were looked at, {fitting:,} of those that may be fast fit; "
+        f"{found_layouts:,} combinations were examined, and {fitting:,} of the potentially fast ones fit; "
         f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
@@ -64,7 +64,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     if pp > 1:
         lines.append(
             f"pp={pp} with {plural(job.micro_batches, 'micro-batch')} has a bubble of {percent(cost.bubble)}, the idle "
-            f"share of all its ranks; stages pass on {seconds(cost.axes['pp'].seconds)} of sends."
+            f"share of all its ranks; sends between stages take {seconds(cost.axes['pp'].seconds)}."
         )
     lines += [*_about_experts(best), *_about_states(job)]
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
@@ -80,7 +80,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 
 
 def _about_states(job: Job) -> Iterator[str]:
-    """Says among how many ranks ZeRO divides what."""
+    """Yield a sentence about the states that ZeRO shards, and the number of ranks that share them."""
     zero = job.config.zero.stage
     usual, experts = job.sharding(), job.sharding(EXPERT_DATA_AXES)
     parts = [f"among {usual[1]} ranks"] if usual[0] else []
@@ -92,7 +92,7 @@ def _about_states(job: Job) -> Iterator[str]:
 
 
 def _about_grid(best: Candidate) -> Iterator[str]:
-    """Says what a grid of tensor-parallel ranks wins over the same ranks along one axis."""
+    """Yield a sentence about the gain of a tensor-parallel grid over the same ranks along one axis."""
     cost, layout = best.cost, best.job.config.layout
     if layout.grid is None:
         return
@@ -113,7 +113,7 @@ def _about_grid(best: Candidate) -> Iterator[str]:
 
 
 def _about_experts(best: Candidate) -> Iterator[str]:
-    """Says how the best layout divides experts, and what the same layout loses that divides them otherwise."""
+    """Yield sentences about the best layout's division of experts, and the loss with any other division."""
     cost, layout, experts = best.cost, best.job.layout, best.job.config.model.experts
     if not experts.count:
         return
@@ -142,17 +142,17 @@ def _cut_words(job: Job) -> str:
 
 
 def yaml_of(best: Candidate) -> str:
-    """Returns a config for `meshwright train`: the plan's choices, and all other keys that are not at defaults."""
+    """Return a config for `meshwright train`: the plan's choices, and all other keys that are not at their defaults."""
     job = best.job.replaced(layout={"node_size": best.job.node_size})
     wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}
     raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}
-    usual = to_mapping(config_from(raw))
+    defaults = to_mapping(config_from(raw))
     for section, values in wanted.items():
-        chosen = ALWAYS_WRITTEN.get(section, ())
-        other = {key: value for key, value in values.items() if key in chosen or value != usual[section][key]}
-        if other:
-            raw[section] = {**raw.get(section, {}), **other}
+        always = ALWAYS_WRITTEN.get(section, ())
+        written = {key: value for key, value in values.items() if key in always or value != defaults[section][key]}
+        if written:
+            raw[section] = {**raw.get(section, {}), **written}
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {job.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} per step, {best.memory_gib:.1f} GiB, predicted. Add your token files.\n"
     return head + dump_yaml(raw)

@@ -1,5 +1,8 @@
-"""FLOPs of a model and what recomputation adds: sums over its units' products. A product of [m, k] with [k, n] takes
-2 m n k operations; backward takes two of the same size, one for the gradient of each factor. No torch."""
+"""Sums the FLOPs of a model, and those that recomputation adds, over the products of its units. No torch.
+
+A product of [m, k] with [k, n] takes 2 m n k operations. Its backward takes two products of the same size, one for the
+gradient of each factor.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from meshwright.spec.model.part import ALONE, Coordinate, Kernels, MicroBatch, U
 
 @lru_cache(maxsize=20_000)
 def unit_work(unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
+    """Return the work of a unit's forward for one micro-batch."""
     return unit.work(at, batch, kernels)
 
 
 class SequenceFlops(NamedTuple):
-    """The forward FLOPs of one sequence: products with weights, attention's core over what is seen, and the same with
-    the half that causal attention does not see, which is usually counted too. What a window leaves out is in none."""
+    """The forward FLOPs of one sequence. Scores outside the attention window are excluded from all three counts."""
 
-    products: float
-    seen: float
-    whole: float
+    products: float  # Products with weights.
+    seen: float  # The attention core over visible pairs of tokens.
+    whole: float  # The attention core over all pairs: causal attention skips half of them, which are usually counted.
 
 
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int, causal: bool) -> SequenceFlops:
@@ -40,22 +43,28 @@ def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int, causal: bool) -
 
 @lru_cache(maxsize=256)
 def _model_sequence(model: ModelConfig) -> tuple[SequenceFlops, float]:
-    """Returns the FLOPs of the blocks and of the head."""
-    # A capacity leaves places empty or drops rows; a model's FLOPs are those of all choices.
+    """Return the FLOPs of the blocks and of the head for one sequence."""
+    # With a capacity, some places stay empty and some rows are dropped. A model's FLOPs count every choice of a router.
     described = describe(replace(model, experts=replace(model.experts, capacity=None)))
     head = _sequence_flops([(described.head, 1)], model.seq, False).products
     return _sequence_flops(described.kinds, model.seq, described.causal), head
 
 
 def model_flops(model: ModelConfig, tokens: float, causal: bool = False) -> float:
-    """Returns the forward and backward FLOPs of `tokens` tokens, nothing recomputed; attention in full or `causal`."""
+    """Return the forward and backward FLOPs of `tokens` tokens without recomputation.
+
+    Attention counts in full, or with `causal` only over visible pairs.
+    """
     blocks, head = _model_sequence(model)
     return 3.0 * (blocks.products + (blocks.seen if causal else blocks.whole) + head) * tokens / model.seq
 
 
 def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: bool = False) -> float:
-    """Returns what recomputation adds to `model_flops`: attention's core with `selective`, all blocks with `full` and
-    with `every:N`, which keeps every N-th input."""
+    """Return the FLOPs that recomputation adds to `model_flops`.
+
+    With `selective` that is the attention core. With `full` and with `every:N`, which keeps every N-th input, it is all
+    blocks.
+    """
     blocks, _ = _model_sequence(model)
     core = blocks.seen if causal else blocks.whole
     again = {"none": 0.0, "selective": core}.get(recompute, blocks.products + core)
@@ -63,15 +72,18 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
 
 
 def head_worth(model: ModelConfig) -> float:
-    """Returns how many of a model's layers have as many FLOPs as its output layer."""
+    """Return the number of layers that have as many FLOPs as the model's output layer."""
     blocks, head = _model_sequence(model)
     return head / ((blocks.products + blocks.seen) / model.layers)
 
 
 def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage that make the longest as short as possible; the output layer counts as the
-    layers it is worth."""
+    """Return the layers of each stage such that the longest stage is as short as possible.
+
+    The output layer counts as the number of layers with the same FLOPs.
+    """
     worth, others = head_worth(model), stages - 1
+    # With stages of exactly equal length, the last one would have this number of layers before the output layer.
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
     last = min(tried, key=lambda n: (max(-(-(model.layers - n) // others), n + worth), -n))
@@ -80,7 +92,7 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Returns `balanced_split` if its longest stage is shorter than that of even stages; else (), which means even."""
+    """Return `balanced_split` if its longest stage is shorter than that of even stages, else (), which means even."""
     if stages == 1:
         return ()
     worth, split = head_worth(model), balanced_split(model, stages)

@@ -1,4 +1,4 @@
-"""1D, 2D, 2.5D and 3D tensor parallelism of the same ranks side by side: what a block costs each. No torch."""
+"""Compares the cost of a block under 1D, 2D, 2.5D and 3D tensor parallelism of the same ranks. No torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ PLAIN: dict[str, Any] = {"tp_grid": (), "tp_kind": "", "tp_keep_gathered": False
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one way to cut a block costs a rank: bytes that it sends for a micro-batch, in products and in norms, and
-    for the gradients of copied weights once per step; bytes of its weights and of what it keeps for backward."""
+    """The cost of a block for one rank under one way to shard it. All numbers but `seconds` are in bytes."""
 
     name: str
     job: Job
-    products: int
-    norms: int
-    gradients: int
+    products: int  # Sent per micro-batch for products.
+    norms: int  # Sent per micro-batch for norms.
+    gradients: int  # Sent once per step for the gradients of copied weights.
     weights: int
-    activations: float
+    activations: float  # Saved for backward.
     seconds: float = 0.0
 
     @property
     def wire(self) -> int:
+        """All bytes that the rank sends."""
         return self.products + self.norms + self.gradients
 
     def as_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class BlockCost:
 
 
 def grids_of(tp: int) -> Iterator[Grid]:
-    """Yields every grid of so many ranks that is cut along all of its axes."""
+    """Yield every grid of `tp` ranks with more than one rank along each of its axes."""
     for row in divisors(tp):
         for col in divisors(tp // row):
             depth = tp // row // col
@@ -65,8 +65,10 @@ def grids_of(tp: int) -> Iterator[Grid]:
 
 
 def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the layout keys of every way to cut a block over so many ranks. `keeps`: also of grids that
-    keep what they gathered."""
+    """Yield the name and the layout keys of every way to shard a block over `tp` ranks.
+
+    `keeps` adds grids that save gathered factors for backward instead of gathering them again.
+    """
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
@@ -77,7 +79,7 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def block_cost(name: str, job: Job, cluster: Cluster | None = None) -> BlockCost:
-    """Returns what the job's first block costs a rank."""
+    """Return the cost of the job's first block for one rank."""
     block, at = job.model.blocks[0], job.at
     sent = {"norms": 0, "products": 0}
     for key, _, part in block.parts:
@@ -102,11 +104,13 @@ def _seconds(block: BlockUnit, job: Job, cluster: Cluster) -> float:
 
 
 def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list[BlockCost], list[str]]:
-    """Returns what each way to cut the job's blocks over its tensor-parallel ranks costs, those of a kind from the
-    fewest bytes on, and why others can't be."""
+    """Compare all ways to shard the job's blocks over its tensor-parallel ranks.
+
+    Return the costs, grouped by kind and sorted by bytes sent, and the reasons why other ways are impossible.
+    """
     if job.config.layout.tp < 2:
         raise UserError("layout.tp=1 cuts nothing: give the ranks to compare, e.g. --layout tp=8")
-    found: list[BlockCost] = []
+    costs: list[BlockCost] = []
     refused: dict[str, str] = {}
     for name, keys in ways_of(job.config.layout.tp, keeps):
         other = job.replaced(layout=keys)
@@ -114,15 +118,15 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
         if why := first_broken_rule(other.config, job.world, PLANNING_RULES):
             refused.setdefault(why, name)
             continue
-        found.append(block_cost(name, other, cluster))
+        costs.append(block_cost(name, other, cluster))
     order = ["1D", "2D", "2.5D", "3D"]
-    found.sort(key=lambda one: (order.index(one.name.split(",")[0].split()[0]), one.wire))
-    return found, [f"{name}: {why}" for why, name in refused.items()]
+    costs.sort(key=lambda one: (order.index(one.name.split(",")[0].split()[0]), one.wire))
+    return costs, [f"{name}: {why}" for why, name in refused.items()]
 
 
-def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
-    """Describes a comparison for people."""
-    m, b, shown = job.config.model, job.batch, _shown(found)
+def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
+    """Return a comparison as text."""
+    m, b, shown = job.config.model, job.batch, _shown(costs)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
     for one in shown:
         rows.append((
@@ -135,59 +139,61 @@ def report(job: Job, found: list[BlockCost], refused: list[str]) -> str:
         f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
         "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
         "norms, once per step for gradients of copied weights",
-        "", table(rows), *([f"  ({len(found) - len(shown)} more: --json)"] if len(shown) < len(found) else []),
-        "", *verdict(found), *(f"not possible: {line}" for line in refused),
+        "", table(rows), *([f"  ({len(costs) - len(shown)} more: --json)"] if len(shown) < len(costs) else []),
+        "", *verdict(costs), *(f"not possible: {line}" for line in refused),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _shown(found: list[BlockCost], most: int = 3) -> list[BlockCost]:
-    """Of each kind, with and without kept factors, those that send the fewest bytes, and the fastest."""
+def _shown(costs: list[BlockCost], most: int = 3) -> list[BlockCost]:
+    """Return, for each kind with and without saved factors, the ways with the fewest bytes sent, and the fastest."""
     kinds: dict[tuple[str, bool], list[BlockCost]] = {}
-    for one in found:
+    for one in costs:
         kinds.setdefault((one.name.split()[0], one.name.endswith("kept")), []).append(one)
     chosen = {one.name for same in kinds.values() for one in same[:most]}
     chosen |= {min(same, key=lambda one: one.seconds).name for same in kinds.values()}
-    return [one for one in found if one.name in chosen]
+    return [one for one in costs if one.name in chosen]
 
 
-def verdict(found: list[BlockCost]) -> list[str]:
-    """Says which way sends the fewest bytes, keeps the least and takes the shortest, and against what."""
-    plain = [one for one in found if one.name.startswith("1D")]
-    if not plain or len(found) == len(plain):
+def verdict(costs: list[BlockCost]) -> list[str]:
+    """Return sentences naming the ways that send the fewest bytes, hold the least memory and take the least time."""
+    plain = [one for one in costs if one.name.startswith("1D")]
+    if not plain or len(costs) == len(plain):
         return ["no grid is possible here"]
     least = min(plain, key=lambda one: one.wire)
-    best = min(found, key=lambda one: one.wire)
+    best = min(costs, key=lambda one: one.wire)
     times = f": {least.wire / best.wire:.3g} times fewer than {least.name}" if best is not least else ""
     words = [f"{best.name} sends the fewest bytes{times}"]
-    light = min(found, key=lambda one: one.weights + one.activations)
+    light = min(costs, key=lambda one: one.weights + one.activations)
     words.append(f"{light.name} holds the least: {size(light.weights)} of weights, {size(light.activations)} kept")
-    if any(one.seconds for one in found):
-        fast = min(found, key=lambda one: one.seconds)
+    if any(one.seconds for one in costs):
+        fast = min(costs, key=lambda one: one.seconds)
         words.append(f"{fast.name} is the fastest: {seconds(fast.seconds)} for a block, forward and backward")
     return words
 
 
-CHARTED = (4, 8, 16, 64)  # tensor-parallel ranks, each with a chart
-RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # tokens of a micro-batch over hidden
-SEQUENCES = 64  # of a charted micro-batch, so that every grid's rows divide them
+CHARTED = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # The tokens of a micro-batch divided by the hidden size.
+SEQUENCES = 64  # The sequences of a charted micro-batch, a number that the rows of every charted grid divide.
 
 
 def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
-    """Returns, for each number of ranks, what the best grid of each kind sends for a block of the job's model, in units
-    of its activations [tokens, hidden], over tokens / hidden."""
-    hidden, found = job.config.model.hidden, []
+    """Return a chart for each number of ranks of the bytes that the best grid of each kind sends for a block.
+
+    The bytes are in units of the activations [tokens, hidden], over tokens / hidden.
+    """
+    hidden, result = job.config.model.hidden, []
     for tp in ranks:
         lines: dict[str, list[tuple[float, float]]] = {}
         for ratio in RATIOS:
             for kind, one in _best_of_kinds(job, tp, max(1, round(ratio * hidden / SEQUENCES))).items():
                 tokens = one.job.batch.sequences * one.job.batch.seq
                 lines.setdefault(kind, []).append((ratio, one.wire / (tokens * hidden * one.job.batch.element)))
-        found.append(Chart(
+        result.append(Chart(
             f"{tp} ranks, hidden {hidden}: sent by a rank for a block, forward and backward", "tokens / hidden",
             "x [tokens, hidden]", lines, label=lambda ratio: f"{ratio:g}",
         ))  # fmt: skip
-    return found
+    return result
 
 
 def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
@@ -198,7 +204,8 @@ def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
         kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")
         name = cost.name if kind == "1D" else f"{kind}, gathered kept" if kept else kind
-        if kept and kind != "3D":  # enough lines
+        # A line for every kind would crowd the chart.
+        if kept and kind != "3D":
             continue
         if name not in best or cost.wire < best[name].wire:
             best[name] = cost

@@ -1,5 +1,4 @@
-"""The parameters of a rank, and the flat buffers that they are packed into: what is gathered and summed at once. No
-torch."""
+"""Lists the parameters of a rank and packs them into flat buffers, whose buckets are gathered and reduced. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ ALL_MIB = 2.0**40
 
 
 class HeldParameter(NamedTuple):
-    """A parameter of a rank, its dtype, and the number of the first of the rank's units that has it."""
+    """A parameter of a rank, its dtype, and the number of the first unit of the rank that holds it."""
 
     record: ParamRecord
     dtype: str
@@ -37,8 +36,10 @@ class HeldParameter(NamedTuple):
 
 
 class UnitParameters(NamedTuple):
-    """A unit, its number among those of the rank, and the numbers of its parameters in the order of forward; both ends
-    of a tie on one rank are one parameter."""
+    """A unit, its number among the rank's units, and the numbers of its parameters in the order of forward.
+
+    Tied parameters on one rank are one parameter.
+    """
 
     number: int
     unit: Unit
@@ -46,20 +47,19 @@ class UnitParameters(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A flat buffer: what its parameters have in common, their numbers in the order of backward, the bucket of each,
-    and the elements of the buckets with their padding."""
+    """A flat buffer of parameters with the same properties, and their places in its buckets."""
 
     dtype: str
-    data_axes: str  # over which gradients are summed
-    partial: tuple[str, ...]  # further axes of sums
+    data_axes: str  # The axes over which gradients are summed.
+    partial: tuple[str, ...]  # Further axes over which gradients are partial sums.
     trained: bool
-    mixed: bool  # a reducer that mixes elements sums it
-    matrices: bool  # the optimizer updates its matrices as wholes
-    gradient: int  # bytes of one
-    params: list[int]
-    places: list[int]
-    starts: list[int]  # of each parameter in its bucket
-    buckets: list[int]
+    mixed: bool  # True if the gradients are summed by a reducer that mixes elements.
+    matrices: bool  # True if the optimizer updates its matrices as wholes.
+    gradient: int  # The bytes of one gradient.
+    params: list[int]  # The numbers of its parameters in the order of backward.
+    places: list[int]  # The bucket of each parameter.
+    starts: list[int]  # The start of each parameter in its bucket.
+    buckets: list[int]  # The elements of each bucket, padding included.
 
     @property
     def weight(self) -> int:
@@ -67,6 +67,7 @@ class Buffer(NamedTuple):
         return BYTES[self.dtype]
 
     def division(self, layout: Layout, zero: ZeroConfig) -> Division:
+        """Return the effective ZeRO stage of the buffer, the axes that shard it, and those that hold copies."""
         return shard_axes(layout, zero, self.data_axes, self.trained)
 
 
@@ -81,9 +82,11 @@ class Packing(NamedTuple):
 def buffers_of(
     params: Sequence[HeldParameter], layout: Layout, bucket_mib: float, zero: ZeroConfig, grad: int = 4, align: int = 0
 ) -> Iterator[Buffer]:
-    """Packs parameters, given in the order of forward, into buffers as `sharding` builds them. `grad`: the bytes of a
-    gradient, unless a weight has more; `align`: where parameters begin in buffers that a reducer mixes, see
-    `ReducerPlan`; 0 if none does."""
+    """Pack parameters, given in the order of forward, into buffers as `sharding` builds them.
+
+    `grad` is the bytes of a gradient, unless a weight has more. `align` is the alignment of parameters in buffers whose
+    elements a reducer mixes (see `ReducerPlan`), or 0 if there is no such reducer.
+    """
     mixed_in = layout if align else None
     keyed = backward_order(range(len(params)), lambda n: (params[n].dtype, *buffer_key(params[n].record, mixed_in)))
     for (dtype, axes, partial, trained, mixed, matrices), numbers in keyed.items():
@@ -102,11 +105,12 @@ def buffers_of(
 
 @remembered("zero")
 def packing_of(job: Job, pp_rank: int) -> Packing:
-    """Returns the buffers of a rank. Of ZeRO only stage 3 changes them: it makes a bucket of each unit."""
+    """Return the buffers of a rank of a pipeline stage."""
     c = job.config
+    # Among the stages of ZeRO only stage 3 changes the buffers: it makes each unit a bucket.
     zero = c.zero if c.zero.stage == 3 else replace(c.zero, stage=0)
     chunks = tuple(tuple(node.unit for node in job.model.nodes_of(stage)) for stage in job.chunks[pp_rank])
-    # Other programs have buckets of other sizes, which are not known: one for all.
+    # The bucket sizes of other programs are not known, so they get a single bucket.
     bucket_mib, grad = (c.comm.bucket_mib, BYTES[c.train.grad_dtype]) if job.stack.own else (ALL_MIB, job.states.grad)
     return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing)
 
@@ -137,16 +141,17 @@ def _packing(
 
 
 def fetches_of(job: Job, pp_rank: int) -> list[int]:
-    """Returns how often each micro-batch gathers each parameter of a rank in ZeRO stage 3.
+    """Return the number of times that each micro-batch gathers each parameter of a rank in ZeRO stage 3.
 
     A unit (embedding, block, head) is gathered for forward and, unless it and everything before it is frozen, for
-    backward. Of N blocks that are recomputed together, all but the last are gathered once more for that. In backward an
-    embedding stays until the chunk's is done, so that a second one with the same table finds it there.
+    backward. Of N blocks that are recomputed together, all but the last are gathered once more for the recomputation.
+    In backward, an embedding stays gathered until the backward of its chunk has finished, so a second embedding with
+    the same table needs no gather.
     """
     packing, together = packing_of(job, pp_rank), job.config.recompute.blocks
-    found = [0] * len(packing.params)
+    gathers = [0] * len(packing.params)
     for stage, units in zip(job.chunks[pp_rank], packing.chunks, strict=True):
-        graded = not stage.first  # whether a gradient flows back to here: a stage's received input has one
+        graded = not stage.first  # A gradient flows back to here. The input that a stage receives always has one.
         stays: set[int] = set()
         runs = kept_together([unit for _, unit, _ in units], together)
         twice = {at for begin, end in runs for at in range(begin, end - 1)}
@@ -155,19 +160,21 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
             trained = any(packing.params[n].record.trained for n in params)
             graded |= trained or (together > 0 and unit.stackable)
             for n in params:
-                found[n] += 1 + graded + (at in twice) + job.config.compares - (embeds and n in stays)
+                gathers[n] += 1 + graded + (at in twice) + job.config.compares - (embeds and n in stays)
             stays |= set(params) if embeds else set()
-    return found
+    return gathers
 
 
 def tie_of(unit: Unit, number: int, record: ParamRecord) -> str:
-    """Returns the name of a record's tie among a rank's units, empty without one. Ties inside a block are the block's
-    own, since records of all blocks of one kind have the same names here."""
+    """Return the name of a record's tie among a rank's units, or an empty name if it has none.
+
+    Ties inside a block get a separate name in each block, since all blocks of one kind share the same records here.
+    """
     return f"unit {number}: {record.tied}" if record.tied and unit.stackable else record.tied
 
 
 def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[tuple[ParamRecord, int]]:
-    """Yields (record, count) of a rank's units with their counts; tied parameters appear once."""
+    """Yield (record, count) for the parameters of a rank's units. Tied parameters appear once."""
     ties: set[str] = set()
     for number, (unit, count) in enumerate(units):
         for record in unit_records(unit, at):
@@ -178,7 +185,7 @@ def records_once(units: Iterable[tuple[Unit, int]], at: Coordinate) -> Iterator[
 
 
 def unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
-    """Returns the parameters of a unit, which are the same wherever it stands in the model."""
+    """Return the parameters of a unit, which are the same at every place in the model."""
     return _unit_records(unit, unit.seen_by(at))
 
 
@@ -188,7 +195,7 @@ def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
 
 
 def dtype_of(record: ParamRecord, precision: str) -> str:
-    """Returns the dtype of a parameter: the run's precision, unless it must be wider or is packed into bytes."""
+    """Return the dtype of a parameter: the run's precision, unless it must be wider or is packed into bytes."""
     if record.packs is not None:
         return "nf4"
     return "fp32" if record.wide and precision != "fp64" else precision

@@ -1,4 +1,4 @@
-"""What it takes to update matrices as wholes: what ranks send to make them whole, and the seconds. No torch."""
+"""Predicts the bytes and seconds of updating whole matrices: ranks exchange shards to make matrices whole. No torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from meshwright.spec.traffic.placement import shard_axes
 
 
 def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
-    """Yield the axis and the bytes that a rank sends of each all_to_all around an update: of `job.rank`, or of the
-    first rank of the pipeline stage. (What a rank sends depends on which matrices it owns.)"""
+    """Yield (axis, bytes sent) for each all_to_all of a rank around an update.
+
+    The rank is `job.rank` or the first rank of the pipeline stage, since the bytes depend on the matrices that a rank
+    owns.
+    """
     rule, layout, c = rules_of(job.config.optimizer).matrices, job.layout, job.config
     if rule is None:
         return
     rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
+    # Ranks along the axis that cuts matrices hold the other parts of each matrix and have different records for them.
     peers = {
         axis: [_packing_at(job, pp_rank, other).params for other in layout.group(axis, rank) or (rank,)]
         for axis in ("tp", "etp")
@@ -42,18 +46,22 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
 
 
 def _packing_at(job: Job, pp_rank: int, rank: int) -> Packing:
+    """Return the buffers of one particular rank of a pipeline stage."""
     return packing_of(replace(job, rank=rank), pp_rank)
 
 
 def _place(job: Job, axis: str, rank: int) -> tuple[int, int]:
-    """Return the size of a rank's group, and its index there."""
+    """Return (size of a rank's group along an axis, the rank's index in it)."""
     ranks = job.layout.group(axis, rank) if axis and job.layout.size(axis) > 1 else (rank,)
     return len(ranks), ranks.index(rank)
 
 
 def matrix_bytes(job: Job, pp_rank: int) -> float:
-    """Return about the bytes that an update needs temporarily: a round's parameters and matrices of a rank, and what
-    transforms some of them at once."""
+    """Return an estimate of the workspace of an update, in bytes.
+
+    A rank holds the parameters and the whole matrices of a round, and the temporaries of the matrices that it
+    transforms at once.
+    """
     rule, element = rules_of(job.config.optimizer).matrices, job.states.grad
     if rule is None:
         return 0.0
@@ -62,6 +70,7 @@ def matrix_bytes(job: Job, pp_rank: int) -> float:
         share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks
         shapes |= {(rows, record.shape[-1]) for rows in record.matrices}
     largest = max((rows * columns for rows, columns in shapes), default=0)
+    # A round ends once each rank has the work of FILL of its largest matrices, so a rank holds at most one more.
     held = max(largest, min(share, (FILL + 1) * largest))
 
     def worked(rows: int, columns: int) -> float:
@@ -72,7 +81,7 @@ def matrix_bytes(job: Job, pp_rank: int) -> float:
 
 
 def _shared_records(job: Job, pp_rank: int) -> Iterator[tuple[ParamRecord, int, int]]:
-    """Yield a stage's records that hold matrices, how often each stands there, and how many ranks share the work."""
+    """Yield (record, number of such parameters, ranks that share the work) for a stage's parameters with matrices."""
     for record, count in records_once(job.rank_units(pp_rank), job.at):
         if record.matrices:
             shards = shard_axes(job.layout, job.config.zero, record.data_axes).shards
@@ -81,8 +90,11 @@ def _shared_records(job: Job, pp_rank: int) -> Iterator[tuple[ParamRecord, int, 
 
 
 def matrix_seconds(job: Job, cluster: Cluster) -> float:
-    """Return the seconds of making matrices whole and transforming them, for the pipeline rank with the most work,
-    whose matrices are shared evenly if there are enough of them. (The passes over elements cost what AdamW's do.)"""
+    """Return the seconds of making matrices whole and transforming them, for the pipeline rank with the most work.
+
+    Matrices are shared evenly if there are enough of them. The passes over elements cost the same as AdamW's and are
+    not included.
+    """
     rule = rules_of(job.config.optimizer).matrices
     if rule is None:
         return 0.0
@@ -90,6 +102,7 @@ def matrix_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int) -> float:
+    """Return the seconds of `matrix_seconds` for one pipeline rank."""
     layout, precision = job.layout, job.config.train.precision
     rate = cluster.device.rate("bf16" if precision == "fp8" else precision) * cluster.efficiency.product
     mean = largest = 0.0
@@ -106,4 +119,5 @@ def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int) -
         collective_seconds(cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis))
         for axis, payload in sent.items()
     )
+    # A matrix is transformed by one rank, so the update takes at least as long as the largest matrix.
     return max(mean, largest) / rate + sum(exchanged)

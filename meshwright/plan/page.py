@@ -1,4 +1,4 @@
-"""The report of a plan as one HTML page: ranking, memory, traffic and timeline. No torch."""
+"""Writes the report of a plan as one HTML page: ranking, memory, traffic and timeline. No torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ SHOWN_MICRO_BATCHES = 24
 
 
 def page(title: str, reasons: list[str], candidates: list[Candidate], limit_gib: float) -> str:
+    """Return the HTML page of a ranking. `limit_gib` is the memory of the device."""
     best = candidates[0].cost
     sections = {
         "Ranking": _ranking(candidates),
@@ -40,7 +41,7 @@ def page(title: str, reasons: list[str], candidates: list[Candidate], limit_gib:
 
 
 def ranking_cells(candidate: Candidate) -> tuple[str, ...]:
-    """Returns a candidate's layout, step, tokens/s/device, MFU, bubble and GiB, for the page and for the terminal."""
+    """Return a candidate's layout, step, tokens/s/device, MFU, bubble and GiB, for the page and for the terminal."""
     cost = candidate.cost
     return (
         layout_words(layout_of_cost(cost)), seconds(cost.step_s), f"{cost.tokens_per_s_device:,.0f}",
@@ -65,10 +66,10 @@ def _times(candidates: list[Candidate]) -> str:
 def _memory(candidates: list[Candidate], limit: float) -> str:
     rows = []
     for candidate in candidates:
-        found = memory_json(candidate.cost)
-        parts = {name: value / GIB for name, value in found["at_peak"].items() if name != "peak"}
-        parts["allocator reserve"] = found["device"]["reserve_gib"]
-        parts["context and communicators"] = found["device"]["context_gib"]
+        memory = memory_json(candidate.cost)
+        parts = {name: value / GIB for name, value in memory["at_peak"].items() if name != "peak"}
+        parts["allocator reserve"] = memory["device"]["reserve_gib"]
+        parts["context and communicators"] = memory["device"]["context_gib"]
         rows.append((parts, max(limit, sum(parts.values())), f"{candidate.memory_gib:.1f} GiB"))
     return html.bars(rows, MEMORY_COLOURS, "GiB")
 
@@ -87,7 +88,8 @@ def _timeline(cost: Cost) -> str:
     job, pp, total = cost.job, cost.job.layout.pp, cost.job.micro_batches
     if pp == 1:
         return html.note("There is one stage: micro-batches follow each other without a bubble.")
-    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)  # some schedules take only multiples of pp
+    # Some schedules take only multiples of pp.
+    shown = max(2 * pp, SHOWN_MICRO_BATCHES // pp * pp)
     if total > shown:
         job = replace(job, samples=shown * batch_unit(job.config, job.world)[0])
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)

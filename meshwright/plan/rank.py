@@ -1,4 +1,4 @@
-"""What one rank holds and does in a step, for `plan`, `cost`, `memory` and `dryrun`. No torch."""
+"""Predicts the figures of one rank in a step for `plan`, `cost`, `memory` and `dryrun`. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.schedule.table import action_counts
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 MEMORY_KINDS = (*STATES, "activations", "buffers", "peak", "offloaded")
-# The kinds of memory whose peak the dry run measures, by its name for them.
+# The kinds of memory whose peak the dry run measures, by the dry run's name for them.
 PEAK_KINDS = {"activations": "activations", "gathered": "buffers", "peak": "peak", "offloaded": "offloaded"}
 
 Counts = dict[str, int]
@@ -23,18 +23,18 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What a rank holds and does in a step. Planned figures are exact, except for `most`, which is nearly so."""
+    """The memory, calls and actions of a rank in a step. Planned figures are exact, except for `most`."""
 
     parameters: int
-    states: Counts  # bytes on the device by kind
-    calls: dict[tuple[str, str, str], Counts]  # by phase, axis and op
-    schedule: Counts  # by kind of action
-    most: Counts  # the peak bytes of what is held for a while
+    states: Counts  # Bytes on the device by kind.
+    calls: dict[tuple[str, str, str], Counts]  # By (phase, axis, op).
+    schedule: Counts  # By kind of action.
+    most: Counts  # The peak bytes of memory that is held only for a part of the step; planned nearly exactly.
 
 
 @dataclass(frozen=True)
 class Expected(RankFigures):
-    """What the planner expects of a rank."""
+    """The figures that the planner expects of a rank, with its place in the layout."""
 
     coordinate: dict[str, int]
     layers: list[int]
@@ -42,20 +42,21 @@ class Expected(RankFigures):
 
 
 def memory_bytes(memory: Memory) -> Counts:
+    """Return the bytes of each kind of memory as integers."""
     return {kind: int(getattr(memory, kind)) for kind in MEMORY_KINDS}
 
 
 def bytes_at_peak(memory: Memory) -> Counts:
-    """What is there at the moment of the peak, by kind; its sum, to the byte, is the peak."""
-    found = {kind: int(getattr(memory, kind)) for kind in ("parameters", "master", "optimizer")}
+    """Return the bytes at the moment of the peak by kind, and the peak, which is exactly their sum."""
+    counts = {kind: int(getattr(memory, kind)) for kind in ("parameters", "master", "optimizer")}
     parts = ("gradients", "activations", "buffers")
-    found |= {kind: int(getattr(memory.at_peak, kind)) for kind in parts}
+    counts |= {kind: int(getattr(memory.at_peak, kind)) for kind in parts}
     peak = int(memory.peak)
-    return found | {"temporary": peak - sum(found.values()), "peak": peak}
+    return counts | {"temporary": peak - sum(counts.values()), "peak": peak}
 
 
 def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
-    """Describes a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
+    """Describe a rank of a pipeline stage: its number, parameters, calls and bytes by axis, and memory."""
     traffic = mean_traffic(job, pp_rank)
     return {
         "rank": job.layout.rank_at(pp=pp_rank),
@@ -66,9 +67,11 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
 
 
 def expected(job: Job, rank: int) -> Expected:
+    """Return the figures that the planner expects of a rank in one step."""
     coordinate = job.layout.coordinate(rank)
     axes = ["tp", "cp", "dp", "pp"]
-    if job.layout.replicas > 1:  # the last step of a round, which a dry run takes
+    # A dry run of replicas takes the last step of a round.
+    if job.layout.replicas > 1:
         axes.append(REPLICAS)
         job = replace(job, step=job.config.train.local.steps, replica=coordinate[REPLICAS])
     if job.config.model.experts.count:
@@ -77,7 +80,8 @@ def expected(job: Job, rank: int) -> Expected:
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
     calls = by_line(stage_calls(job, pp_rank))
-    if servers := c.train.server.ranks:  # ranks differ there, and `calls` of the reducer is their mean
+    # With parameter servers, ranks send different amounts, and the reducer's calls are their mean.
+    if servers := c.train.server.ranks:
         for line, mean in calls.items():
             if (line.phase, line.op) == ("reduce", "all_to_all"):
                 group = job.layout.group(line.axis, rank)

@@ -1,6 +1,8 @@
-"""The seconds of data parallelism in a step, and how many are hidden: gradients reduced, weights gathered. No torch.
+"""Predicts the seconds of data parallelism in a step: gradient reductions and weight gathers. No torch.
 
-The calls are those of `communication.rank_sums`, which bytes are counted from too; this file knows what hides what."""
+The calls are those of `communication.rank_sums`, from which bytes are counted as well. This module decides how many of
+their seconds are hidden, and behind which compute.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class AxisTime:
     hidden: float = 0.0
 
     def add(self, seconds: float, hidden: float = 0.0) -> None:
+        """Add seconds, of which some are hidden."""
         self.seconds += seconds
         self.hidden += hidden
 
     @property
     def exposed(self) -> float:
+        """The seconds that compute waits for."""
         return self.seconds - self.hidden
 
     def __add__(self, other: AxisTime) -> AxisTime:
@@ -39,22 +43,25 @@ class AxisTime:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of one pipeline rank and one micro-batch: the seconds of all its chunks, and the forward FLOPs."""
+    """The cost of one micro-batch on one pipeline rank: the seconds of all its chunks, and the forward FLOPs."""
 
     forward: float
     backward: float
     flops: float
-    params: int  # on one rank
+    params: int  # The number of parameters on one rank.
 
 
 def contention(cluster: Cluster, stack: Stack) -> float:
-    """Returns the share of a hidden collective's time that concurrent compute loses."""
+    """Return the share of a hidden collective's time that concurrent compute loses."""
     return max(stack.contention, cluster.efficiency.contention)
 
 
 class RankSums:
-    """The seconds of a rank's sums of gradients and gathers of weights in a step, and those of them that can be hidden
-    at best: of units in general, and of the ends of the model. Keys are the axes under which time is counted."""
+    """The seconds of a rank's gradient reductions and weight gathers in a step, and those that can be hidden at best.
+
+    Blocks and the ends of the model (embedding and head) are counted separately. Keys are the axes under which time is
+    counted. `copies` are the all-reduces over copies of shards, and `shared` those over axes of partial gradients.
+    """
 
     def __init__(self, job: Job, cluster: Cluster, pp_rank: int) -> None:
         self.gradients, self.end_gradients = defaultdict[str, AxisTime](AxisTime), defaultdict[str, AxisTime](AxisTime)
@@ -89,18 +96,22 @@ class RankSums:
 
     @property
     def axes(self) -> list[str]:
+        """The axes among dp and edp over which gradients are reduced or weights gathered."""
         return [axis for axis in ("dp", "edp") if axis in {**self.gradients, **self.end_gradients, **self.forward}]
 
 
-def _in_few_calls(job: Job, found: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall | GradientSum]:
-    """Yields the calls of other programs, which don't put vectors into buffers of their own, nor sum shares of what
-    both ends of a tie hold."""
+def _in_few_calls(job: Job, calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall | GradientSum]:
+    """Merge the calls of other programs, which don't use separate buffers for vectors.
+
+    They also sum the whole gradients of tied parameters, not shards of them.
+    """
     sums: dict[RepeatedCall, GradientSum] = {}
     payloads: Counter[RepeatedCall] = Counter()
-    for each in found:
+    for each in calls:
         if isinstance(each, GradientSum):
-            before = sums.setdefault(replace(each.asked, payload=0), each._replace(elements=0))
-            sums[replace(each.asked, payload=0)] = before._replace(elements=before.elements + each.elements)
+            key = replace(each.asked, payload=0)
+            before = sums.setdefault(key, each._replace(elements=0))
+            sums[key] = before._replace(elements=before.elements + each.elements)
         elif each.source == "weights":
             payloads[replace(each, payload=0)] += each.payload
         else:
@@ -112,8 +123,10 @@ def _in_few_calls(job: Job, found: Iterable[RepeatedCall | GradientSum]) -> Iter
 def sharded_seconds(
     job: Job, where: Setting, pp_rank: int, sums: RankSums, axes: dict[str, AxisTime]
 ) -> tuple[float, float]:
-    """Returns the exposed seconds per micro-batch that ZeRO stages 2 and 3 add to forward and backward of a rank's
-    blocks; `axes` get the seconds of all micro-batches."""
+    """Return the exposed seconds per micro-batch that ZeRO stages 2 and 3 add to a rank's forward and backward.
+
+    Only blocks are counted. The seconds of all micro-batches are added to `axes`.
+    """
     zero, m = job.config.zero.stage, job.micro_batches
     if zero < 2:
         return 0.0, 0.0
@@ -121,25 +134,24 @@ def sharded_seconds(
     slowed = contention(where.cluster, where.stack)
     room = [m * sum(count * t.forward for t, count in blocks)]
     room.append(m * sum(count * (t.backward + t.again) for t, count in blocks))
-    found = [0.0, 0.0]
+    exposed = [0.0, 0.0]
     for axis in sums.axes:
         gathers = (sums.forward[axis], sums.backward[axis]) if zero == 3 else (AxisTime(), AxisTime())
         for side, time in enumerate((gathers[0], gathers[1] + sums.gradients[axis])):
             hidden = min(time.hidden, room[side])
             axes[axis].add(time.seconds, hidden)
             room[side] -= hidden
-            found[side] += (time.seconds - hidden + slowed * hidden) / m
-    return found[0], found[1]
+            exposed[side] += (time.seconds - hidden + slowed * hidden) / m
+    return exposed[0], exposed[1]
 
 
 def reduce_seconds(job: Job, cluster: Cluster, stage: StageCost, sums: RankSums, axes: dict[str, AxisTime]) -> float:
-    """Returns the exposed seconds per step of reducing gradients and gathering weights, besides those of
-    `sharded_seconds`."""
+    """Return the exposed seconds per step of gradient reductions and weight gathers outside of `sharded_seconds`."""
     zero, exposed, taken = job.config.zero.stage, 0.0, 0.0
     slowed = contention(cluster, job.stack)
 
     def hide(axis: str, time: AxisTime, room: float) -> float:
-        """Hides what can be behind `room` seconds of compute; the two slow each other down."""
+        """Hide as much as possible behind `room` seconds of compute and return the seconds by which the step grows."""
         hidden = min(time.hidden, max(0.0, room))
         axes[axis].add(time.seconds, hidden)
         return time.seconds - hidden + slowed * hidden
@@ -150,13 +162,16 @@ def reduce_seconds(job: Job, cluster: Cluster, stage: StageCost, sums: RankSums,
         if zero < 2:
             room = stage.backward + (stage.forward if zero else 0.0) - taken
             exposed += hide(axis, sums.gradients[axis] + ends + gathers, room)
-        elif zero == 2:  # the ends' gradients are reduced with every micro-batch, and updated weights are gathered
+        elif zero == 2:
+            # Updated weights are gathered once, and the gradients of the ends are reduced with every micro-batch.
             exposed += hide(axis, gathers, stage.forward) + hide(axis, ends, job.micro_batches * stage.backward)
-        else:  # nothing hides what the ends wait for
+        else:
+            # The ends wait for their gathers and reductions, and no compute is left to hide them.
             time = ends + sums.end_forward[axis] + sums.end_backward[axis]
             axes[axis].add(time.seconds)
             exposed += time.seconds
-        exposed += hide(axis, sums.copies[axis], stage.backward)  # on other nodes, once per step
+        # Copies of shards are summed over other nodes, once per step.
+        exposed += hide(axis, sums.copies[axis], stage.backward)
         taken += axes[axis].hidden - before
     for axis, time in sums.shared.items():
         axes[axis].add(time.seconds)
@@ -165,8 +180,11 @@ def reduce_seconds(job: Job, cluster: Cluster, stage: StageCost, sums: RankSums,
 
 
 def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, AxisTime]) -> float:
-    """Returns the exposed seconds of synchronising replicas, as the mean of a step. With a delay a fragment's sum hides
-    behind so many steps of `step_s` seconds; of a compressed one the first of two calls is waited for."""
+    """Return the exposed seconds of synchronising replicas, as the mean over steps.
+
+    With `delay`, a fragment's sum is hidden behind that number of steps of `step_s` seconds each. A compressed sum
+    consists of two calls, and the first of them is exposed.
+    """
     local, n = job.config.train.local, job.layout.replicas
     if n == 1:
         return 0.0

@@ -1,5 +1,4 @@
-"""What each way to communicate less, or at a better time, saves of a step: the ways, and what the planner expects of
-them. No torch."""
+"""Lists the techniques that communicate less, or at a better time, and predicts the time that each saves. No torch."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ from meshwright.spec.layout import exchange_parts
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.traffic.algorithms import neighbours_on_node
 
-ONE_BUCKET = 2.0**20  # MiB: everything at once, as a naive sum is made
+ONE_BUCKET = 2.0**20  # MiB. A naive sum puts all gradients into one bucket.
 BASE = "as configured"
-FIRST = 0.5  # of the time of making and reading messages, what is spent before the first of them can be waited for
-LOCAL_STEPS = (4, 16)  # of replicas between synchronisations
+FIRST = 0.5  # The share of the time of making and reading messages that passes before the first can be waited for.
+LOCAL_STEPS = (4, 16)  # The steps of replicas between synchronisations.
 OWN = ("ring", "tree", "halving_doubling", "hierarchical")
 
 
 @dataclass(frozen=True)
 class Technique:
-    """One way: a name, its config, and a reducer where no config asks for it."""
+    """One technique: its name, its config, and a reducer if no config key selects it."""
 
     name: str
     config: Config
@@ -46,38 +45,40 @@ class Technique:
 
 @dataclass(frozen=True)
 class Figures:
-    """One technique's step: the bytes that a rank sends by axis, on average; seconds that compute waits for
-    communication; seconds of the step and tokens per second of all ranks."""
+    """The figures of a step with one technique."""
 
-    sent: dict[str, float]
-    exposed_s: float
+    sent: dict[str, float]  # The mean bytes that a rank sends, by axis.
+    exposed_s: float  # The seconds that compute waits for communication.
     step_s: float
-    tokens_s: float
+    tokens_s: float  # Tokens per second of all ranks.
 
     @property
     def bytes(self) -> float:
+        """The mean bytes that a rank sends over all axes."""
         return sum(self.sent.values())
 
 
 def techniques(config: Config, job: Job) -> list[Technique]:
-    """Returns the config as it is, first, and every technique that can run with it, each alone."""
+    """Return the config as it is, followed by every technique that can be applied to it, each alone."""
     c, summed = config.comm, job.layout.size(DATA_AXES)
+    # Every technique is applied alone, without the compression and the algorithms that the config asks for.
     plain = replace(c, reduce=ReduceConfig(), algorithm=AlgorithmConfig())
-    found = [Technique(BASE, config)]
+    possible = [Technique(BASE, config)]
 
     def add(name: str, comm: CommConfig, **sections: object) -> None:
         other = replace(config, comm=comm, **sections)  # type: ignore[arg-type]
         if other != config and first_broken_rule(other, job.world, PLANNING_RULES) is None:
-            found.append(Technique(name, other))
+            possible.append(Technique(name, other))
 
     off = OverlapConfig(False, False, False, False)
     add("overlap off", replace(plain, overlap=off))
     if job.layout.tp > 1:
-        least = 0.0 if job.host else c.overlap.piece_gflop  # the default is that of an accelerator
+        # The default size of a chunk is made for accelerators.
+        least = 0.0 if job.host else c.overlap.piece_gflop
         add("overlap of tp too", replace(plain, overlap=replace(c.overlap, tensor=True, piece_gflop=least)))
     if summed > 1:
         naive = replace(plain, bucket_mib=ONE_BUCKET)
-        found.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
+        possible.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
         for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
@@ -97,30 +98,34 @@ def techniques(config: Config, job: Job) -> list[Technique]:
             if kind != "plain":
                 add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
     if job.layout.dp > 1 and job.layout.replicas == 1:
-        for steps in LOCAL_STEPS:  # a fragment in every step, so that all steps are alike
+        # One fragment is synchronised in every step, so that all steps are alike.
+        for steps in LOCAL_STEPS:
             local = replace(config.train.local, steps=steps, fragments=steps)
             layout = replace(config.layout, replicas=job.layout.dp)
             add(f"{steps} local steps", plain, layout=layout, train=replace(config.train, local=local))
-    return found
+    return possible
 
 
 def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
-    """Returns what the planner expects of a technique. `making_s`: the seconds of making compressed messages, which the
-    planner does not know. While a bucket's first messages are made, those of the buckets before are on their way: so
-    much of what is exposed hides behind it, but for one bucket's part."""
+    """Return the planner's figures for a technique.
+
+    `making_s` is the seconds of making compressed messages, which the planner does not know. While the first messages
+    of a bucket are made, those of earlier buckets are in flight. So this work hides a part of the exposed seconds, for
+    all buckets but one.
+    """
     job = replace(job, config=technique.config, reducer=technique.reducer)
     cost = predict_cost(job, cluster)
     exposed = sum(axis.exposed for axis in cost.axes.values())
     ranks = range(job.layout.pp)
     buckets = max(sum(len(one.buckets) for one in buffer_sizes(job, rank) if one.mixed) for rank in ranks)
     sums = sum(cost.axes[axis].exposed for axis in ("dp", "edp") if axis in cost.axes)
-    behind = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
-    step = cost.step_s + making_s - behind
-    return Figures(sent_by_axis(job), exposed - behind, step, job.tokens / step)
+    hidden = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
+    step = cost.step_s + making_s - hidden
+    return Figures(sent_by_axis(job), exposed - hidden, step, job.tokens / step)
 
 
 def sent_by_axis(job: Job) -> dict[str, float]:
-    """Returns what a rank sends in a step, as the mean over all ranks; of replicas also over steps."""
+    """Return the bytes that a rank sends in a step by axis, as the mean over ranks and, with replicas, over steps."""
     sent = {axis: traffic.wire_bytes / job.world for axis, traffic in by_axis(all_ranks(job)).items()}
     if job.layout.replicas > 1:
         for pp_rank in range(job.layout.pp):
@@ -131,7 +136,7 @@ def sent_by_axis(job: Job) -> dict[str, float]:
 
 
 def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluster:
-    """Returns a cluster whose links are those that `comm.emulate` emulates."""
+    """Return the cluster with the links that `comm.emulate` emulates."""
     if not links.on:
         return cluster
     link, latency = links.link_gb_s or cluster.node.link_gb_s, links.latency_us or 0.001
@@ -142,7 +147,7 @@ def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluste
 
 
 def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
-    """Returns a cluster whose devices compute as fast as was measured, where a step was planned to take so long."""
+    """Return the cluster with its devices' rates scaled such that a planned step takes as long as the measured one."""
     factor = planned_s / measured_s
     device = cluster.device
     peak = {name: rate * factor for name, rate in device.peak.items()}
@@ -154,9 +159,10 @@ def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster
 
 
 def saving(base: float, value: float) -> float:
+    """Return the share of `base` that `value` saves."""
     return 1.0 - value / base if base else 0.0
 
 
 def differences(measured: Sequence[Figures], predicted: Sequence[Figures]) -> list[float]:
-    """Returns how far each predicted step time is from the measured one, as a share of it."""
+    """Return the relative error of each predicted step time against the measured one."""
     return [p.step_s / m.step_s - 1.0 for m, p in zip(measured, predicted, strict=True)]

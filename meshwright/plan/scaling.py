@@ -1,4 +1,4 @@
-"""How throughput grows with devices: with data, tensor or pipeline parallelism alone, and at best. No torch."""
+"""Predicts throughput over the number of devices, with one kind of parallelism and with the best mix. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAYS = ("data", "tensor", "pipeline", "hybrid")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One way of scaling on one number of devices; `best` is None if the model can't be divided so or doesn't fit."""
+    """One way of scaling on one number of devices. `best` is None if the way is impossible or the model doesn't fit."""
 
     way: str
     devices: int
@@ -25,6 +25,7 @@ class ScalingPoint:
 
     @property
     def tokens_per_s(self) -> float:
+        """The tokens per second of all devices."""
         return self.best.cost.tokens_per_s_device * self.devices if self.best else 0.0
 
     @property
@@ -34,18 +35,19 @@ class ScalingPoint:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """The seconds of a step that compute waits for communication, by axis."""
+        """The seconds of a step in which compute waits for communication, by axis."""
         return {} if not self.best else {axis: time.exposed for axis, time in self.best.cost.axes.items()}
 
     @property
     def comm_share(self) -> float:
+        """The share of a step in which compute waits for communication."""
         if not self.best:
             return 0.0
         return sum(axis.exposed for axis in self.best.cost.axes.values()) / self.best.cost.step_s
 
 
 def device_counts(text: str) -> list[int]:
-    """Parses device counts: `8:64` means 8, 16, 32, 64; `8,24,96` means just these."""
+    """Parse device counts: `8:64` means 8, 16, 32, 64; `8,24,96` means exactly these."""
     try:
         if ":" in text:
             first, last = (int(part) for part in text.split(":"))
@@ -62,7 +64,7 @@ def device_counts(text: str) -> list[int]:
 
 
 def space_for_way(way: str, devices: int) -> SearchSpace:
-    """Returns what `meshwright plan` may choose, restricted to one way of scaling."""
+    """Return the search space of `meshwright plan`, restricted to one way of scaling."""
     sizes = {"data": (1, 1), "tensor": (devices, 1), "pipeline": (1, devices)}
     tp, pp = ((size,) for size in sizes[way]) if way in sizes else ((), ())
     return SearchSpace(tp=tp, pp=pp)
@@ -71,15 +73,18 @@ def space_for_way(way: str, devices: int) -> SearchSpace:
 def sweep(
     base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS
 ) -> list[ScalingPoint]:
-    """Searches every way of scaling on every number of devices. With `weak` scaling the batch grows with the devices
-    from that of `base`, which belongs to the smallest count; with strong scaling it stays."""
+    """Search every way of scaling on every number of devices.
+
+    With `weak` scaling, the batch grows with the devices, and `base` has the batch of the smallest count. With strong
+    scaling, the batch stays the same.
+    """
     points = []
     for devices in counts:
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
         sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
-            found = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
-            points.append(ScalingPoint(way, devices, batch, found.candidates[0] if found.candidates else None))
+            result = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
+            points.append(ScalingPoint(way, devices, batch, result.candidates[0] if result.candidates else None))
     # Efficiency is the throughput per device relative to the best of any way on the fewest devices that fit.
     fits = [p for p in points if p.best]
     if not fits:

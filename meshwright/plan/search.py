@@ -1,9 +1,15 @@
-"""The search: it enumerates every valid layout of a model on a number of devices (configs, made from the given one by
-changing keys), keeps those that fit, and ranks them by predicted step time. Two rules keep it fast without losing
-anything: with all else equal, recomputing less is never slower, so the first mode that fits is taken, and the fastest
-schedule that fits with nothing recomputed stands for slower ones; and a layout
-whose compute and bubble alone take much longer than the best whole step, or longer than as many whole steps as are
-ranked, is skipped. Experts are divided in powers of two, and less only where that is faster. No torch."""
+"""Searches the fastest layout of a model on a number of devices. No torch.
+
+The search enumerates every valid layout (configs made from the given one by changing keys), keeps those that fit, and
+ranks them by predicted step time. Two rules keep it fast without losing good layouts:
+
+- With all else equal, recomputing less is never slower. So the first recompute mode that fits is taken. If a schedule
+  fits without recomputation, slower schedules of the same layout are not tried.
+- A layout is skipped if its compute and bubble alone take much longer than the best whole step, or longer than every
+  step of a full ranking.
+
+Experts are divided in powers of two, and divided less only if that is faster.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +37,25 @@ from meshwright.spec.schedule.table import PhaseTimes
 
 RECOMPUTE = ("none", "selective", "full")
 NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
-PRUNE_RATIO = 1.3  # layouts whose compute and bubble alone take this much longer than the best step are skipped
-BEST_ONLY_RATIO = 1.1  # the same where only the best is wanted: the error of a closed formula
-REFINE_TOP = 12  # the best this many by closed formulas are timed again by their own schedule tables
-KEPT = 8 * REFINE_TOP  # how many are ranked
-MOST_DEVICES = 2**18  # where nodes don't align with the layout, every group of it is looked at
-LIKELY_TP, LIKELY_PP = 4, 8  # shapes near these tend to be fast, so they are tried first
-WORTHWHILE = 0.05  # of the blocks' time: what dividing experts less must save to be tried
+PRUNE_RATIO = 1.3  # Layouts whose compute and bubble alone take this much longer than the best step are skipped.
+BEST_ONLY_RATIO = 1.1  # The same if only the best layout is wanted. It covers the error of a closed formula.
+REFINE_TOP = 12  # This number of layouts, the best by closed formulas, are timed again by their schedule tables.
+KEPT = 8 * REFINE_TOP  # The number of layouts that are ranked.
+MOST_DEVICES = 2**18  # A limit, because every group of a layout is examined if nodes don't align with the layout.
+LIKELY_TP, LIKELY_PP = 4, 8  # Shapes near these tend to be fast, so they are tried first.
+WORTHWHILE = 0.05  # The share of the blocks' time that dividing experts less must save to be tried.
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """A layout that fits, with its predicted cost and the memory that it needs."""
+
     cost: Cost
     memory_gib: float
 
     @property
     def job(self) -> Job:
+        """The job of the layout."""
         return self.cost.job
 
 
@@ -55,11 +64,11 @@ class SearchResult:
     """The ranking, best first, and the size of the search."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    layouts: int = 0  # valid combinations
-    fitting: int = 0  # of those that are not too slow whatever they need
-    nearest: tuple[float, Job] | None = None  # the least GiB needed by a layout that doesn't fit, and its job
-    broken: int = 0  # combinations that break a config rule, not counted above
-    refused: str = ""  # the rule that the most promising one of them breaks
+    layouts: int = 0  # Valid combinations.
+    fitting: int = 0  # Combinations that fit, among those that were not skipped as too slow.
+    nearest: tuple[float, Job] | None = None  # The least GiB needed by a layout that doesn't fit, and its job.
+    broken: int = 0  # Combinations that break a config rule, which are not counted above.
+    refused: str = ""  # The rule that the most promising one of these breaks.
 
 
 def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
@@ -68,7 +77,7 @@ def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The values that the search may choose, by config key; a tuple with one value fixes the choice."""
+    """The values that the search may choose for each config key. A tuple with one value fixes the choice."""
 
     zero: tuple[int, ...] = _key("zero.stage", (0, 1, 2, 3))
     recompute: tuple[str, ...] = _key("recompute.mode", RECOMPUTE)
@@ -76,15 +85,15 @@ class SearchSpace:
     pieces: tuple[int, ...] = _key("recompute.pieces", (1,))
     orders: tuple[str, ...] = _key("layout.order", ("tp-cp-ep-dp-pp", "tp-pp-cp-ep-dp"))
     cp: tuple[int, ...] = _key("layout.cp", (1,))
-    ep: tuple[int, ...] = _key("layout.ep")  # empty: powers of two
-    etp: tuple[int, ...] = _key("layout.etp")  # empty: powers of two up to tp
-    tp: tuple[int, ...] = _key("layout.tp")  # empty: all up to the node's devices
-    pp: tuple[int, ...] = _key("layout.pp")  # empty: all
+    ep: tuple[int, ...] = _key("layout.ep")  # Empty: powers of two.
+    etp: tuple[int, ...] = _key("layout.etp")  # Empty: powers of two up to tp.
+    tp: tuple[int, ...] = _key("layout.tp")  # Empty: all up to the node's devices.
+    pp: tuple[int, ...] = _key("layout.pp")  # Empty: all.
     chunks: tuple[int, ...] = _key("layout.chunks", (1, 2, 3, 4, 5, 6, 7, 8, 10, 12))
     micro_batch: tuple[int, ...] = _key("train.micro_batch", (1, 2, 4, 8, 16, 32))
     sequence_parallel: tuple[bool, ...] = _key("layout.sequence_parallel", (False, True))
-    schedule: tuple[str, ...] = _key("pipeline.schedule")  # empty: all
-    grids: tuple[tuple[int, ...], ...] = _key("layout.tp_grid", ((),))  # empty: all, and tp along one axis
+    schedule: tuple[str, ...] = _key("pipeline.schedule")  # Empty: all.
+    grids: tuple[tuple[int, ...], ...] = _key("layout.tp_grid", ((),))  # Empty: all grids, and tp along one axis.
 
 
 # The field of `SearchSpace` that each searched config key sets.
@@ -92,19 +101,22 @@ SPACE_FIELDS = {each.metadata["key"]: each.name for each in fields(SearchSpace)}
 
 
 def fixed_keys(words: Sequence[str]) -> list[str]:
-    """Returns the keys of these `a.b=c` words that fix a choice of the search."""
+    """Return the keys of these `a.b=c` words that fix a choice of the search."""
     return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in SPACE_FIELDS]
 
 
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
-    """Returns the search space in which the `fixed` keys keep their values from the config."""
+    """Return the search space in which the `fixed` keys keep their values from the config."""
     return SearchSpace(**{SPACE_FIELDS[key]: (attrgetter(key)(config),) for key in fixed})
 
 
 def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Iterator[Job]:
-    """Yields every valid combination of keys of the layout and micro-batches, with unsharded states. Where a cluster is
-    given, ways to divide experts are left out that are slower there than another and divide them no further."""
-    replicas = base.config.layout.replicas  # which divide the devices among them first
+    """Yield every valid combination of layout keys and micro-batches, with unsharded states.
+
+    If a cluster is given, a division of experts is left out if another one is faster there and divides them as far.
+    """
+    # Replicas divide the devices among them first. The rest of the layout is chosen inside a replica.
+    replicas = base.config.layout.replicas
     model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
@@ -124,8 +136,10 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
 
 
 def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterator[Job]:
-    """Yields every way to cut layers over tensor-parallel ranks: along one axis, or over grids where these are
-    searched. A grid may break a rule about micro-batches yet, which are chosen later."""
+    """Yield every way to shard layers over tensor-parallel ranks: along one axis, or over grids if these are searched.
+
+    A grid may still break a rule about micro-batches, which are chosen later.
+    """
     alone = {"pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "sequence_parallel": False}
     o = base.config.layout
     own = {"tp_kind": o.tp_kind, "tp_keep_gathered": o.tp_keep_gathered}
@@ -143,19 +157,20 @@ def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterato
 
 
 def _variants(plain: Job, micro: list[int], space: SearchSpace, cluster: Cluster | None) -> Iterator[Job]:
-    """Yields a cut of the model with these micro-batches and everything else that may differ."""
+    """Yield one division into tp, cp and pp with these micro-batches and all other choices that may differ."""
     layout, seq = plain.layout, plain.config.model.seq
-    # With one stage, or where stages and replicas both fill whole nodes, the order changes nothing.
-    several = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
-    either = layout.tp > 1 and not plain.config.layout.tp_grid
-    for parts in space.sequence_parallel if either else (False,):
-        sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not parts or n * seq % layout.tp == 0]
-        for order in space.orders if several else space.orders[:1]:
-            cuts = _expert_cuts(sized, {"sequence_parallel": parts, "order": order}, space, cluster)
+    # With one stage, or if stages and replicas both fill whole nodes, the order changes nothing.
+    order_matters = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
+    may_split_sequences = layout.tp > 1 and not plain.config.layout.tp_grid
+    for splits in space.sequence_parallel if may_split_sequences else (False,):
+        sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not splits or n * seq % layout.tp == 0]
+        for order in space.orders if order_matters else space.orders[:1]:
+            cuts = _expert_cuts(sized, {"sequence_parallel": splits, "order": order}, space, cluster)
             yield from (shape for job in sized for keys in cuts for shape in _pipelines(job, keys, space))
 
 
 def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator[Job]:
+    """Yield a job with these layout keys under every number of chunks and every schedule to try."""
     model, pp = plain.config.model, plain.layout.pp
     split = best_split(model, pp)
     for chunks in space.chunks:
@@ -170,35 +185,42 @@ def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator
 def _schedules(
     chosen: tuple[str, ...], pp: int, micro_batches: int, chunks: int, kinds: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the kinds to try, the fastest first: all that accept this number of chunks, except those that are by their
-    formulas neither faster than another kind nor need less memory."""
+    """Return the schedules to try, the fastest first.
+
+    These are all schedules that accept this number of chunks, except those that by their formulas are neither faster
+    than another one nor need less memory.
+    """
     if chosen or pp == 1:
         return tuple(name for name in chosen or (default_kind(chunks),) if KINDS[name].takes(chunks))
     unknown: list[str] = []
-    found: dict[str, list[float]] = {}
+    chosen_figures: dict[str, list[float]] = {}
     for name in dict.fromkeys([default_kind(chunks), *training_kinds(chunks)]):
-        seconds, flying = KINDS[name].seconds, KINDS[name].in_flight
-        if seconds is None or flying is None:
+        seconds, in_flight = KINDS[name].seconds, KINDS[name].in_flight
+        if seconds is None or in_flight is None:
             unknown.append(name)
             continue
         figures = [seconds([PhaseTimes(1.0, 2.0, 1.0)] * pp, micro_batches, chunks)]
-        figures += [flying(pp, micro_batches, chunks, rank) for rank in range(pp)]
-        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in found.values()):
-            found[name] = figures
-    return (*unknown, *sorted(found, key=lambda name: found[name][0]))
+        figures += [in_flight(pp, micro_batches, chunks, rank) for rank in range(pp)]
+        if not any(all(a <= b for a, b in zip(other, figures, strict=True)) for other in chosen_figures.values()):
+            chosen_figures[name] = figures
+    return (*unknown, *sorted(chosen_figures, key=lambda name: chosen_figures[name][0]))
 
 
 def _expert_cuts(
     sized: list[Job], keys: dict[str, Any], space: SearchSpace, cluster: Cluster | None
 ) -> list[dict[str, Any]]:
-    """Returns `keys` with each way to divide experts, if the model has any. `sized` are the same cut with all sizes of
-    micro-batches, of which the smallest and the largest decide what is worth trying."""
+    """Return `keys` with each division of experts, or alone if the model has no experts.
+
+    `sized` is the same layout with each size of micro-batch. The smallest and the largest size decide which divisions
+    are worth trying.
+    """
     if not sized:
         return []
     experts, layout = sized[0].config.model.experts, sized[0].layout
     if not experts.count:
         return [keys]
-    folded, tried = layout.tp * layout.cp * layout.dp, []
+    tried = []
+    folded = layout.tp * layout.cp * layout.dp  # The ranks over which experts can be divided.
     for etp, ep in product(space.etp or _powers(layout.tp), space.ep or _powers(experts.count)):
         if folded % ((etp or layout.tp) * ep) == 0 and experts.count % ep == 0:
             tried.append(keys | {"ep": ep, "etp": etp})
@@ -210,8 +232,11 @@ def _expert_cuts(
 
 
 def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """Yields the ways to divide experts of which none is both slower than another and divides them less, which needs
-    more memory and sums more gradients."""
+    """Yield the divisions of experts that are worth trying, those that divide experts furthest first.
+
+    Dividing experts less needs more memory and sums more gradients. So a division is only yielded if it is faster, by
+    the share WORTHWHILE, than all that divide them further.
+    """
     timed = []
     for number, cut in enumerate(cuts):
         job = plain.replaced(layout=cut)
@@ -225,7 +250,7 @@ def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator
 
 
 def divided_otherwise(job: Job) -> Iterator[Job]:
-    """Yields the same layout with every other way to divide experts."""
+    """Yield the same layout with every other division of experts."""
     own = (job.layout.ep, job.layout.etp)
     for cut in _expert_cuts([job], {}, SearchSpace(), None):
         if (cut["ep"], cut["etp"]) != own:
@@ -235,12 +260,12 @@ def divided_otherwise(job: Job) -> Iterator[Job]:
 
 
 def _powers(number: int) -> tuple[int, ...]:
-    """Returns the powers of two that divide a number."""
+    """Return the powers of two that divide a number."""
     return tuple(2**power for power in range(number.bit_length()) if number % 2**power == 0)
 
 
 def _mixture_seconds(job: Job, cluster: Cluster) -> float:
-    """Returns the seconds of one micro-batch in all blocks with experts, with the communication that nothing hides."""
+    """Return the seconds of one micro-batch in all blocks with experts, including exposed communication."""
     where = setting_of(job, cluster, recompute="none")
     times = ((count, unit_time(block, where)) for block, count in job.model.kinds if block.has_experts)
     return sum(count * (time.whole_forward + time.whole_backward) for count, time in times)
@@ -249,18 +274,22 @@ def _mixture_seconds(job: Job, cluster: Cluster) -> float:
 def search(
     base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False
 ) -> SearchResult:
-    """Ranks all layouts of `base`'s model and batch on its devices; `fit_gib` 0 means the device's own memory. Layouts
-    that break a rule are not ranked. With `best_only`, layouts that can't be the best are not even counted."""
+    """Rank all layouts for the model, batch and devices of `base`.
+
+    `fit_gib` limits the memory; 0 means the device's memory. Layouts that break a rule are not ranked. With
+    `best_only`, layouts that can't be the best are not even counted.
+    """
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
-    found = SearchResult()
+    result = SearchResult()
     if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
-        return replace(found, refused=why)
+        return replace(result, refused=why)
+
     best = float("inf")
     rough: list[Candidate] = []
-    shortest: list[float] = []  # the steps of the best that are kept, negative, the longest first
-    too_large: set[object] = set()  # what did not fit will not fit with larger micro-batches, which come later
-    served: set[object] = set()  # fits with a faster schedule, and nothing recomputed
+    shortest: list[float] = []  # A heap of the negative step times of the best KEPT candidates, the longest first.
+    too_large: set[object] = set()  # Layouts that did not fit. Larger micro-batches come later and won't fit either.
+    served: set[object] = set()  # Layouts that fit with a faster schedule without recomputation.
     for shape in sorted(shapes(base, space, cluster), key=_promise):
         bound, c = _least_seconds(shape, cluster), shape.config
         if best_only and bound > BEST_ONLY_RATIO * best:
@@ -268,24 +297,26 @@ def search(
         for zero in _stages(shape, space):
             why = _refused(shape, zero)
             if why:
-                found.broken += len(space.recompute)
-                found.refused = found.refused or why
+                result.broken += len(space.recompute)
+                result.refused = result.refused or why
                 continue
-            found.layouts += len(space.recompute)
+            result.layouts += len(space.recompute)
             if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
             alike = (c.layout, c.train.micro_batch, zero)
             if key in too_large or alike in served:
                 continue
+            # Once something fits, `nearest` is no longer needed. The states alone then reject a layout cheaply.
             if rough and states_gib(shape.replaced(zero={"stage": zero})) > limit:
                 continue
-            fitting = _first_that_fits(shape, zero, cluster, limit, space, found)
+            fitting = _first_that_fits(shape, zero, cluster, limit, space, result)
             if fitting is None:
                 too_large.add(key)
                 continue
-            found.fitting += 1
+            result.fitting += 1
             recomputes = fitting[0].config.recompute.mode != space.recompute[0]
+            # A schedule without a formula comes first whatever its speed, so it does not rule out others.
             if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
                 served.add(alike)
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
@@ -293,21 +324,22 @@ def search(
             heappush(shortest, -rough[-1].cost.step_s)
             if len(shortest) > KEPT:
                 heappop(shortest)
+
     rough.sort(key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
     refined += rough[REFINE_TOP:KEPT]
-    found.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
-    return found
+    result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
+    return result
 
 
 def _without_batch(shape: Job) -> object:
-    """Returns everything that is chosen but the micro-batch and the states."""
+    """Return a key of all choices of a shape except its micro-batch."""
     c = shape.config
     return c.layout, c.pipeline.schedule
 
 
 def _refused(shape: Job, zero: int) -> str | None:
-    """Returns the reason why a candidate can't be trained, if there is one."""
+    """Return the reason why a candidate can't be trained, or None if it can."""
     tried = shape.replaced(zero={"stage": zero}, layout={"node_size": shape.node_size})
     try:
         return first_broken_rule(tried.config, shape.world, RULES)
@@ -316,39 +348,42 @@ def _refused(shape: Job, zero: int) -> str | None:
 
 
 def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
-    """Returns the ZeRO stages to try: a single replica has nothing to shard, but offloaded weights need stage 3."""
+    """Return the ZeRO stages to try. A single replica has nothing to shard, but offloaded weights need stage 3."""
     if shape.layout.dp * shape.layout.cp > 1 or (shape.config.model.experts.count and shape.layout.edp > 1):
         return space.zero
     return (3,) if shape.states.params_on != "device" and 3 in space.zero else (0,)
 
 
 def _promise(shape: Job) -> tuple[int, int, int]:
-    """Returns a sort key by which shapes that tend to be fast come first, so that the bound soon prunes the others."""
+    """Return a sort key by which shapes that tend to be fast come first, so that the bound prunes the others early."""
     c = shape.config
     return (abs(c.layout.tp - LIKELY_TP) + abs(c.layout.pp - LIKELY_PP), c.layout.chunks, c.train.micro_batch)
 
 
 def _least_seconds(shape: Job, cluster: Cluster) -> float:
-    """Returns a lower bound for a step of the shape: its blocks' compute, evenly divided, and the bubble of that."""
+    """Return a lower bound for a step of the shape: the compute of its blocks, evenly divided, with its bubble."""
     where = setting_of(shape, cluster, recompute="none")
     forward = whole = weights = 0.0
     for block, count in shape.model.kinds:
         time = unit_time(block, where)
-        # Nothing hides exchanges with other experts' ranks.
+        # Exchanges with the ranks of other experts are never hidden.
         exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
         forward, weights = forward + count * time.forward, weights + count * time.weights
         whole += count * (time.computed + exchanged)
     pp, m, closed = shape.layout.pp, shape.micro_batches, KINDS[shape.config.pipeline.schedule].seconds
     if closed is None:
         return m * whole / pp
-    full = -(-m // pp) * pp  # groups that are not full have gaps, which a formula may overstate
+    # An incomplete group of micro-batches has gaps, which a formula may overstate. So full groups are timed.
+    full = -(-m // pp) * pp
     each = PhaseTimes(forward / pp, (whole - forward) / pp, weights / pp)
     return closed([each] * pp, full, shape.config.layout.chunks) - (full - m) * each.whole
 
 
 def _first_that_fits(
-    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, found: SearchResult
+    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, result: SearchResult
 ) -> tuple[Job, float] | None:
+    """Return (job, GiB) for the fastest recompute setting that fits, or None if none fits."""
+
     def tried(keys: dict[str, Any]) -> tuple[Job, float]:
         job = shape.replaced(zero={"stage": zero}, recompute=keys)
         return job, needed_gib(job, cluster)
@@ -358,52 +393,60 @@ def _first_that_fits(
 
     first, *others = recompute_settings(space)
     job, memory = tried(first)
-    if memory > limit and others:  # the last keeps the least: where that is too much, so are the others
+    # The last setting needs the least memory. If it does not fit, no other does.
+    if memory > limit and others:
         job, memory = tried(others[-1])
         if memory <= limit:
             job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
     if fits(job, memory):
         return job, memory
-    if found.nearest is None or memory < found.nearest[0]:
-        found.nearest = (memory, job)
+    if result.nearest is None or memory < result.nearest[0]:
+        result.nearest = (memory, job)
     return None
 
 
 @lru_cache(maxsize=64)
 def recompute_settings(space: SearchSpace) -> list[dict[str, Any]]:
-    """Returns what may be recomputed and offloaded, from the fastest to what needs the least memory: host memory and
-    then pieces come to the mode that recomputes most."""
-    again = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
-    least = [(mode, *again[0]) for mode in space.recompute] + [(space.recompute[-1], *each) for each in again[1:]]
+    """Return the recompute settings to try, from the fastest to the one that needs the least memory.
+
+    Offloading, and then MLPs in more chunks, are only added to the mode that recomputes most.
+    """
+    combinations = [(pieces, offload) for pieces in space.pieces for offload in space.offload]
+    settings = [(mode, *combinations[0]) for mode in space.recompute]
+    settings += [(space.recompute[-1], *combination) for combination in combinations[1:]]
+    # Only modes that recompute whole blocks have inputs to offload.
     blocks = {mode for mode in space.recompute if RecomputeConfig(mode).blocks}
-    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in least]
+    keys = [{"mode": mode, "pieces": pieces, "offload": offload} for mode, pieces, offload in settings]
     return [each for each in keys if each["mode"] in blocks or not each["offload"]]
 
 
 def host_gib(job: Job) -> float:
-    """Returns the GiB of a node's memory that its ranks' offloaded activations take."""
+    """Return the GiB of a node's host memory that the offloaded activations of its ranks take."""
     if not job.config.recompute.offload:
         return 0.0
     return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
 def why_nothing(
-    base: Job, cluster: Cluster, found: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
+    base: Job, cluster: Cluster, result: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
 ) -> UserError:
-    """Returns the error for a model that fits nowhere: the rule that all layouts break, or the nearest layout, what it
-    lacks, and what would help. `fixed` are the `a.b=c` words that left only `space`."""
+    """Return the error for a model that fits nowhere.
+
+    The error names the rule that all layouts break, or the layout nearest to fitting, the memory that it lacks and a
+    remedy. `fixed` are the `a.b=c` words that restricted the search to `space`.
+    """
     devices, batch = base.world, base.global_batch
     under = f" with {', '.join(fixed)}" if fixed else ""
-    if found.nearest is None:
-        if found.refused:
-            return UserError(found.refused)
+    if result.nearest is None:
+        if result.refused:
+            return UserError(result.refused)
         keys = " and ".join(word.partition("=")[0] for word in fixed)
         return UserError(
             f"no layout{under} divides {devices} devices, a global batch of {batch} and this model: "
             + (f"leave {keys} open, or " if keys else "")
             + "change --devices or --global-batch, e.g. to a power of two"
         )
-    needed, job = found.nearest
+    needed, job = result.nearest
     c, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
@@ -417,5 +460,5 @@ def why_nothing(
         f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
         f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
         f"{needed - limit:.1f} GiB too much: use devices "
-        f"with more memory{enough}" + (f"; others break a rule: {found.refused}" if found.refused else "")
+        f"with more memory{enough}" + (f"; others break a rule: {result.refused}" if result.refused else "")
     )

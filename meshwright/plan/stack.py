@@ -1,6 +1,9 @@
-"""Software stacks: what a training program does with a device, apart from the layout. No torch. There are our own two
-(blocks compiled or not) and six of other programs, which differ in what their sources document: whether attention is
-one kernel or products around a softmax, whether small kernels are fused, and which communication overlaps compute."""
+"""Software stacks: the properties of a training program on a device, apart from the layout. No torch.
+
+There are our own stacks (with and without compiled blocks, and on a CPU) and those of other programs. They differ in
+the properties that their sources document: whether attention is one kernel or products around a softmax, whether small
+kernels are fused, and which communication overlaps compute.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from meshwright.config.sections import Config
 from meshwright.engine.optim.rule import Rule, rules_of
 from meshwright.spec.model.part import Kernels
 
-# Bytes per element of an activation, or of a parameter that a product reads. Of nf4 the elements are bytes.
+# Bytes per element of an activation, or of a parameter that a product reads. The elements of packed nf4 are bytes.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nf4": 1}
 
 
@@ -24,17 +27,17 @@ class States:
     param: int = 2
     grad: int = 4
     master: int = 4
-    rule: tuple[int, ...] = (4, 4)  # of each state that the optimizer's rule keeps
-    matrix_rule: tuple[int, ...] = ()  # the same of matrices that are updated as wholes
-    fused: bool = True  # on an accelerator a kernel updates the states in the precisions they are stored in
-    paired: bool = False  # the master is the parameter with the 16 bits that rounding took from it
-    keeps_param: bool = True  # besides the master, parameters are kept in the precision of the products
-    grad_copy: int = 0  # bytes per parameter of a second gradient in another precision
-    step_copy: int = 0  # temporary bytes per owned parameter during the update
-    buckets: bool = False  # DeepSpeed's fixed buckets and live parameters
+    rule: tuple[int, ...] = (4, 4)  # One entry for each state of the optimizer's update rule.
+    matrix_rule: tuple[int, ...] = ()  # The same for matrices that are updated as wholes.
+    fused: bool = True  # On an accelerator, one kernel updates the states in the precisions in which they are stored.
+    paired: bool = False  # The master is the parameter and the 16 bits that rounding removed from it.
+    keeps_param: bool = True  # In addition to the master, parameters are stored in the precision of the products.
+    grad_copy: int = 0  # Bytes per parameter of a second gradient in another precision.
+    step_copy: int = 0  # Temporary bytes per owned parameter during the update.
+    buckets: bool = False  # True for DeepSpeed's fixed buckets and live parameters.
     optimizer_on: str = "device"  # device, cpu or disk
     params_on: str = "device"
-    checkpoints_on: str = "device"  # where the inputs of recomputed blocks are kept
+    checkpoints_on: str = "device"  # The place of the inputs of recomputed blocks.
 
     def of_rule(self, matrices: bool) -> tuple[int, ...]:
         """Return the bytes per element of each state of the rule that updates matrices, or of the usual one."""
@@ -42,7 +45,10 @@ class States:
 
 
 def states_of(config: Config, own: bool = True) -> States:
-    """Returns how Meshwright keeps the states of a config; others (not `own`) keep whole masters beside the weights."""
+    """Return the states of a config as Meshwright stores them.
+
+    Other programs (not `own`) store whole masters in addition to the weights.
+    """
     precision, master, rules = config.train.precision, config.optimizer.master_dtype, rules_of(config.optimizer)
     param = BYTES[precision]
 
@@ -65,33 +71,33 @@ def states_of(config: Config, own: bool = True) -> States:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a program does. `hide_*` are shares of the time that could be hidden at best."""
+    """The properties of a training program. `hide_*` are the shares of the time that can be hidden at best."""
 
     name: str
     about: str
     fused_attention: bool
-    attention: float  # speed of its attention core, relative to the device's own figure
-    passes: float  # memory passes of elementwise work; 1 is one read and one write per operation
-    accumulate: float  # bytes per parameter and micro-batch moved by accumulating a weight gradient
-    kernel_us: float  # host time to launch one kernel; a layer can't be faster than its launches
-    hide_tp: float  # tp collectives behind products
-    hide_dp: float  # gradient reduction and parameter gathers behind compute
-    hide_pp: float  # stage-to-stage sends
-    gathers: int  # collectives per sharded layer: one for a flat buffer, or one per weight
-    contention: float  # share of the hidden time by which communication slows concurrent compute
-    scatter_sends: bool  # each tp rank sends only its 1/t of what goes to the next stage
-    selective: float  # share of a block's linear products that "selective" recomputes
-    selective_core: bool  # whether "selective" recomputes attention's core
-    logit_bytes: float  # bytes per logit at the peak of the loss
-    gate_copies: float  # tensors of the MLP's width that a gated activation keeps for backward
-    base_gib: float  # context and communication buffers, outside the allocator
-    cache: float  # ratio of reserved to allocated memory, for activations
-    own: bool = False  # Meshwright itself
-    compiled: bool = False  # its blocks are compiled
-    states: States | None = None  # how it keeps states, if not like Meshwright
+    attention: float  # Speed of its attention core, relative to the device's own figure.
+    passes: float  # Memory passes of elementwise work; 1 is one read and one write per operation.
+    accumulate: float  # Bytes per parameter and micro-batch moved by accumulating a weight gradient.
+    kernel_us: float  # Host time to launch one kernel. A layer can't be faster than its launches.
+    hide_tp: float  # Of tp collectives, behind products.
+    hide_dp: float  # Of gradient reductions and parameter gathers, behind compute.
+    hide_pp: float  # Of sends between stages.
+    gathers: int  # Collectives per sharded layer: one for a flat buffer, or one per weight.
+    contention: float  # Share of the hidden time by which communication slows concurrent compute.
+    scatter_sends: bool  # Each tp rank sends only its 1/t of the activations to the next stage.
+    selective: float  # Share of a block's linear products that "selective" recomputes.
+    selective_core: bool  # Whether "selective" recomputes the attention core.
+    logit_bytes: float  # Bytes per logit at the peak of the loss.
+    gate_copies: float  # Tensors of the MLP's width that a gated activation saves for backward.
+    base_gib: float  # Context and communication buffers, outside the allocator.
+    cache: float  # Ratio of reserved to allocated memory, for activations.
+    own: bool = False  # True for Meshwright itself.
+    compiled: bool = False  # True if its blocks are compiled.
+    states: States | None = None  # The states that it stores, if they differ from Meshwright's.
 
     def kernels(self, host: bool = False, pieces: int = 1, fp8: bool = False) -> Kernels:
-        """Returns what its kernels keep for backward; `host` means on a CPU, `pieces` those of our MLPs."""
+        """Return the properties of its kernels. `host` means on a CPU; `pieces` is the number of chunks of our MLPs."""
         if self.own:
             return Kernels(fused=self.compiled, host=host, pieces=pieces, fp8=fp8)
         return Kernels(
@@ -101,6 +107,7 @@ class Stack:
 
 
 def _load() -> dict[str, Stack]:
+    """Return all stacks by name: those of other programs from stacks.yaml, and our own, which are derived from them."""
     raw = yaml.safe_load((Path(__file__).parent / "stacks.yaml").read_text(encoding="utf-8"))
     others = {name: Stack(name=name, **fields) for name, fields in raw.items()}
     compiled = replace(
@@ -121,7 +128,7 @@ COMPILED, EAGER, CPU = STACKS["compiled"], STACKS["eager"], STACKS["cpu"]
 
 
 def own_stack(config: Config, host: bool = False) -> Stack:
-    """Returns Meshwright's stack for this config on an accelerator, or on a CPU, which compiles only if told to."""
+    """Return Meshwright's stack for this config on an accelerator, or on a CPU, which compiles only on request."""
     if host:
         return replace(CPU, compiled=config.train.compile == "true")
     return COMPILED if config.compiles else EAGER

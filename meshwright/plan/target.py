@@ -1,4 +1,4 @@
-"""The target of a planning command: a config file or a preset's name, with `a.b=c` words on top. No torch."""
+"""Reads the target of a planning command: a config file or a preset's name, with `a.b=c` words on top. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUT_WORDS = {
     "zero": "zero.stage", "recompute": "recompute.mode", "offload": "recompute.offload", "pieces": "recompute.pieces",
 }  # fmt: skip
 
-# What planning takes of a recipe beside the model: of the training keys those of a step.
+# The sections of a recipe that planning uses in addition to the model, and the keys of its `train` section.
 PLANNED_SECTIONS = ("layout", "pipeline", "zero", "recompute", "context", "optimizer", "loss_scale", "comm")
 PLANNED_TRAIN_KEYS = ("global_batch", "micro_batch", "precision", "grad_dtype", "fp8_scale", "compile")
 
@@ -44,15 +44,18 @@ class Target:
     name: str
     config: Config
     run: Mapping[str, Any] = field(default_factory=dict)
-    own_precision: bool = True  # set by the user; otherwise it is the one that a cluster's devices are used with
-    own_batch: bool = True  # train.global_batch was given, here or by a published run
+    own_precision: bool = True  # True if the user set the precision. Otherwise it is chosen by the cluster's devices.
+    own_batch: bool = True  # True if train.global_batch was given, by the user or by a published run.
 
 
 def target_of(
     target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True, placed: bool = True
 ) -> Target:
-    """Returns the target of that name; with `as_run` it has the layout of the published run of that name. A recipe's
-    layout that nobody published is only used where the command gives no place of its own (not `placed`)."""
+    """Return the target of that name.
+
+    With `as_run`, it has the layout of the published run of that name. An unpublished layout of a recipe is used only
+    if the command sets no layout, cluster or devices (not `placed`).
+    """
     raw, run, name = _raw(target, as_run, placed)
     given = [*_layout_words(layout), *words]
     for word in given:
@@ -62,20 +65,23 @@ def target_of(
         raw.get("pipeline", {}).pop("split", None)
     _interleave(raw)
     train = raw["train"] if isinstance(raw.get("train"), dict) else {}
-    said = "precision" in train if target not in PRESETS else "train.precision" in keys
-    return Target(name, config_from(raw), run, said, "global_batch" in train)
+    # The config of a preset always contains a precision, so there only the given words count.
+    own_precision = "precision" in train if target not in PRESETS else "train.precision" in keys
+    return Target(name, config_from(raw), run, own_precision, "global_batch" in train)
 
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-    """Returns whether a published run's split of its layers no longer applies: the stages or the layers are others."""
+    """Return True if a published run's split of layers no longer applies: the stages or the layers are different."""
     mine, its, layers = raw.get("layout", {}), run.get("layout", {}), sum(run.get("pipeline", {}).get("split", ()))
     others = raw["model"].get("layers", layers) != layers
     return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
 
 
 def _interleave(raw: dict[str, Any]) -> None:
-    """Selects the default schedule for several chunks where chunks are given and no schedule is; values that are no
-    sections are left for the config's own error."""
+    """Select the default schedule for several chunks if chunks are given and no schedule is.
+
+    Values that are not sections are left to the config, which reports them.
+    """
     layout, pipeline = ({} if raw.get(name) is None else raw[name] for name in ("layout", "pipeline"))
     if not isinstance(layout, dict) or not isinstance(pipeline, dict):
         return
@@ -84,8 +90,10 @@ def _interleave(raw: dict[str, Any]) -> None:
 
 
 def published_run(target: str, placed: bool = True) -> dict[str, Any]:
-    """Returns the run that a recipe of that name describes, as far as planning goes: the sections below, the cluster,
-    the number of devices and the software stack. Empty if there is none."""
+    """Return the parts of a recipe's run that planning uses, or nothing if there is no such recipe.
+
+    These are its planned sections, the cluster, the number of devices and the software stack.
+    """
     if target not in recipe_names() or (placed and read_recipe(target).layout != "published"):
         return {}
     run = copy.deepcopy(read_recipe(target).run)
@@ -94,6 +102,7 @@ def published_run(target: str, placed: bool = True) -> dict[str, Any]:
 
 
 def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
+    """Return (sections of the config, published run, name) of a target."""
     path = Path(target)
     if target in PRESETS:
         run = published_run(target, placed)
@@ -102,7 +111,8 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
         for section in ("model", "train", *(PLANNED_SECTIONS if as_run else ())):
             raw[section] = {**raw.get(section, {}), **run.get(section, {})}
         return {key: value for key, value in raw.items() if value}, run, target
-    if target in recipe_names() and not path.is_file():  # of a run of a model that has another name
+    # A recipe whose name is not a preset's.
+    if target in recipe_names() and not path.is_file():
         return dict(read_sections(target)), published_run(target, placed=False), target
     if path.suffix == ".json" and path.is_file():
         return _of_hugging_face(path)
@@ -119,10 +129,9 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
-    """Returns the model of a config.json that transformers wrote."""
-    from meshwright.spec.model.hf import (
-        family_named,  # reads the table of families, for which other targets need not wait
-    )
+    """Return (sections of the config, published run, name) for a config.json that transformers wrote."""
+    # Imported here because it reads the table of families, which other targets don't need.
+    from meshwright.spec.model.hf import family_named
 
     read = read_yaml(path)  # JSON is YAML
     if not isinstance(read, dict) or "model_type" not in read:
@@ -132,7 +141,7 @@ def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str
 
 
 def _layout_words(text: str) -> list[str]:
-    """Turns `tp=8,pp=16` into config words."""
+    """Turn `tp=8,pp=16` into config words."""
     words = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = part.partition("=")
@@ -148,7 +157,7 @@ def _layout_words(text: str) -> list[str]:
 
 
 def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | None = None) -> Job:
-    """Returns the job of a target on that many devices of a cluster, if the rules allow it."""
+    """Return the job of a target on that many devices of a cluster. Refuse it if it breaks a rule."""
     host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
     check(target.config, devices, PLANNING_RULES)
@@ -156,8 +165,10 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
 
 
 def with_supported_precision(target: Target, cluster: Cluster) -> Target:
-    """Returns the target in the precision that accelerators are used with, bf16, or fp16 where they lack that, unless
-    the user gives another, or a published run's that the devices have."""
+    """Return the target in the usual precision of accelerators: bf16, or fp16 if the devices lack bf16.
+
+    A precision that the user gave is kept, and so is that of a published run if the devices have it.
+    """
     c, peak = target.config, cluster.device.peak
     if c.train.precision in peak and c.train.precision == target.run.get("train", {}).get("precision"):
         return target
@@ -168,11 +179,11 @@ def with_supported_precision(target: Target, cluster: Cluster) -> Target:
 
 
 def cluster_for(target: Target, name: str | None) -> Cluster:
-    """Returns the named cluster, or that of the preset's published run."""
-    found = name or target.run.get("cluster", "")
-    if not found:
+    """Return the named cluster, or that of the preset's published run."""
+    chosen = name or target.run.get("cluster", "")
+    if not chosen:
         raise UserError("give --cluster with the name of a cluster or the path of its file")
-    cluster = load_cluster(found)
+    cluster = load_cluster(chosen)
     rate = target.run.get("network_gb_s")
     if rate and not name:
         cluster = replace(cluster, network=replace(cluster.network, node_gb_s=float(rate)))
@@ -180,6 +191,7 @@ def cluster_for(target: Target, name: str | None) -> Cluster:
 
 
 def devices_for(target: Target, given: int | None) -> int:
+    """Return the given number of devices, or that of the preset's published run."""
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
@@ -188,7 +200,7 @@ def devices_for(target: Target, given: int | None) -> int:
 
 
 def stack_for(config: Config, cluster: Cluster, name: str | None) -> Stack:
-    """Returns the named stack, or our own as this config runs on the cluster."""
+    """Return the named stack, or our own stack as this config uses it on the cluster."""
     if not name:
         return own_stack(config, cluster.device.units == 1)
     if name not in STACKS:

@@ -1,4 +1,4 @@
-"""One step simulated on every pipeline rank, and how it changes when a link or a rank is slow or nodes are missing."""
+"""Simulates one step on every pipeline rank, also with a slow link, a slow rank or missing nodes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from meshwright.plan.job import Job
 from meshwright.spec.schedule.simulate import Simulation
 from meshwright.spec.schedule.trace import REDUCED, UPDATED, Span, spans_of
 
-WHOLE_TABLE = 10**9  # a table of any size is simulated, since it is drawn
+WHOLE_TABLE = 10**9  # A table of any size is simulated, since it is drawn.
 CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes", "imbalance")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One `--what-if`."""
+    """One hypothetical change of a step, as `--what-if` gives it."""
 
     kind: str
-    factor: float  # the share of the speed that is left, the number of missing nodes, or the busiest rank's rows
-    rank: int = -1  # of the pipeline
+    # The share of the speed that is left, the number of missing nodes, or the busiest rank's rows over the mean.
+    factor: float
+    rank: int = -1  # The slow pipeline rank.
 
     def __str__(self) -> str:
         if self.kind == "fewer-nodes":
@@ -45,11 +46,12 @@ class SimulatedStep:
 
     @property
     def tokens_per_s(self) -> float:
+        """The tokens per second of all devices."""
         return self.cost.job.tokens / self.seconds
 
 
 def parse_change(text: str) -> Change:
-    """Parses `slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7` or `fewer-nodes=1`."""
+    """Parse `slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7`, `fewer-nodes=1` or `imbalance=1.3`."""
     kind, _, value = text.partition("=")
     if kind not in CHANGE_KINDS:
         raise UserError(
@@ -70,12 +72,12 @@ def parse_change(text: str) -> Change:
     elif kind == "imbalance":
         check_imbalance(f"--what-if '{text}'", change.factor)
     elif not 0 < change.factor <= 1:
-        raise UserError(f"--what-if '{text}': the share of the speed that is left lies above 0 and is at most 1")
+        raise UserError(f"--what-if '{text}': the share of the speed that is left must be above 0 and at most 1")
     return change
 
 
 def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> SimulatedStep:
-    """Simulates the step with all `changes` applied."""
+    """Simulate the step with all `changes` applied."""
     slow: dict[int, float] = {}
     for change in changes:
         if change.kind == "slow-link":
@@ -92,19 +94,23 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
         else:
             job = without_nodes(job, int(change.factor))
     cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
+    # A slow rank changes the timeline alone, so the step grows by the difference of the makespans.
     timeline = _timeline(cost, slow)
     usual = timeline if not slow else _timeline(cost, {})
     return SimulatedStep(cost, timeline, cost.step_s + timeline.makespan - usual.makespan)
 
 
 def check_imbalance(given: str, factor: float) -> None:
-    """Raises unless the busiest rank's rows over the mean can be so many; `given` begins the sentence."""
+    """Raise an error unless the busiest rank's rows over the mean are finite and at least 1.
+
+    The error message begins with `given`.
+    """
     if not 1 <= factor < math.inf:
         raise UserError(f"{given}: the busiest rank's rows over the mean are at least 1, e.g. 1.3")
 
 
 def with_imbalance(job: Job, factor: float) -> Job:
-    """Returns the job where the busiest rank's experts get `factor` times the mean rows."""
+    """Return the job in which the busiest rank's experts get `factor` times the mean rows."""
     ep, experts = job.layout.ep, job.config.model.experts
     if not experts.count or ep == 1:
         why = "the model has no experts" if not experts.count else "every rank computes its own rows with layout.ep=1"
@@ -117,19 +123,22 @@ def with_imbalance(job: Job, factor: float) -> Job:
 
 
 def without_nodes(job: Job, nodes: int) -> Job:
-    """Returns the same layout on fewer nodes: fewer data-parallel ranks share a batch, which is rounded down to
-    their multiple."""
+    """Return the same layout on fewer nodes.
+
+    Fewer data-parallel ranks share a batch, which is rounded down to a multiple that they can divide.
+    """
     c, node = job.config, job.node_size
     unit = c.layout.least_world
     world = (job.world - nodes * node) // unit * unit
     if world < unit:
         raise UserError(
             f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
-            "take away fewer"
+            "remove fewer"
         )
     samples = batch_unit(c, world)[0]
     batch = job.global_batch // samples * samples
     fewer = replace(job.replaced(train={"global_batch": batch}, layout={"node_size": node}), world=world)
+    # The layout is built, and its sizes checked, when it is first read.
     try:
         assert fewer.layout.world == world
     except UserError as error:
@@ -142,12 +151,13 @@ def _timeline(cost: Cost, slow: dict[int, float]) -> Simulation:
 
 
 def step_spans(step: SimulatedStep) -> list[Span]:
-    """Returns the pipeline's spans, followed on every rank by the exposed rest of the reduction and the optimizer."""
+    """Return the pipeline's spans, followed on every rank by the exposed reduction and the optimizer's update."""
     spans = list(spans_of(step.timeline))
     end = step.timeline.makespan
     axes = step.cost.axes
     reduced = [name for name in ("dp", "edp") if name in axes]
-    after = reduced and step.cost.job.config.zero.stage < 2  # from stage 2 on, every micro-batch includes its reduction
+    # From ZeRO stage 2 on, every micro-batch includes its reduction.
+    after = reduced and step.cost.job.config.zero.stage < 2
     later = [(REDUCED, sum(axes[name].exposed for name in reduced))] if after else []
     later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))

@@ -80,7 +80,8 @@ class MetricsFile:
             else:
                 odd.append((at, text[at:end]))
             at = end + 1
-        table = _numbers(fronts)
+        table, numeric = _numbers(fronts)
+        starts = [starts[i] for i in numeric]
         # Lines written by another version or by hand are parsed as JSON, then sorted back into their places.
         for at, line in odd:
             row = _parsed(line)
@@ -133,8 +134,11 @@ class MetricsFile:
         return parsed
 
 
-def _numbers(fronts: list[bytes]) -> Table:
-    """Parse the columns of all lines at once. Lines in which a value is not a number are left out."""
+def _numbers(fronts: list[bytes]) -> tuple[Table, list[int]]:
+    """Parse the columns of all lines at once. Return them and the indices of their lines.
+
+    Lines in which a value is not a number are left out.
+    """
     text = b" ".join(fronts)
     for word, number in _WORDS:
         text = text.replace(word, number)
@@ -143,10 +147,13 @@ def _numbers(fronts: list[bytes]) -> Table:
         values = np.array(list(map(float, text.split())))
     except ValueError:
         values = np.empty(0)
+    if values.size == len(fronts) * len(COLUMNS):
+        return values.reshape(-1, len(COLUMNS)), list(range(len(fronts)))
+    if len(fronts) == 1:
+        return np.empty((0, len(COLUMNS))), []
     # Some line has a value that is not a number: parse line by line to find out which.
-    if values.size != len(fronts) * len(COLUMNS):
-        return np.concatenate([_numbers([one]) for one in fronts]) if len(fronts) > 1 else np.empty((0, len(COLUMNS)))
-    return values.reshape(-1, len(COLUMNS))
+    single = [_numbers([front])[0] for front in fronts]
+    return np.concatenate(single), [number for number, row in enumerate(single) if len(row)]
 
 
 def _parsed(text: bytes) -> list[float] | None:

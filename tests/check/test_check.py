@@ -96,6 +96,9 @@ def test_dp_shrinks_first_and_nothing_below_two() -> None:
     assert (smaller.tp, smaller.pp, world) == (2, 2, 8) and why == "this machine runs 8 ranks at once"
     least, world, _ = fitting_layout(LayoutConfig(tp=8, pp=8, cp=2), 128 * 16, 4, given=False)
     assert (least.tp, least.pp, least.cp, world) == (2, 2, 2, 16)
+    for grid in ((4, 2), (2, 4), (2, 2)):  # a grid of 2 x 2 stays, and pp shrinks beside it
+        least, world, _ = fitting_layout(LayoutConfig(tp=math.prod(grid), pp=4, tp_grid=grid), 64, 8, given=False)
+        assert (least.tp_grid, least.pp, world) == ((2, 2), 2, 16)
     with pytest.raises(UserError, match="--nproc 6 is not a multiple of the 4 ranks of tp=2 x pp=2"):
         fitting_layout(LayoutConfig(tp=2, pp=2), 8, 6, given=True)
 

@@ -67,7 +67,7 @@ TRAIN = {
         ["layout.cp=2", "model.seq=17", "context.order=striped", "--nproc", "2"], "into 2 equal parts: try model.seq=18"
     ),
     "heads for tokens": (
-        ["layout.cp=8", "context.kind=ulysses", "--nproc", "8"], "4 key-value heads of a tp rank to 8 ranks"
+        ["layout.cp=8", "context.kind=ulysses", "--nproc", "8"], "4 key-value heads of a tp rank evenly over 8 ranks"
     ),
     "kv heads for tokens": (
         ["layout.cp=2", "model.heads=6", "model.kv_heads=3", "model.hidden=36", "context.kind=ulysses", "--nproc", "2"],
@@ -217,7 +217,7 @@ YAML = {
     "model:\n\tlayers: 2\n": "found character '\\t' that cannot start any token (indent with spaces, not with tabs)",
     "model: {layers: 2\nhidden: 3\n": "line 2 is not valid YAML: expected ',' or '}', but got ':' (close the bracket",
     "model:\nlayers: 2\n": "unknown section 'layers' (did you mean model.layers? indent it below its section)",
-    "model:\n  layers:2\n": "not 'layers:2': put a blank after each colon",
+    "model:\n  layers:2\n": "not 'layers:2': put a space after each colon",
 }
 
 

@@ -117,7 +117,7 @@ def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, f
     told = [line for line in said.splitlines() if not line.startswith(others)]
     last = steps(run)[-1]
     assert code == 0 and len(told) == 5, said
-    assert told[0] == f"goes on with {name}, up to step 100000"
+    assert told[0] == f"continues {name}, up to step 100000"
     assert told[1].startswith(f"{name} was left by a run that is gone (process ")
     assert told[2] == f"continues {name} from step {reached} of 100000, checkpoint verified"
     assert told[3].startswith("asked to stop: saves after this step (Ctrl-C again stops at once")

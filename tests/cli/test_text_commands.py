@@ -242,7 +242,7 @@ def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
         "between 0 and 52": ["--prompt-tokens", "53"],
         "must be numbers": ["--prompt-tokens", "a"],
         "--max-tokens must be": ["--prompt-tokens", "1", "--max-tokens", "0"],
-        "--top-p lies above": ["--prompt-tokens", "1", "--top-p", "0"],
+        "--top-p above": ["--prompt-tokens", "1", "--top-p", "0"],
         "--temperature must be 0 or at least": ["--prompt-tokens", "1", "--temperature", "nan"],
         "--temperature must be 0 or": ["--prompt-tokens", "1", "--temperature", "1e-320"],
         "--seed 10000000000000000000000 must lie": ["--prompt-tokens", "1", "--seed", str(10**22)],

@@ -288,7 +288,7 @@ def test_a_difference_is_told(
     monkeypatch.setattr(OutputLayerPart, "collectives", lambda part, at, batch: iter(()))
     assert main(words) == 1
     out = capsys.readouterr().out
-    assert "What was run is not what was planned" in out
+    assert "The run does not equal the plan" in out
     assert [line.split()[:2] for line in out.splitlines() if line.endswith("differs")] == [
         ["tp", "calls"], ["tp", "payload"], ["tp", "wire"],
     ]  # fmt: skip

@@ -46,6 +46,16 @@ def test_columns_equal_the_file_and_follow_it(tmp_path: Path) -> None:
     assert found.refresh() and found.columns["step"].tolist() == [*range(1, 23)] and found.columns["loss"][20] == 9.0
 
 
+def test_a_line_with_a_word_for_a_number_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(line_of(step, {}, 1.0)) for step in (1, 2, 3)]
+    lines[1] = re.sub(r'"time": [^,]+', '"time": "late"', lines[1])
+    path.write_text("\n".join(lines) + "\n")
+    found = MetricsFile(path)
+    assert found.refresh() and len(found) == 2
+    assert [line["step"] for line in found.lines(3)] == found.columns["step"].tolist() == [1, 3]
+
+
 def test_fewer_points_keep_the_extremes_and_the_means() -> None:
     values = np.sin(np.arange(100_000) / 700)
     values[12_345], values[50_000] = 7.0, math.nan

@@ -72,13 +72,13 @@ def test_what_was_not_saved_when_a_run_ended_counts_for_nothing(
     assert (found["not_saved"], found["seconds_left"]) == (50, pytest.approx(24.0))  # 60 steps of 0.4 s
     assert found["goodput"]["share"] == 0
     assert main(["status", str(run)]) == 0
-    assert "none of which was saved: the run goes on from step 0" in capsys.readouterr().out
+    assert "none of which was saved: the run continues from step 0" in capsys.readouterr().out
     add_checkpoint(run, 20)
     found = status(run, capsys)
     assert (found["not_saved"], found["goodput"]["share"]) == (30, pytest.approx(0.4))
     assert found["seconds_left"] == pytest.approx(16.0)
     assert main(["status", str(run)]) == 0
-    assert "the last 30 of which were not saved: the run goes on from step 20" in capsys.readouterr().out
+    assert "the last 30 of which were not saved: the run continues from step 20" in capsys.readouterr().out
 
 
 def test_a_cpu_run_is_compared_with_the_plan_that_init_makes(

@@ -1,1 +1,1 @@
-"""Modules of other programs, cut by a plan: transformers' models that have no description here, and one's own."""
+"""Modules of other programs, sharded by a plan: a user's module, or a transformers model without a description here."""

@@ -1,5 +1,7 @@
-"""What a transformers model is made of, read from the module itself on the `meta` device: which parameters stand before
-its blocks, in them and after them, and which style of its plan places each."""
+"""Reads the structure of a transformers model from the module itself, built on the `meta` device.
+
+The structure says which parameters come before, in and after the blocks, and which style of the tp plan shards each.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from meshwright.spec.model.wrapped.parts import (
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A transformers model, its plan, and the names of the parameters that stand before and after its blocks."""
+    """A transformers model, its tp plan, and the names of the parameters before and after its blocks."""
 
     model: PlannedModel
     plan: dict[str, str]
@@ -44,13 +46,15 @@ class Blueprint:
 
 
 def transformers() -> Any:
+    """Import and return the transformers library, which is an optional dependency."""
     try:
-        import transformers as found
+        import transformers as library
     except ImportError:
         raise UserError("model.hf builds transformers' own module: run `pip install transformers`") from None
-    return found
+    return library
 
 
+# `text`, the contents of config.json, is part of the cache's key: a file that changes is read again.
 @lru_cache(maxsize=16)
 def _read(folder: str, text: str) -> Any:
     library = transformers()
@@ -63,7 +67,7 @@ def _read(folder: str, text: str) -> Any:
 
 
 def read_config(folder: str) -> Any:
-    """Returns the transformers config of a folder; that of its text, where the model has more."""
+    """Return the transformers config of a folder."""
     path = Path(folder) / "config.json"
     try:
         text = read_file(path).decode("utf-8")
@@ -73,14 +77,14 @@ def read_config(folder: str) -> Any:
 
 
 def of_blocks(text: Any, key: str) -> list[Any]:
-    """The values that a key of a config has: one or, where blocks differ in it, several."""
+    """Return the distinct values of a config's key over all blocks: one, or several if blocks differ in it."""
     differ = getattr(text, "is_heterogeneous", False)
     configs = [text.per_layer_config[n] for n in range(text.num_hidden_layers)] if differ else [text]
-    return list(dict.fromkeys(getattr(each, key, None) for each in configs))
+    return list(dict.fromkeys(getattr(config, key, None) for config in configs))
 
 
 def config_at(config: Any, name: str) -> Any:
-    """The config of a module of this name: that of its block, where blocks differ."""
+    """Return the config that applies to a module of this name: that of its block if blocks differ."""
     text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
     if number is None or not getattr(text, "is_heterogeneous", False):
         return text
@@ -88,23 +92,27 @@ def config_at(config: Any, name: str) -> Any:
 
 
 def rotary_elements(config: Any, name: str) -> int:
-    """How many last elements a module means whose style is `mla_kv_a_proj`."""
+    """Return the number of trailing output elements that are rotary, for a module of the style `mla_kv_a_proj`."""
     return int(getattr(config_at(config, name), "qk_rope_head_dim", 0))
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Builds the unmodified module without memory for its parameters, whose values others will set; its buffers are as
-    its own program makes them. Experts are computed plainly in float64, for which torch has no grouped product."""
+    """Build the unmodified module without memory for its parameters, whose values are set later.
+
+    Its buffers are made by the module's own program.
+    """
     classes = transformers().AutoModelForCausalLM._model_mapping
     if type(config) not in classes:
         raise UserError(
             f"transformers has no causal language model of the family {config.model_type}: use another model"
         )
     config.use_cache = False
+    # torch has no grouped matrix product for float64, so experts are computed one by one.
     if dtype == torch.float64:
         config._experts_implementation = "eager"
     with without_memory():
         module: nn.Module = classes[type(config)]._from_config(config, dtype=dtype)
+    # transformers initialises no module that carries this flag, and these modules get their values only later.
     for each in module.modules():
         each._is_hf_initialized = False  # type: ignore[assignment]
     return in_double(module) if dtype == torch.float64 else module
@@ -112,7 +120,10 @@ def skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Modules that are built inside get parameters on the `meta` device."""
+    """Put the parameters of modules that are built inside the context on the `meta` device.
+
+    Buffers keep their values, which `torch.device("meta")` would discard.
+    """
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -128,7 +139,7 @@ def without_memory() -> Iterator[None]:
 
 
 def in_double(module: nn.Module) -> nn.Module:
-    """Makes every parameter float64, also those that a model keeps in float32 whatever the others are."""
+    """Convert every parameter to float64, including those that a model always keeps in float32."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.double()
@@ -142,13 +153,13 @@ def _blueprint(folder: str, text: str) -> Blueprint:
 
 
 def blueprint(folder: str) -> Blueprint:
-    """Returns the blueprint of a folder's model."""
+    """Return the blueprint of a folder's model."""
     read_config(folder)
     return _blueprint(folder, (Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
 def blocks_path(module: nn.Module) -> str:
-    """Returns the name of the list of modules that holds most of the parameters: the outermost one, in doubt."""
+    """Return the name of the module list that holds the most parameters or, among equals, of the outermost one."""
     lists = {
         name: sum(p.numel() for p in each.parameters())
         for name, each in module.named_modules() if isinstance(each, nn.ModuleList)
@@ -159,16 +170,18 @@ def blocks_path(module: nn.Module) -> str:
 
 
 def draw(module: nn.Module, config: Any) -> Blueprint:
-    """Reads a skeleton."""
+    """Derive the blueprint of a model from its skeleton and its config."""
     text = config.get_text_config()
     path = blocks_path(module)
     plan = mended(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
+
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     tied = {name: all_of[0] for all_of in names.values() if len(all_of) > 1 for name in all_of}
     styles = {name: style_of(name, plan) for all_of in names.values() for name in all_of}
-    for all_of in names.values():  # one tensor has one place
+    # Tied parameters are one tensor, which can be sharded in one way only. If their styles disagree, it is replicated.
+    for all_of in names.values():
         shape = tuple(module.get_parameter(all_of[0]).shape)
         if len({PlannedParameter(name, shape, styles[name]).dim for name in all_of}) > 1:
             for name in all_of:
@@ -181,7 +194,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
             )
             for name in wanted
         )
-        used = max(each or 1 for each in of_blocks(text, "num_experts_per_tok"))
+        used = max(count or 1 for count in of_blocks(text, "num_experts_per_tok"))
         return PlannedPart(held, tuple(calls_of(module, prefix, wanted, plan, config)), used=used)
 
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -191,35 +204,41 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     first_table = module.get_input_embeddings()  # type: ignore[operator]
     table = next((name for name, each in module.named_modules() if each is first_table), "")
     beside = [name for name in before if not name.startswith(f"{table}.")]
+
     hidden, count = text.hidden_size, len(module.get_submodule(path))  # type: ignore[arg-type]
     kept = kept_elements(type(module), copy.deepcopy(config), path) or [KeptElements()] * count
-    heads = [f"{path}.{n}." for n in range(count)]
+    prefixes = [f"{path}.{n}." for n in range(count)]
     parts = [
-        replace(unit(head, [name for name in every if name.startswith(head)]), kept_whole=whole, kept_cut=cut)
-        for head, (whole, cut) in zip(heads, kept, strict=True)
+        replace(unit(prefix, [name for name in every if name.startswith(prefix)]), kept_whole=whole, kept_cut=cut)
+        for prefix, (whole, cut) in zip(prefixes, kept, strict=True)
     ]
     blocks = [PlannedBlock((NamedPart("", "", part),), hidden=hidden) for part in parts]
     first = Unit((NamedPart("", "", unit("", before)),))
     last = Unit((NamedPart("", "", replace(unit("", after), logits=text.vocab_size)),))
-    # Every stage builds its masks and positions itself, from the ids.
+
+    # Every stage builds its masks and positions from the ids, so every node reads these fields.
     fields = ("tokens", "positions")
     nodes = (
         Node("embedding", first, writes=HIDDEN, fields=fields),
         *stack_nodes(blocks, prefix=path, fields=fields),
         Node("head", last, (HIDDEN,), fields=("labels", "loss_mask", *fields)),
     )
-    ends = any(name in tied for name in before) and any(name in tied for name in after)
+    ends_tied = any(name in tied for name in before) and any(name in tied for name in after)
     more = {"path": path, "family": config.model_type, "beside": tuple(beside)}
-    model = PlannedModel(nodes, (Stream(HIDDEN, hidden, by_sample=True),), ends, **more)
+    model = PlannedModel(nodes, (Stream(HIDDEN, hidden, by_sample=True),), ends_tied, **more)
     return Blueprint(model, plan, tuple(before), tuple(after))
 
 
 def _follows(module: nn.Module, name: str, path: str) -> bool:
-    """Whether a parameter is used after the blocks: outside of the base model, or by a module that the pipeline plan
-    names after them. Where there is no such plan, by one that is defined after them."""
+    """Return True if a parameter is used after the blocks.
+
+    That holds for parameters outside of the base model and for those of modules that the pipeline plan lists after the
+    blocks. Without a pipeline plan, the order of definition decides.
+    """
     base, _, last = path.rpartition(".")
+    # The head is outside of the base model.
     if not name.startswith(f"{base}." if base else ""):
-        return True  # the head, outside of the base model
+        return True
     planned = list(getattr(module, "pp_plan", None) or ())
     if path in planned:
         return any(name.startswith(f"{each}.") for each in planned[planned.index(path) + 1 :])
@@ -229,18 +248,19 @@ def _follows(module: nn.Module, name: str, path: str) -> bool:
 
 
 def calls_of(module: nn.Module, prefix: str, wanted: list[str], plan: Plan, config: Any) -> list[PlannedCall]:
-    """What the modules of a unit communicate over tp for each token, by their styles."""
-    found: list[PlannedCall] = []
-    seen = list(dict.fromkeys(owner for name in wanted for owner in _owners(name)))
-    for name in seen:
+    """Return the tp collectives per token of a unit's modules, according to their styles."""
+    calls: list[PlannedCall] = []
+    owners = list(dict.fromkeys(owner for name in wanted for owner in _owners(name)))
+    for name in owners:
         style = style_of(name, plan, parameter=False)
         if not style or (prefix and not f"{name}.".startswith(prefix)):
             continue
-        found += _calls(module.get_submodule(name), style, config_at(config, name))
-    return found
+        calls += _calls(module.get_submodule(name), style, config_at(config, name))
+    return calls
 
 
 def _owners(name: str) -> list[str]:
+    """Return the names of all modules that contain a parameter, from the outermost to the innermost."""
     words = name.split(".")[:-1]
     return [".".join(words[: n + 1]) for n in range(len(words))]
 

@@ -1,7 +1,7 @@
-"""What a plan's styles do around a module's forward: the collectives over tp, and the gates of units.
+"""The calls that a plan's styles put around a module's forward: tp collectives, and the gates of units.
 
-The module itself is not changed: its `forward` is called with this rank's part of its parameters, and with inputs and
-outputs that were copied, cut, summed or gathered as `parts.planned.STYLES` says.
+The module's code is not changed. Its `forward` runs with this rank's shards of the parameters, and its inputs and
+outputs are copied, sliced, summed or gathered as `STYLES` of `spec/model/wrapped/parts.py` says.
 """
 
 from __future__ import annotations
@@ -23,27 +23,31 @@ from meshwright.nn.unit import GATE, Gate, call_in_backward, show_mark
 from meshwright.spec.model.wrapped.parts import STYLES
 
 Forward = Callable[..., Any]
-Plan = Mapping[str, str]  # a style by the name of a module or parameter, in which `*` stands for a number
+# A style for each name of a module or parameter. In these names, `*` stands for a number.
+Plan = Mapping[str, str]
 
 
 def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
-    """Returns the style of a module or, if `parameter`, of a parameter, for which that of its module holds too."""
+    """Return the style that a plan gives to a module or, with `parameter`, to a parameter.
+
+    A parameter that the plan does not name takes the style of its module. The style is empty if the plan has none.
+    """
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    found = plan.get(generic)
-    if found is None and parameter:
-        found = plan.get(generic.rpartition(".")[0])
-    if found is not None and found not in STYLES:
-        raise UserError(f"the plan's style '{found}' of {name} is not known here: use a layout with layout.tp=1")
-    return found or ""
+    style = plan.get(generic)
+    if style is None and parameter:
+        style = plan.get(generic.rpartition(".")[0])
+    if style is not None and style not in STYLES:
+        raise UserError(f"the plan's style '{style}' of {name} is not known here: use a layout with layout.tp=1")
+    return style or ""
 
 
 def last_dim(call: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
-    """Applies a call that works on rows to the last dimension."""
+    """Apply a collective that works on rows (the first dimension) to the last dimension."""
     return call(x.movedim(-1, 0).contiguous(), group).movedim(0, -1).contiguous()
 
 
 def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Changes the first argument of a call, however it is passed."""
+    """Return the arguments of a call with the first one changed, whether it is passed by position or by name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs))
@@ -51,23 +55,27 @@ def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[
 
 
 def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
-    """Puts a style's calls around the forward of one module, whose parameters are this rank's part already. `rotary` is
-    the number of last elements that the style `mla_kv_a_proj` means."""
+    """Put a style's collectives around the forward of one module, whose parameters are this rank's shards already.
+
+    `rotary` is the number of trailing output elements that the style `mla_kv_a_proj` refers to.
+    """
     _, before, after, _, _ = STYLES[style]
     if tp.alone or not (before or after):
         return
     if before == "ids":
-        module.forward = _looked_up(module, tp)
+        module.forward = _sharded_lookup(module, tp)
         return
     bias_after = after == "sum" and STYLES[style].cut == "in"
     original: Forward = module.forward
 
-    def take(x: Any) -> Any:
+    def prepare_input(x: Any) -> Any:
         if before == "slice":
             return last_dim(slice_rows, x, tp)
-        return x / tp.size if before == "share" else copy_to(x, tp) if before == "copy" else x
+        if before == "share":
+            return x / tp.size
+        return copy_to(x, tp) if before == "copy" else x
 
-    def give(y: Tensor) -> Tensor:
+    def finish_output(y: Tensor) -> Tensor:
         if after == "rotary":
             rest, turned = y.split([y.shape[-1] - rotary, rotary], dim=-1)
             return torch.cat([rest, copy_to(turned, tp)], dim=-1)
@@ -79,53 +87,59 @@ def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
         if before == "experts":
             args, kwargs = changed((args, kwargs), lambda xs: [copy_to(x, tp) for x in xs])
         elif before:
-            args, kwargs = with_first(args, kwargs, take)
+            args, kwargs = with_first(args, kwargs, prepare_input)
         bias = module._parameters.get("bias") if bias_after else None
         if bias is None:
-            return give(original(*args, **kwargs))
-        module._parameters["bias"] = None  # it is added once, to the sum
+            return finish_output(original(*args, **kwargs))
+        # Every rank holds the whole bias. It must be added once, to the sum, and not to each rank's partial sum.
+        module._parameters["bias"] = None
         try:
             y = original(*args, **kwargs)
         finally:
             module._parameters["bias"] = bias
-        return give(y) + bias
+        return finish_output(y) + bias
 
     module.forward = forward
 
 
-def _looked_up(module: nn.Module, tp: Group) -> Forward:
-    """A table of which this rank holds some rows: what others hold is zero here, and the sum has all."""
+def _sharded_lookup(module: nn.Module, tp: Group) -> Forward:
+    """Return the forward of an embedding table of which this rank holds some rows.
+
+    Each rank yields zeros for the ids whose rows other ranks hold, and the sum over tp completes the result.
+    """
     assert isinstance(module, nn.Embedding)
     original: Forward = module.forward
     rows = module.weight.shape[0]
     first = tp.index * rows
-    if module.padding_idx is not None:  # the row that gets no gradient
-        own = module.padding_idx - first
-        module.padding_idx = own if 0 <= own < rows else None
+    # The padding row gets no gradient. Its number must become that of a local row.
+    if module.padding_idx is not None:
+        local_index = module.padding_idx - first
+        module.padding_idx = local_index if 0 <= local_index < rows else None
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        there = (ids >= first) & (ids < first + rows)
-        found = original(torch.where(there, ids - first, 0), *args, **kwargs)
-        return reduce_from(found.masked_fill(~there[..., None], 0.0), tp)
+        is_local = (ids >= first) & (ids < first + rows)
+        embedded = original(torch.where(is_local, ids - first, 0), *args, **kwargs)
+        return reduce_from(embedded.masked_fill(~is_local[..., None], 0.0), tp)
 
     return forward
 
 
 def tensors_with_gradients(values: list[Any]) -> list[int]:
+    """Return the indices of the tensors that require a gradient."""
     return [n for n, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def changed(tree: Any, change: Callable[[list[Tensor]], Any]) -> Any:
-    """Returns nested values in which all tensors that have gradients were changed, at once."""
+    """Return nested values in which one call of `change` has replaced all tensors that require a gradient."""
     values, spec = tree_flatten(tree)
-    at = tensors_with_gradients(values)
-    for n, value in zip(at, change([values[n] for n in at]) if at else (), strict=True):
+    indices = tensors_with_gradients(values)
+    for n, value in zip(indices, change([values[n] for n in indices]) if indices else (), strict=True):
         values[n] = value
     return tree_unflatten(values, spec)
 
 
 def recomputed(module: nn.Module) -> None:
-    """Has a module keep its inputs alone, and compute the rest again in backward."""
+    """Make a module save only its inputs for backward, and recompute the rest."""
     original: Forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,19 +151,26 @@ def recomputed(module: nn.Module) -> None:
 
 
 def _copies(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, into which a program that is not ours may write."""
+    """Return copies of tensors.
+
+    Another program may write into its tensors in place, which autograd forbids for the views that a custom autograd
+    function returns.
+    """
     return [x.clone() for x in xs]
 
 
 def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
-    """Has the gate that sharding may put on a unit opened before the forward and the backward of each of its `members`
-    (the unit itself, where it is one module), and closed when all of them have been through. Where one is not called,
-    the weights stay until the chunk is through. What each returns is shown to the unit's mark."""
-    passed = {"forward": 0, "backward": 0}
+    """Make the members of a unit open and close the gate that sharding may put on the unit.
 
-    def through(work: str, close: Callable[[], None]) -> None:
-        passed[work] = (passed[work] + 1) % len(members)
-        if not passed[work]:
+    The gate opens before the forward and the backward of each member and closes when all members have finished. If one
+    of them is not called, the weights stay in memory until the chunk has finished. The unit's mark is shown what each
+    member returns. A unit of one module is its own only member.
+    """
+    finished = {"forward": 0, "backward": 0}
+
+    def count_finished(work: str, close: Callable[[], None]) -> None:
+        finished[work] = (finished[work] + 1) % len(members)
+        if not finished[work]:
             close()
 
     def wrapped(member: nn.Module) -> Forward:
@@ -160,13 +181,17 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
             if gate is None:
                 return original(*args, **kwargs)
             gate.open()
-            learns = torch.is_grad_enabled()
-            if learns:
-                done = partial(through, "backward", gate.done)
+            has_backward = torch.is_grad_enabled()
+            # Backward runs in reverse order: a call on the inputs runs after the member's backward, one on the outputs
+            # before it.
+            if has_backward:
+                done = partial(count_finished, "backward", gate.done)
                 args, kwargs = changed((args, kwargs), lambda xs: _copies(call_in_backward(done, *xs)))
             result = original(*args, **kwargs)
-            through("forward", gate.close)
-            return changed(result, lambda xs: _copies(call_in_backward(gate.open, *xs))) if learns else result
+            count_finished("forward", gate.close)
+            if not has_backward:
+                return result
+            return changed(result, lambda xs: _copies(call_in_backward(gate.open, *xs)))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             result = run(*args, **kwargs)
@@ -180,8 +205,11 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
 
 
 def outer_modules(root: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Parameter]]]:
-    """Returns what a module is made of, in the order of its definition: every entry of its outermost lists of modules,
-    and around them the largest modules that hold no such list; and the parameters that are in none of these."""
+    """Return the modules into which a module is divided, in the order of definition, and the remaining parameters.
+
+    The modules are all entries of the outermost module lists and, around the lists, the largest modules that contain no
+    list. The remaining parameters, with their names, are in none of these modules.
+    """
     lists = {name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
     loose: list[tuple[str, nn.Parameter]] = []
 

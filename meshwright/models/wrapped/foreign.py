@@ -1,4 +1,4 @@
-"""Modules that are not ours, divided as they are: their units for ZeRO, and the calls that a plan puts around them."""
+"""Divides other programs' modules without changing their code: into units for ZeRO, and by a plan over tp."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from meshwright.spec.model.wrapped.parts import PlannedParameter
 
 
 class Absent(nn.Module):
-    """Stands for a module that another stage holds, and returns its first argument or what it was given."""
+    """A placeholder for a module that another stage holds. Its forward returns `given` or, without it, its input."""
 
     def __init__(self, stands_for: nn.Module | None = None) -> None:
         super().__init__()
         self.given: Tensor | None = None
-        if stands_for is not None:  # what it says of itself, its model may ask
-            said = {key: value for key, value in vars(stands_for).items() if not key.startswith("_")}
-            vars(self).update({key: value for key, value in said.items() if isinstance(value, (str, int, float))})
+        # The model may read simple attributes of the module, so the placeholder has them too.
+        if stands_for is not None:
+            public = {key: value for key, value in vars(stands_for).items() if not key.startswith("_")}
+            vars(self).update({key: value for key, value in public.items() if isinstance(value, (str, int, float))})
 
     @property
     def weight(self) -> Tensor | None:
-        """What models ask of a table: a tensor of its dtype and device."""
+        """A tensor with the dtype and device of an embedding table's weight, which some models read."""
         return self.given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,10 @@ class Absent(nn.Module):
 
 
 class Loose(nn.Module):
-    """The parameters that belong to no module whose call could gather them: a unit for all of a chunk's forward."""
+    """The unit of the parameters whose module has no call that could gather them.
+
+    They are gathered for a chunk's whole forward.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -48,7 +52,7 @@ class Loose(nn.Module):
 
 
 class Together(nn.Module):
-    """Modules whose weights are gathered together, as one unit."""
+    """A unit of several modules whose weights are gathered together."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class Together(nn.Module):
 
 
 class ForeignStage(nn.Module):
-    """A chunk around a module that is not ours (`models.stage.StageModule`)."""
+    """A chunk (`models.stage.StageModule`) around another program's module."""
 
     draws_by_key = False
     ungraded: Container[str] = ()
@@ -74,8 +78,10 @@ class ForeignStage(nn.Module):
         self.loose: Loose | None = None
 
     def divide(self, together: Sequence[str] = ()) -> None:
-        """Makes units of the module's parts, after everything else that changes their calls. Those that are named
-        `together` are one unit."""
+        """Divide the module into units. The modules that `together` names form one unit.
+
+        This wraps the modules' forwards, so it must follow everything else that changes them.
+        """
         units, loose = outer_modules(self.net)
         self._units = [module for name, module in units if name not in together]
         for module in self._units:
@@ -95,17 +101,18 @@ class ForeignStage(nn.Module):
         return []
 
     def with_loose(self, run: Callable[[], Any]) -> Any:
-        """Runs with the parameters there that belong to no unit, in forward and in backward."""
+        """Call `run` with the loose parameters gathered, in forward and in backward."""
         gate: Gate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
         if gate is None:
             return run()
         gate.open()
         result = run()
+        # Backward starts at the result, so the parameters are gathered again there.
         return changed(result, lambda xs: call_in_backward(gate.open, *xs))
 
 
 class WrappedModule(ForeignStage):
-    """A whole module of one's own, which every rank built alike. With a plan, tp cuts it."""
+    """A user's whole module, which every rank has built alike. With a plan, tp shards it."""
 
     def __init__(self, net: nn.Module, parallel: Parallel, at: Coordinate, plan: Mapping[str, str]) -> None:
         super().__init__(net)
@@ -132,7 +139,7 @@ class WrappedModule(ForeignStage):
 def place_all(
     net: nn.Module, plan: Mapping[str, str], tp: Group, rotary: Callable[[str], int] = lambda name: 0
 ) -> None:
-    """Puts the calls of a plan around every module that it names. `rotary` says for a name what `place` takes."""
+    """Put a plan's calls around every module that it names. `rotary` maps a name to `place`'s argument of that name."""
     for name, module in net.named_modules():
         style = style_of(name, plan, parameter=False)
         if not isinstance(module, Absent) and style:
@@ -140,8 +147,9 @@ def place_all(
 
 
 def local_part(whole: Tensor, record: ParamRecord, parallel: Parallel, trained: bool | None = None) -> nn.Parameter:
-    """This rank's part of a parameter, with its record."""
+    """Return this rank's shard of a parameter, with its record."""
     trained = whole.requires_grad if trained is None else trained
+    # A parameter on `meta` has no values to copy.
     if whole.is_meta:
         parameter = parallel.parameter(record)
         if not parallel.unallocated:

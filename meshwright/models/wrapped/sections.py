@@ -1,5 +1,8 @@
-"""The model section that a Hugging Face folder asks for: that of a family that is described here, else of kind `hf`,
-which transformers builds itself. No torch, unless transformers is asked."""
+"""Derives the model section of a config from a Hugging Face folder.
+
+A family that Meshwright describes gets its own section. Any other model gets one of kind `hf`, which transformers
+builds. torch is imported only if transformers is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from meshwright.spec.model.hf import FAMILIES
 
 
 def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of the model section that a folder's config.json says. `given` may name the length of samples,
-    and `kind: hf` asks for transformers' own module whatever the family."""
+    """Return the keys of the model section that follow from a folder's config.json.
+
+    `given` may contain `seq`, the length of samples, and `kind: hf`, which asks for transformers' own module whatever
+    the family.
+    """
     config, seq = read_folder(folder), given.get("seq", 0)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and given.get("kind", "gpt") != "hf":
@@ -26,6 +32,7 @@ def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_folder(folder: str) -> dict[str, Any]:
+    """Return the contents of a folder's config.json."""
     path = Path(folder) / "config.json"
     try:
         return dict(of_kind(read_json(path), dict[str, Any], "it"))
@@ -37,8 +44,11 @@ def read_folder(folder: str) -> dict[str, Any]:
 
 
 def is_described(folder: str) -> bool:
-    """Whether a folder's model is of a family that our own parts compute. Where the folder does not say, or says what
-    transformers does not know either, it is taken for one, and what is wrong with it will be told."""
+    """Return True if a folder's model is of a family that Meshwright's own parts compute.
+
+    Also return True if the folder names no family, or one that transformers does not know either. The code that then
+    reads the folder reports the error.
+    """
     kind = read_folder(folder).get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES:
         return True
@@ -50,28 +60,31 @@ def is_described(folder: str) -> bool:
 
 
 def planned_section(folder: str) -> dict[str, Any]:
-    """The sizes of a model that transformers builds. Where blocks differ in their heads, the numbers are the largest
-    that divide those of all."""
+    """Return the model section of a model that transformers builds.
+
+    If blocks differ in a size, such as their number of heads, the section has the greatest common divisor.
+    """
     from meshwright.models.wrapped.blueprint import blueprint, of_blocks, read_config
 
     text = read_config(folder).get_text_config()
     model = blueprint(folder).model
     sizes = {"hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
-    found: dict[str, Any] = {ours: _common(of_blocks(text, theirs)) for ours, theirs in sizes.items()}
-    lacking = [sizes[key] for key, value in found.items() if not isinstance(value, int) or value < 1]
+    section: dict[str, Any] = {ours: _common(of_blocks(text, theirs)) for ours, theirs in sizes.items()}
+    lacking = [sizes[key] for key, value in section.items() if not isinstance(value, int) or value < 1]
     if lacking:
         raise UserError(f"{folder}/config.json lacks {lacking[0]}, without which it can't be trained here: add it")
     kv = _common(of_blocks(text, "num_key_value_heads"))
-    found["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and found["heads"] % kv == 0 else found["heads"]
-    width = max(each or 0 for each in of_blocks(text, "head_dim")) or found["hidden"] // found["heads"]
-    # What positions are is the module's own matter: here it only matters that a batch may say them.
-    found |= {"kind": "hf", "layers": len(model.blocks), "tied_embeddings": model.tied}
-    found |= {"position": "rope", "head_dim": max(2, width // 2 * 2)}
+    section["kv_heads"] = kv if isinstance(kv, int) and kv > 0 and section["heads"] % kv == 0 else section["heads"]
+    width = max(size or 0 for size in of_blocks(text, "head_dim")) or section["hidden"] // section["heads"]
+    section |= {"kind": "hf", "layers": len(model.blocks), "tied_embeddings": model.tied}
+    # The module itself decides how it uses positions. "rope" only says that a batch may contain them, and it needs an
+    # even head_dim.
+    section |= {"position": "rope", "head_dim": max(2, width // 2 * 2)}
     longest = getattr(text, "max_position_embeddings", None)
-    return found | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})
+    return section | ({"seq": longest} if isinstance(longest, int) and longest > 0 else {})
 
 
 def _common(values: list[Any]) -> Any:
-    """Returns the one value of all blocks or, of several numbers, the largest that divides them all."""
+    """Return the value of all blocks or, if they have different numbers, the greatest common divisor."""
     numbers = [value for value in values if isinstance(value, int)]
     return math.gcd(*numbers) if len(numbers) == len(values) > 1 else values[0]

@@ -1,8 +1,9 @@
-"""One pipeline chunk of an unmodified transformers module: its blocks, and the ends of the model where it has them.
+"""One pipeline chunk of an unmodified transformers module: its blocks, and the ends of the model if it holds them.
 
-The whole module's own forward runs on every stage, so that masks, positions and all that it computes from the ids are
-its own. What a stage does not hold is left out of it: the embedding's place returns what was received, the first block
-here takes it whatever came in between, and forward is left when the last block here has returned.
+The forward of the whole module runs on every stage, so that masks, positions and everything else that depends on the
+ids are computed as usual. Modules that a stage does not hold are left out. A placeholder for the embedding returns the
+received activations. The first block of the stage takes them as its input, whatever the modules in between returned.
+The forward is left as soon as the last block of the stage has returned.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.hf.folder import has_weights
 from meshwright.spec.model.part import Coordinate, MicroBatch
 
-# Kinds of layers that see nothing of another document where positions begin anew.
+# The kinds of layers that see nothing of another document if positions restart at its beginning.
 MASKED_LAYERS = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "dense", "sparse",
 }  # fmt: skip
 
 
-class _Left(Exception):
-    """Raised by the last block of a stage that is not the last: forward ends there."""
+class _StopForward(Exception):
+    """Raised after the last block of a stage other than the last, to end the module's forward there."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Left(Exception):
 
 
 class PlannedStage(ForeignStage):
-    """A chunk of the model of a folder, cut by its plan."""
+    """A chunk of the transformers model in a folder, sharded by the model's plan."""
 
     def __init__(self, parallel: Parallel, config: Config, at: Coordinate, stage: Stage) -> None:
         folder = config.model.hf
@@ -61,14 +62,18 @@ class PlannedStage(ForeignStage):
         shapes = plan.model.passes(at, batch, stage).items()
         self.receives: Receives = {name: (shape, parallel.dtype) for name, shape in shapes}
         self.needs = {"tokens", "positions"} | ({"labels", "loss_mask"} if stage.last else set())
-        ties = {name: each.tied for each in _parameters(plan, stage) for name in [each.name] if each.tied}
-        materialise(net, parallel, records, ties, None if has_weights(Path(folder)) else config.train.seed)
+        ties = {parameter.name: parameter.tied for parameter in _parameters(plan, stage) if parameter.tied}
+        # A folder with weights fills the parameters later.
+        seed = None if has_weights(Path(folder)) else config.train.seed
+        materialise(net, parallel, records, ties, seed)
         cut_ends(net, plan, stage, self._table)
         place_all(net, plan.plan, parallel.tp, partial(rotary_elements, hf))
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.mode == "full":
             for block in blocks:
                 recomputed(block)
+
+        # Dividing wraps the forwards as they are now, so it comes after all other changes of them.
         self.divide([*dict.fromkeys(name.rpartition(".")[0] for name in plan.after)] if stage.last else ())
         if not stage.last:
             blocks[-1].register_forward_hook(_leave)
@@ -79,7 +84,7 @@ class PlannedStage(ForeignStage):
         return with_first(args, kwargs, lambda x: self._received)
 
     def forward(self, batch: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
-        """Returns the logits or, before the last stage, what leaves its last block."""
+        """Return the logits or, in any stage but the last, the output of the stage's last block."""
         given: dict[str, Any] = {"input_ids": batch["tokens"], "use_cache": False}
         if "positions" in batch:
             given["position_ids"] = batch["positions"]
@@ -91,20 +96,20 @@ class PlannedStage(ForeignStage):
             self._received = self._table.given = None
 
     def step(self, batch: dict[str, Tensor], received: Mapping[str, Tensor]) -> StageResult:
-        """Returns what leaves the last block here or, in the last stage, our loss of the logits."""
+        """Return the output of the stage's last block or, in the last stage, our own loss of the logits."""
         out = self(batch, **received)
         return ({}, [("loss", *loss_of(out, batch), 1.0)]) if self.stage.last else ({"hidden": out}, [])
 
     def _run(self, given: dict[str, Any]) -> Tensor:
         try:
             logits: Tensor = self.net(**given).logits
-        except _Left as left:
-            return left.hidden
+        except _StopForward as stop:
+            return stop.hidden
         return logits
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    raise _Left(output[0] if isinstance(output, tuple) else output)
+    raise _StopForward(output[0] if isinstance(output, tuple) else output)
 
 
 def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
@@ -117,7 +122,7 @@ def _parameters(plan: Blueprint, stage: Stage) -> list[Any]:
 
 
 def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
-    """Refuses dropout where ranks would have to draw some numbers alike and others not."""
+    """Refuse dropout with tp, where ranks would have to draw the same numbers for some tensors but not for others."""
     drops = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
     drops += [key for key in ("attention_dropout",) if any(of_blocks(config.get_text_config(), key))]
     if tp > 1 and drops:
@@ -126,7 +131,7 @@ def check_dropout(module: nn.Module, config: Any, tp: int) -> None:
 
 
 def check_documents(config: Any) -> None:
-    """Refuses documents in one sequence where some layers carry a state from token to token, whatever positions say."""
+    """Refuse several documents in one sequence if some layers carry a state across their boundaries."""
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
     carrying = sorted(str(kind) for kind in kinds - MASKED_LAYERS)
@@ -138,7 +143,7 @@ def check_documents(config: Any) -> None:
 
 
 def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
-    """Takes out of a skeleton the blocks that other stages hold."""
+    """Replace the blocks that other stages hold by placeholders."""
     blocks = module.get_submodule(plan.model.path)
     assert isinstance(blocks, nn.ModuleList)
     for n in range(len(blocks)):
@@ -147,11 +152,11 @@ def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
 
 
 def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
-    """Takes out of it the ends of the model that other stages hold; `table` comes in the place of the embedding."""
+    """Replace the ends of the model that other stages hold by placeholders; `table` replaces the embedding."""
     for name, _ in outer_modules(module)[0]:
         ends = [
-            held for held, kept in ((plan.before, stage.first), (plan.after, stage.last))
-            if not kept and any(each.startswith(f"{name}.") for each in held)
+            names for names, is_here in ((plan.before, stage.first), (plan.after, stage.last))
+            if not is_here and any(parameter.startswith(f"{name}.") for parameter in names)
         ]  # fmt: skip
         if ends:
             parent, _, key = name.rpartition(".")
@@ -162,19 +167,23 @@ def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) ->
 def materialise(
     module: nn.Module, parallel: Parallel, records: dict[str, ParamRecord], ties: dict[str, str], seed: int | None
 ) -> None:
-    """Gives a skeleton this rank's part of its parameters, drawn as the module's own program draws
-    them: module by module, each from a seed of its own, so that every layout begins with the same model. Without a seed
-    the parameters' values are left to others."""
+    """Give a skeleton this rank's shards of its parameters, with values drawn by the module's own program.
+
+    Each unit is drawn whole, from a seed that depends on its name, so that every layout starts with the same model.
+    Without a seed, the values are set later.
+    """
     made: dict[str, nn.Parameter] = {}
     units = [(name, _children_first(unit)) for name, unit in outer_modules(module)[0]]
     inside = {id(each) for _, modules in units for each in modules}
     paths = {id(each): name for name, each in module.named_modules(remove_duplicate=False)}
     for name, modules in [*units, ("", [each for each in _children_first(module) if id(each) not in inside])]:
-        own = [(each, key) for each in modules for key, value in each._parameters.items() if value is not None]
-        names = {(id(each), key): f"{paths[id(each)]}.{key}".removeprefix(".") for each, key in own}
-        wanted = {at: records.get(ties.get(full, full)) for at, full in names.items()}
-        if own and not any(wanted.values()):
-            continue  # an end of the model that another stage holds
+        slots = [(each, key) for each in modules for key, value in each._parameters.items() if value is not None]
+        names = {(id(each), key): f"{paths[id(each)]}.{key}".removeprefix(".") for each, key in slots}
+        wanted = {slot: records.get(ties.get(full, full)) for slot, full in names.items()}
+        # This end of the model belongs to another stage.
+        if slots and not any(wanted.values()):
+            continue
+
         if seed is not None:
             torch.manual_seed(stream_seed(seed, name))
             for each in modules:
@@ -185,7 +194,9 @@ def materialise(
                     _initialiser(module, paths[id(each)])._initialize_weights(each)  # type: ignore[operator]
             for key, value in each._buffers.items():
                 each._buffers[key] = None if value is None else value.to(parallel.device)
-        for each, key in own:
+
+        # Keep this rank's shards. Tied parameters share a record and become one parameter.
+        for each, key in slots:
             value, record = each._parameters[key], wanted[id(each), key]
             if record is not None and value is not None:
                 if record.name not in made:
@@ -195,7 +206,7 @@ def materialise(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, tensors of no stated dtype have this one, as where a module of that precision is built."""
+    """Give this dtype to tensors that are created without a stated one, as when a module of that precision is built."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -205,28 +216,29 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _initialiser(module: nn.Module, path: str) -> nn.Module:
-    """The innermost model that a module belongs to, which knows how its modules begin."""
-    found, at = module, module
+    """Return the innermost model that contains a module and can initialise it."""
+    owner, at = module, module
     for word in path.split(".") if path else ():
         at = at.get_submodule(word)
-        found = at if hasattr(at, "_initialize_weights") else found
-    return found
+        owner = at if hasattr(at, "_initialize_weights") else owner
+    return owner
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules inside it, children before their parents."""
     return list(module.modules())[::-1]
 
 
 def _to_host(module: nn.Module) -> None:
-    """Gives the parameters of a module that have no memory some of the host's."""
+    """Allocate host memory for the parameters of a module that are on `meta`."""
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
 
 
 def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the cross entropies of the tokens that count, and their number."""
+    """Return the sum of the cross entropies of the unmasked tokens, and the number of these tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     mask = batch["loss_mask"].flatten()
-    each = F.cross_entropy(wide, batch["labels"].flatten(), reduction="none")
-    return (each * mask).sum(), mask.sum()
+    losses = F.cross_entropy(wide, batch["labels"].flatten(), reduction="none")
+    return (losses * mask).sum(), mask.sum()

@@ -1,4 +1,4 @@
-"""Where every rank stands, and what every parameter is and where it lives; nothing here imports torch."""
+"""The coordinates and groups of ranks, and the placement of parameters on them. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,27 +1,32 @@
-"""How ranks that share sequences (`layout.cp`) attend to each other's tokens. No torch."""
+"""The kinds of context parallelism: ways in which ranks that share sequences (`layout.cp`) attend to each other's
+tokens. No torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-CP_INNER, CP_OUTER = "cp.inner", "cp.outer"  # parts of cp: ranks that exchange heads, and the ring between them
+# The two parts of cp in hybrid context parallelism: the ranks that exchange heads, and the ring between such groups.
+CP_INNER, CP_OUTER = "cp.inner", "cp.outer"
 
 
 class ContextPlan(NamedTuple):
-    """The two axes of context parallelism, and what goes along the outer one. An axis without a name has one rank."""
+    """The axes of context parallelism, and how keys and values travel along the outer one.
 
-    inner: str = ""  # its ranks exchange heads for tokens
-    outer: str = ""  # its ranks share keys and values
-    gathers: bool = False  # the outer ranks gather all keys and values at once, instead of passing them round a ring
+    An axis with an empty name has one rank.
+    """
+
+    inner: str = ""  # the axis whose ranks exchange heads for tokens by all-to-all
+    outer: str = ""  # the axis whose ranks share keys and values
+    gathers: bool = False  # the outer ranks all-gather keys and values instead of passing them round a ring
 
     @property
     def passes(self) -> bool:
-        """True if keys and values travel around a ring while attention to those at hand goes on."""
+        """True if keys and values travel around a ring while ranks attend to the ones they already have."""
         return bool(self.outer) and not self.gathers
 
 
 NOT_SHARED = ContextPlan()
-# By `context.kind`.
+# The keys are the values of `context.kind`.
 CONTEXT_PLANS = {
     "gather": ContextPlan(outer="cp", gathers=True),
     "ring": ContextPlan(outer="cp"),

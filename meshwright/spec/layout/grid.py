@@ -1,15 +1,17 @@
-"""Grids of tensor-parallel ranks: which axes of a grid cut the rows of an activation, which its features and which a
-weight. Who plays which role in a product is data here, so there is one product and not three. No torch.
+"""Grids of tensor-parallel ranks (2D, 2.5D and 3D tensor parallelism). No torch.
+
+Some axes of a grid cut the rows of an activation, some its features and some a weight. The role of each axis in a
+product is data here, so that one implementation of the product serves all three kinds of grids.
 
 A grid's axes are parts of tp, `tp.col` the fastest. Between the products, the rows of an activation [tokens, features]
 are cut over depth and row and its features over col, in every kind of grid. A product y = x W^T, W [out, in], gathers
-what it needs of both factors and sums where the contraction is cut:
+the parts of both factors that it lacks, and sums over the axis that cuts the contraction, if any:
 
     2d, 2.5d   x is joined along its features (over col), W along its rows (over row); y is cut as x was.
-               Ranks along depth hold copies of W and other rows of x.
+               Ranks along depth hold copies of W and different rows of x.
     3d         x is gathered along its rows (over row), W along its rows (over depth), and y is a sum over col, whose
-               rows are scattered over it. So y has its rows over depth and col, its features over row; the next product
-               changes the two back.
+               rows are scattered over it. So y has its rows over depth and col, its features over row. The next
+               product swaps these two axes back.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ class Cut(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """What each axis of a grid does in one product."""
+    """The role of each axis of a grid in one product."""
 
     x: Cut
     y: Cut
     gathered: str  # the axis over which x is gathered
-    joins: bool  # whether that joins features, and not rows
+    joins: bool  # gathering x joins its features; false: its rows
     weight: str  # the axis over which the weight's rows are gathered
-    summed: str  # the axis over which y is a sum, and its rows are scattered; empty: none
+    summed: str  # the axis over which y is summed and its rows scattered; empty: none
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -48,25 +50,26 @@ class Roles(NamedTuple):
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The axes along which the weight's content is the same, and which hold other rows of x."""
+        """The axes along which the weight is replicated. Their ranks hold different rows of x."""
         return tuple(axis for axis in GRID_AXES if axis not in (self.y.features, self.weight, self.summed))
 
 
 STREAM = Cut((DEPTH, ROW), COL)
 _INNER = Cut((DEPTH, COL), ROW)
 _JOINED = Roles(STREAM, STREAM, COL, True, ROW, "")
-# The product that leaves the residual stream and the one that comes back to it.
+# By kind: the roles in a product that reads the residual stream, and in one that writes to it.
 ROLES: dict[str, tuple[Roles, Roles]] = {
     "2d": (_JOINED, _JOINED),
     "2.5d": (_JOINED, _JOINED),
     "3d": (Roles(STREAM, _INNER, ROW, False, DEPTH, COL), Roles(_INNER, STREAM, COL, False, DEPTH, ROW)),
 }
-LENGTHS = {"2d": 2, "2.5d": 3, "3d": 3}  # the numbers of a grid of each kind
+LENGTHS = {"2d": 2, "2.5d": 3, "3d": 3}  # how many sizes `layout.tp_grid` lists for each kind
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of tensor-parallel ranks. `keeps`: gathered factors are kept for backward, not gathered again."""
+    """A grid of tensor-parallel ranks. With `keeps`, gathered factors are saved for backward, which otherwise gathers
+    them again."""
 
     kind: str
     row: int
@@ -76,12 +79,13 @@ class Grid:
 
     @staticmethod
     def of(kind: str, sizes: tuple[int, ...], keeps: bool = False) -> Grid:
+        # Two sizes mean a depth of 1.
         row, col, depth = (*sizes, 1)[:3]
         return Grid(kind, row, col, depth, keeps)
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of the config's layout that ask for it."""
+        """The keys of the config's `layout` section that select this grid."""
         sizes = (self.row, self.col, self.depth)[: LENGTHS[self.kind]]
         return {"tp_grid": sizes, "tp_kind": self.kind, "tp_keep_gathered": self.keeps}
 
@@ -94,31 +98,31 @@ class Grid:
         return {COL: self.col, ROW: self.row, DEPTH: self.depth}.get(axis, 1)
 
     def rows(self, cut: Cut) -> int:
-        """Returns the number of parts into which rows are cut."""
+        """Return the number of parts into which `cut` divides the rows."""
         return prod(self.size(axis) for axis in cut.rows)
 
     @property
     def first(self) -> Roles:
-        """The roles in a product that leaves the residual stream: queries, keys and values, up, the output layer."""
+        """The roles in a product that reads the residual stream: qkv, up and the output layer."""
         return ROLES[self.kind][0]
 
     @property
     def second(self) -> Roles:
-        """The roles in a product that comes back to it: attention's output, down."""
+        """The roles in a product that writes to the residual stream: attention's output and down."""
         return ROLES[self.kind][1]
 
     @property
     def inner(self) -> Cut:
-        """How activations are cut inside attention and the MLP."""
+        """The cut of activations inside attention and the MLP."""
         return self.first.y
 
     @property
     def sharing(self) -> str:
-        """The axis whose ranks share sequences, where a micro-batch has too few of them to deal out whole ones."""
+        """The axis whose ranks share sequences, if a micro-batch has too few sequences to give each rank whole ones."""
         return self.inner.rows[-1]
 
     def shares(self, sequences: int) -> int:
-        """Returns the number of ranks that share each sequence of a micro-batch of so many."""
+        """Return the number of ranks that share each sequence of a micro-batch of `sequences` sequences."""
         return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
 
     def __str__(self) -> str:

@@ -1,10 +1,11 @@
-"""`Layout`: where every rank of a mesh stands, as a pure value.
+"""`Layout`: the coordinates and groups of every rank of a mesh, as a pure value.
 
 A world of ranks is seen in two ways. The *dense* view is tp x cp x dp x pp. The *expert* view, which
 mixture-of-experts layers use, is etp x ep x edp x pp over the same ranks, where etp, ep and edp together cover
-tp x cp x dp. Both follow one order string, fastest-varying axis first, with etp standing where tp is written and edp
-where dp is. With `replicas` the world is so many equal parts of neighbouring ranks, each of which has all these axes.
-Everything is computed from strides, so that a query costs no more than the size of the group that it asks for.
+tp x cp x dp. Both follow one order string, fastest-varying axis first. In the expert view, etp takes the position of
+tp in that string, and edp that of dp. With `replicas` > 1 the world is divided into that many equal runs of
+neighbouring ranks, each of which has all these axes. Everything is computed from strides, so that a query costs no more
+than the size of the group that it asks for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, REPLICA, SHARD
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # what stands in the expert view where the order string names these
-LARGEST_WORLD = 2**20  # ranks; layouts list them one by one
+EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # the expert view's axes, by the dense axis whose position they take
+# The most ranks of a layout. Layouts list ranks one by one, so a mistyped size would exhaust memory.
+LARGEST_WORLD = 2**20
 SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
 
 GROUP_KINDS = (
@@ -33,10 +35,10 @@ GROUP_KINDS = (
 """The kinds of groups that a training job makes, in the order in which `meshwright layout` prints them."""
 
 STEP_GROUPS = ("tp", "dp", "dp-cp", "pp", "embedding", "world")
-"""The groups that every training step communicates over, besides cp, ep and edp where they are used, parts of axes,
-and those of `replicas`."""
+"""The groups that every training step may communicate over. `Layout.step_groups` adds those of cp, ep, edp, parts of
+axes and replicas where a layout has them."""
 
-REPLICAS, INNER = "replicas", "tp-cp-dp-pp"  # ranks of the same place in all replicas; the ranks of one replica
+REPLICAS, INNER = "replicas", "tp-cp-dp-pp"  # ranks with the same coordinate in every replica; the ranks of one replica
 
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
@@ -54,7 +56,11 @@ class Atom(NamedTuple):
 
 
 class AxisProduct(NamedTuple):
-    """A product of axes: the atoms inside a group, those between groups, and a group's ranks relative to its first."""
+    """The groups of a product of axes.
+
+    `inside` are the atoms that vary within a group, and `between` the ones that tell groups apart. `offsets` are a
+    group's ranks relative to its first rank.
+    """
 
     inside: tuple[Atom, ...]
     between: tuple[Atom, ...]
@@ -66,11 +72,11 @@ class Layout:
     """The coordinates and groups of every rank.
 
     `order` names the axes, fastest-varying first. `parts` makes an axis a product of named parts, fastest
-    first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and a part's name is usable
-    wherever an axis's is. `node_size` is the number of neighbouring ranks that share a machine. `ends` are the pipeline
-    ranks that hold the model's first and its last stage; where it is None, the first and the last rank do. `shared`
-    names sets of pipeline ranks that hold the same parameters, as an encoder-decoder's stacks do; a set named
-    "embedding" replaces the ends.
+    first: `(("tp", (("tp.kv", 2), ("tp.q", 2))),)` is tp=4 as a 2 x 2 grid, and the name of a part can be used
+    wherever the name of an axis can. `node_size` is the number of neighbouring ranks that share a machine. `ends` are
+    the pipeline ranks that hold the model's first and its last stage. If it is None, these are the first and the last
+    pipeline rank. `shared` names sets of pipeline ranks that hold the same parameters, as an encoder-decoder's stacks
+    do. A set named "embedding" replaces the ends.
     """
 
     world: int
@@ -82,9 +88,9 @@ class Layout:
     node_size: int | None = None
     parts: Parts = ()
     ends: tuple[int, int] | None = None
-    etp: int = 0  # tensor parallelism inside an expert; 0: as much as elsewhere
+    etp: int = 0  # tensor parallelism inside an expert; 0: the same as tp
     shared: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    replicas: int = 1  # parts of the world that train on their own, and are the slowest axis of both views
+    replicas: int = 1  # parts of the world that train independently; the slowest axis of both views
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "etp", self.etp or self.tp)
@@ -94,12 +100,12 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks of the dense view."""
+        """The number of data-parallel ranks of the dense view."""
         return self.world // (self.tp * self.cp * self.pp * self.replicas)
 
     @property
     def edp(self) -> int:
-        """Data-parallel replicas of an expert: tp x cp x dp / (etp x ep)."""
+        """The number of data-parallel replicas of an expert: tp x cp x dp / (etp x ep)."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
@@ -115,25 +121,25 @@ class Layout:
 
     @property
     def views_agree(self) -> bool:
-        """Whether every rank is on the same pipeline stage in the dense and the expert view and, where etp is tp, has
-        the same place in both.
+        """True if the dense and the expert view give every rank the same pipeline stage and, where etp equals tp, the
+        same tensor-parallel coordinate.
 
-        They differ where an order puts axes before pp or tp of which the two views count different sizes; an expert
-        would then sit on another pipeline stage than its block.
+        They differ where the order puts axes before pp or tp whose sizes differ between the two views. An expert would
+        then be on another pipeline stage than its block.
         """
         dense, expert = _strides(self, DENSE_AXES), _strides(self, EXPERT_AXES)
         same_tp = self.etp != self.tp or self.tp == 1 or dense["tp"] == expert["etp"]
         return same_tp and (self.pp == 1 or dense["pp"] == expert["pp"])
 
     def axis_size(self, axis: str) -> int:
-        """The size of one of tp, cp, ep, dp, pp, etp, edp, replicas."""
+        """Return the size of one of tp, cp, ep, dp, pp, etp, edp, replicas."""
         return int(getattr(self, axis))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Returns all groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special one.
+        """Return all groups of an axis, a part, a product of them ("tp-pp", words in any order), or a special name.
 
-        Ranks in a group ascend and groups ascend by their first rank. Names with ep, etp or edp are of
-        the expert view, where tp stands for etp; all others are of the dense one.
+        Ranks in a group ascend and groups ascend by their first rank. Names with ep, etp or edp belong to
+        the expert view, in which "tp" means etp. All other names belong to the dense view.
         """
         if name == "world":
             return (tuple(range(self.world)),)
@@ -143,7 +149,7 @@ class Layout:
         return tuple(tuple([first + step for step in product.offsets]) for first in _offsets(product.between))
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Returns the group of `name` that holds `rank`, or () where it holds none of what such a group shares."""
+        """Return the group of `name` that contains `rank`, or () if the rank holds none of the group's parameters."""
         self._check_rank(rank)
         if name == "world":
             return tuple(range(self.world))
@@ -151,11 +157,12 @@ class Layout:
             holding = _holding(self, name, self.group("pp", rank))
             return holding if rank in holding else ()
         product = _product(self, name)
+        # The first rank of a group has index 0 along every axis inside it.
         first = rank - sum(atom.at(rank) * atom.stride for atom in product.inside)
         return tuple([first + step for step in product.offsets])
 
     def size(self, name: str) -> int:
-        """Returns the number of ranks in a group of `name`."""
+        """Return the number of ranks in a group of `name`."""
         if name == "world":
             return self.world
         if name in self.holders:
@@ -163,32 +170,40 @@ class Layout:
         return len(_product(self, name).offsets)
 
     def canonical(self, name: str) -> str:
-        """Returns the canonical spelling of a product: words as in the order string, an axis for all of its parts."""
+        """Return the canonical spelling of a product: words in the order of the order string, and an axis in place of
+        all of its parts."""
         if self._is_special(name):
             return name
         inside = _product(self, name).inside
         words: dict[str, None] = {}
         for atom in inside:
             named = sum(other.axis == atom.axis for other in inside)
+            # An axis without parts is one atom.
             whole = named == max(1, len(_parts_of(self, atom.axis)))
             words[atom.axis if whole else atom.name] = None
         return "-".join(words)
 
     def without_ones(self, name: str) -> str:
-        """Returns the name of the same groups without axes of one rank: dp-cp is dp where cp is 1, and so is edp where
-        ep is 1 too and etp is tp."""
+        """Return the name of the same groups without axes of one rank.
+
+        dp-cp becomes dp where cp is 1. So does edp where, in addition, ep is 1 and etp equals tp. Groups with equal
+        members then share one name, and so one communicator.
+        """
         return name if self._is_special(name) else _without_ones(self, name)
 
     @property
     def group_kinds(self) -> tuple[str, ...]:
-        """The names of all groups that a layout is shown by."""
+        """The kinds of groups that `meshwright layout` prints for this layout."""
         return (*GROUP_KINDS, *((REPLICAS,) if self.replicas > 1 else ()))
 
     def step_groups(self) -> list[str]:
-        """The names of all groups that a training step may communicate over. The mesh makes exactly these, and the
-        metrics of a step count the traffic of each."""
+        """Return the names of all groups that a training step may communicate over.
+
+        The mesh creates exactly these, and the metrics of a step count the traffic of each.
+        """
         names = [*STEP_GROUPS, *(name for _, pieces in self.parts for name, _ in pieces)]
         names += [name for name, _ in self.shared]
+        # A router's losses are summed over tp-cp, whose ranks share sequences.
         names += ["cp", "tp-cp"] if self.cp > 1 else []
         names += [name for name in ("etp", "ep", "edp") if self.size(name) > 1]
         names += [f"{REPLICA}-cp"] if self.cp > 1 and REPLICA in names else []
@@ -196,20 +211,25 @@ class Layout:
         return sorted({self.without_ones(name) for name in names})
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Returns the coordinate of `rank` in the dense view: tp, cp, dp, pp, every part of these, and where there are
-        replicas, the number of its own."""
+        """Return the coordinate of `rank` in the dense view: tp, cp, dp, pp, every part of these and, if there are
+        several replicas, the index of its replica."""
         self._check_rank(rank)
         return _coordinate(self, DENSE_AXES, rank)
 
     def expert_coordinate(self, rank: int) -> dict[str, int]:
-        """Returns the coordinate of `rank` in the expert view: etp, ep, edp, pp, and every part of these."""
+        """Return the coordinate of `rank` in the expert view: etp, ep, edp, pp, every part of these and, if there are
+        several replicas, the index of its replica."""
         self._check_rank(rank)
         return _coordinate(self, EXPERT_AXES, rank)
 
     def rank_at(self, **coordinates: int) -> int:
-        """Returns the rank at these coordinates of one view; an axis that is not named counts as 0. The inverse of
-        `coordinate` and `expert_coordinate`. Parts may be given instead of their axis; beside it they don't count."""
+        """Return the rank at these coordinates of one view: the inverse of `coordinate` and `expert_coordinate`.
+
+        An axis that is not named counts as 0. Parts may be given instead of their axis. If both are given, the parts
+        are ignored.
+        """
         axes = _view_of(self, "-".join(coordinates), list(coordinates))
+        # Strides of parts whose axis is not given itself. An ignored part has no stride, which counts as 0 below.
         parts = {atom.name: atom.stride for atom in _atoms(self, axes) if atom.axis not in coordinates}
         strides = parts | _strides(self, axes)
         for name, value in coordinates.items():
@@ -218,7 +238,7 @@ class Layout:
         return sum(value * strides.get(name, 0) for name, value in coordinates.items())
 
     def crosses_node(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks stand on more than one node; False where `node_size` is not known."""
+        """Return whether these ranks are on more than one node; False if `node_size` is unknown."""
         if self.node_size is None or len(ranks) == 0:
             return False
         return min(ranks) // self.node_size != max(ranks) // self.node_size
@@ -232,6 +252,7 @@ class Layout:
 
 
 def check_world(world: int, what: str = "world", most: int = LARGEST_WORLD) -> None:
+    """Raise if a world has more than `most` ranks. `what` names the setting in the error message."""
     if world > most:
         raise UserError(f"{what}={world} is more ranks than anybody has: use {most} at most")
 
@@ -243,6 +264,7 @@ def _check_sizes(layout: Layout) -> None:
             raise UserError(f"{name}={layout.axis_size(name)} is not a size: choose {name}=1 or more")
     if layout.node_size is not None and layout.node_size < 1:
         raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
+
     world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
     model, words, sizes = tp * cp * pp, "tp*cp*pp", f"{tp}*{cp}*{pp}"
     if layout.replicas > 1:
@@ -254,6 +276,8 @@ def _check_sizes(layout: Layout) -> None:
             f"world={world} is not divisible by {words}={sizes}={model}: "
             f"choose world={worlds}, or tp, cp and pp whose product divides {world}"
         )
+
+    # The expert view divides the same ranks of a pipeline stage into etp x ep x edp.
     folded = tp * cp * layout.dp
     if folded % layout.etp:
         product = f"tp*cp*dp={tp}*{cp}*{layout.dp}={folded}"
@@ -278,6 +302,7 @@ def _check_order(layout: Layout) -> None:
             )
         if words.count(word) > 1:
             raise UserError(f"order '{layout.order}' names {word} {words.count(word)} times: name it once")
+    # A size that the order leaves out must be 1. The order names etp and edp by their dense axes.
     for axis in (*AXES, *EXPERT_WORDS.values()):
         word = next((word for word, other in EXPERT_WORDS.items() if other == axis), axis)
         if word not in words and layout.axis_size(axis) > 1:
@@ -320,7 +345,10 @@ def _parts_of(layout: Layout, axis: str) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=256)
 def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
-    """The atoms of one view (`DENSE_AXES` or `EXPERT_AXES`), by ascending stride; axes left out come last."""
+    """Return the atoms of one view (`DENSE_AXES` or `EXPERT_AXES`) by ascending stride.
+
+    Axes that the order string leaves out come last. They have size 1, as `_check_order` ensures.
+    """
     words = layout.order.split("-")
     words += [axis for axis in AXES if axis not in words]
     if axes == EXPERT_AXES:
@@ -342,19 +370,21 @@ def _atoms(layout: Layout, axes: tuple[str, ...]) -> tuple[Atom, ...]:
 @lru_cache(maxsize=20_000)
 def _without_ones(layout: Layout, name: str) -> str:
     if layout.etp == layout.tp and layout.views_agree:
-        same = {"etp": "tp"} | ({"edp": "dp-cp"} if layout.ep == 1 else {})  # experts then have the usual copies
+        # The experts' groups are then the dense ones: one communicator serves both.
+        same = {"etp": "tp"} | ({"edp": "dp-cp"} if layout.ep == 1 else {})
         name = "-".join(same.get(word, word) for word in name.split("-"))
     words = [word for word in name.split("-") if layout.size(word) > 1]
     return layout.canonical("-".join(words)) if words else name.split("-")[0]
 
 
 def _strides(layout: Layout, axes: tuple[str, ...]) -> dict[str, int]:
-    """The stride of every axis of a view: that of its first part."""
+    """Return the stride of every axis of a view, which is that of its first part."""
+    # Reversed, so that the first (fastest) part of an axis overwrites the slower ones.
     return {atom.axis: atom.stride for atom in reversed(_atoms(layout, axes))}
 
 
 def _offsets(atoms: Iterable[Atom]) -> list[int]:
-    """Every sum of steps along these atoms (given by ascending stride), ascending."""
+    """Return every sum of steps along these atoms, ascending. The atoms are given by ascending stride."""
     offsets = [0]
     for atom in atoms:
         if atom.size > 1:
@@ -363,7 +393,7 @@ def _offsets(atoms: Iterable[Atom]) -> list[int]:
 
 
 def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
-    """The axes of the view that `words` (axes or parts) belong to, after checking that there is one."""
+    """Return the axes of the view that all `words` (axes or parts) belong to. Raise if there is no such view."""
     axis_of = {axis: axis for axis in (*AXES, *EXPERT_WORDS.values(), REPLICAS)}
     axis_of |= {part: axis for axis, parts in layout.parts for part, _ in parts}
     for word in words:
@@ -389,6 +419,7 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
 def _product(layout: Layout, name: str) -> AxisProduct:
     words = name.split("-")
     axes = _view_of(layout, name, words)
+    # "tp-ep" means the tensor-parallel ranks of experts.
     words = ["etp" if word == "tp" and axes == EXPERT_AXES else word for word in words]
     atoms = _atoms(layout, axes)
     inside = tuple(atom for atom in atoms if atom.name in words or atom.axis in words)
@@ -401,20 +432,24 @@ def _product(layout: Layout, name: str) -> AxisProduct:
 
 def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, int]:
     strides = _strides(layout, axes)
-    held = (*axes, REPLICAS) if layout.replicas > 1 else axes
-    found = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in held}
-    return found | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
+    all_axes = (*axes, REPLICAS) if layout.replicas > 1 else axes
+    coordinate = {axis: rank // strides[axis] % layout.axis_size(axis) for axis in all_axes}
+    return coordinate | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 
 def _holding(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of one pipeline that hold the same parameters: word embeddings stand on the first and on the last
-    stage."""
+    """Return the ranks of one pipeline that hold the same parameters, as tied word embeddings are held by the first
+    and the last stage."""
     return tuple(sorted({stages[at] for at in layout.holders[name]}))
 
 
 def node_parts(layout: Layout, key: str = "zero.shard_group=node") -> Parts:
-    """Returns the parts of dp where weights are sharded inside a node and replicated across nodes, as `key` asks."""
+    """Return the parts of dp for weights that are sharded inside a node and replicated across nodes.
+
+    `key` is the config setting that asked for it, for the error message.
+    """
     ranks = layout.group("dp", 0)
+    # Members of the first group on the first node. All groups must be cut into such runs without crossing a node.
     inside = sum(rank < (layout.node_size or layout.world) for rank in ranks)
     neighbours = (group[at : at + inside] for group in layout.groups("dp") for at in range(0, len(ranks), inside))
     uneven = any(map(layout.crosses_node, neighbours))
@@ -429,9 +464,14 @@ def node_parts(layout: Layout, key: str = "zero.shard_group=node") -> Parts:
 
 
 def exchange_parts(layout: Layout) -> Parts:
-    """Returns the parts of ep where rows travel inside a node first and then between nodes. There are none where a
-    group is on one node, or has one rank on each, or not equally many."""
+    """Return the parts of ep for rows that are exchanged inside a node first and then between nodes.
+
+    Returns () if all ep groups are on one node, have one rank per node, or differ in their ranks per node.
+    """
     node = layout.node_size or layout.world
     counts = {count for group in layout.groups("ep") for count in Counter(rank // node for rank in group).values()}
-    here = counts.pop()
-    return (("ep", ((EP_NODE, here), (EP_ACROSS, layout.ep // here))),) if not counts and 1 < here < layout.ep else ()
+    per_node = counts.pop()
+    # More counts are left if the groups differ in their ranks per node.
+    if counts or not 1 < per_node < layout.ep:
+        return ()
+    return (("ep", ((EP_NODE, per_node), (EP_ACROSS, layout.ep // per_node))),)

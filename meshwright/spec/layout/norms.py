@@ -1,4 +1,5 @@
-"""The kinds of norms that `model.norm` can name, with the facts that configs, parts and the planner need. No torch."""
+"""The kinds of norms that `model.norm` can name, with the facts that configs, model parts and the planner need. No
+torch."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from meshwright.plugins import Registry
 
 @dataclass(frozen=True)
 class NormKind:
-    """One kind of norm. `module` is the path `package.module:Class` of a `meshwright.nn.norm.Norm`, which is imported
-    when a model is built, so that registering a norm needs no torch."""
+    """One kind of norm.
+
+    `module` is the path `package.module:Class` of a `meshwright.nn.norm.Norm`. It is imported only when a model is
+    built, so that registering a norm needs no torch.
+    """
 
     module: str
     supports: frozenset[str]  # the features of `config/features.py` that it works with
-    statistics: int = 1  # numbers that each row keeps for backward
+    statistics: int = 1  # numbers per row that are saved for backward
     centred: bool = False  # it subtracts a row's mean
-    bias: bool = False  # it has a bias where `model.bias` is true
-    elementwise: bool = True  # it has a weight for each feature; false: one for all of them
-    fuses: bool = False  # `Linear.after_norm` has a kernel that computes it with the product after it
-    host_copies: int = 0  # full-size tensors in the precision of sums that it keeps on a CPU in place of its input
+    bias: bool = False  # it has a bias if `model.bias` is true
+    elementwise: bool = True  # it has a weight per feature; false: one weight for all of them
+    fuses: bool = False  # `Linear.after_norm` has a kernel that fuses it with the product after it
+    host_copies: int = 0  # full-size tensors in accumulation precision that it saves on a CPU instead of its input
 
 
 NORMS = Registry(

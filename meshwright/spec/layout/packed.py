@@ -1,8 +1,8 @@
-"""Records of frozen weights that are stored in 4 bits: where a rank's bytes lie. No torch.
+"""Records of frozen weights that are stored in 4 bits: the position of a rank's bytes in the global tensor. No torch.
 
-A row of a weight [rows, in] becomes in / 2 bytes of codes, two in each, and then the scales of its blocks of BLOCK
-values, two bytes each. Blocks lie along a row, so any cut between blocks, by rows or by inputs, leaves the same blocks
-with the same bytes: a rank packs what it holds, and all layouts compute with the same weights.
+A row of a weight [rows, in] becomes in / 2 bytes of codes, two codes per byte, followed by the scales of its blocks of
+BLOCK values, two bytes each. Blocks run along a row, so any cut between blocks, by rows or by inputs, leaves the same
+blocks with the same bytes. Each rank can therefore pack its shard alone, and all layouts compute with the same weights.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from meshwright.errors import UserError
 from meshwright.spec.layout.params import Box, ParamRecord
 
 BLOCK = 64  # values that share a scale
-SCALE = 2  # bytes of a scale: bfloat16, which holds the largest of bfloat16 values exactly
+# Bytes of a scale. A scale is the largest magnitude of its block, which bfloat16 holds exactly for bfloat16 weights.
+SCALE = 2
 
 
 def row_bytes(width: int) -> int:
-    """Returns the bytes of a row of `width` values."""
+    """Return the number of bytes of a packed row of `width` values."""
     return width // 2 + width // BLOCK * SCALE
 
 
 def packed_record(weight: ParamRecord) -> ParamRecord:
-    """Returns the record of a matrix's bytes, which carries that of its values."""
+    """Return the record of a matrix's packed bytes. Its `packs` is the record of the values."""
     (rows, width), (local_rows, local_width) = weight.shape, weight.local_shape
     sides = [side for box in weight.boxes for side in (box.start[1], box.shape[1])]
     if any(side % BLOCK for side in sides):
@@ -39,8 +40,10 @@ def packed_record(weight: ParamRecord) -> ParamRecord:
 
 
 def _parts(box: Box, width: int, local_width: int) -> Iterator[Box]:
-    """Yields the boxes of the codes and of the scales of a box of values."""
+    """Yield two boxes of bytes for a box of values: its codes and its scales."""
     (row, column), (rows, columns), (local_row, local_column) = box.start, box.shape, box.local_start
     yield Box((row, column // 2), (rows, columns // 2), (local_row, local_column // 2))
-    start, local = (width // 2 + column // BLOCK * SCALE, local_width // 2 + local_column // BLOCK * SCALE)
-    yield Box((row, start), (rows, columns // BLOCK * SCALE), (local_row, local))
+    # The scales of a row follow all of its codes.
+    start = width // 2 + column // BLOCK * SCALE
+    local_start = local_width // 2 + local_column // BLOCK * SCALE
+    yield Box((row, start), (rows, columns // BLOCK * SCALE), (local_row, local_start))

@@ -1,9 +1,9 @@
-"""Attention between any rows as rectangles and triangles, which fused kernels compute without a mask. No torch.
+"""Attention between arbitrary rows as rectangles and triangles, which fused kernels compute without a mask. No torch.
 
-Which keys a query sees follows from the rows' numbers and documents. Rows lie in runs: row numbers of one document that
-grow by an equal step, as every order of `rows.py` deals them. What a run of queries sees of a run of keys of the same
-step is all of it, nothing, or a rectangle and a triangle side by side. Where a query looks back over a window only, it
-is a band, which is cut into triangles of both kinds, and rectangles, without a pair that is not seen.
+The rows' numbers and documents determine which keys a query sees. Rows form runs: row numbers of one document that
+grow by a constant step, which every order of `rows.py` produces. A run of queries sees a run of keys of the same step
+completely, not at all, or as a rectangle and a triangle side by side. If queries only look back over a window, they see
+a band of the keys. The band is cut into rectangles and triangles of both orientations, which contain no masked pair.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import numpy as np
 
 from meshwright.spec.layout.rows import Integers
 
-FEW = 8  # runs that are always taken, however short they are
+FEW = 8  # up to this many runs are always accepted, however short they are
 
 
 class Piece(NamedTuple):
-    """Queries `top` to `bottom` see keys `left` to `right`: all of them or, if causal, the last query sees all and each
-    one before it a key less than the next. `backwards`: that is so when queries and keys are read from their ends, so
-    that the first query sees all keys, and each one after it a key less, from the left."""
+    """Queries `top` to `bottom` see keys `left` to `right`, completely or causally.
+
+    If `causal`, the last query sees all of the keys, and each query before it sees one key less than the next one. If
+    `backwards` as well, that holds when queries and keys are read in reverse order: the first query sees all keys, and
+    each query after it sees one key less, starting from the left.
+    """
 
     top: int
     bottom: int
@@ -42,7 +45,8 @@ class Piece(NamedTuple):
         return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
 
     def split(self) -> Iterator[Piece]:
-        """Yields the rectangle that all of these queries see, and the triangle beside it."""
+        """Yield the rectangle that all of these queries see and the triangle beside it, or the whole piece if it has
+        no such rectangle."""
         if not self.causal or self.square:
             yield self
             return
@@ -57,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rows of one document from `first` to `last` in equal steps, which lie at places `begin` to `end`."""
+    """Row numbers of one document from `first` to `last` in equal steps, at positions `begin` to `end` of the table."""
 
     first: int
     last: int
@@ -67,17 +71,17 @@ class _Run(NamedTuple):
 
 
 def usual_step(rows: Integers) -> int:
-    """Returns the step by which rows mostly grow."""
+    """Return the most frequent positive difference between neighbouring rows, or 1 if there is none."""
     steps = np.diff(rows)
     return int(np.bincount(steps[steps > 0]).argmax()) if (steps > 0).any() else 1
 
 
 def _runs(rows: Integers, documents: Integers | None, step: int) -> list[_Run]:
-    """Returns the rows as runs of this step, as long as they can be; a row that is in none is one of its own."""
-    goes_on = np.diff(rows) == step
+    """Divide the rows into the longest possible runs of this step. An isolated row becomes a run of length one."""
+    continues = np.diff(rows) == step
     if documents is not None:
-        goes_on &= np.diff(documents) == 0
-    bounds = [0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(rows)]
+        continues &= np.diff(documents) == 0
+    bounds = [0, *(np.flatnonzero(~continues) + 1).tolist(), len(rows)]
     numbers = np.zeros(len(rows), np.int64) if documents is None else documents
     return [_Run(int(rows[a]), int(rows[b - 1]), a, b, int(numbers[a])) for a, b in pairwise(bounds)]
 
@@ -86,31 +90,40 @@ def pieces(
     queries: Integers, keys: Integers, query_documents: Integers | None = None, key_documents: Integers | None = None,
     window: int = 0,
 ) -> list[Piece] | None:  # fmt: skip
-    """Returns what rows `queries` see of rows `keys`: those up to their own number; with a `window`, as many numbers,
-    their own included. None where the rows hardly lie in runs, as in tables that are no
-    order of `rows.py`: then there would be as many pieces as pairs, and a mask says it better."""
+    """Return the pieces of causal attention from rows `queries` to rows `keys`.
+
+    A query sees the keys of its document up to its own row number. With a `window`, it sees only the last `window` row
+    numbers, its own included. Returns None if most rows are not in runs, as in tables that are not an order of
+    `rows.py`. There would then be almost as many pieces as pairs, and a mask is cheaper.
+    """
     step = usual_step(queries)
-    at, to = _runs(queries, query_documents, step), _runs(keys, key_documents, step)
-    if 2 * max(len(at), len(to)) > len(queries) + 2 * FEW:
+    query_runs = _runs(queries, query_documents, step)
+    key_runs = _runs(keys, key_documents, step)
+    if 2 * max(len(query_runs), len(key_runs)) > len(queries) + 2 * FEW:
         return None
-    by_document: dict[int, list[_Run]] = defaultdict(list)
-    for run in to:
-        by_document[run.document].append(run)
-    found: list[Piece] = []
-    for q in at:
-        for k in by_document[q.document]:
-            for piece in _seen(q, k, step, window):
-                _add(found, piece)
+
+    keys_by_document: dict[int, list[_Run]] = defaultdict(list)
+    for run in key_runs:
+        keys_by_document[run.document].append(run)
+    seen: list[Piece] = []
+    for query_run in query_runs:
+        for key_run in keys_by_document[query_run.document]:
+            for piece in _seen(query_run, key_run, step, window):
+                _add(seen, piece)
+
+    # A second pass, because pieces that were joined in the first may join again.
     joined: list[Piece] = []
-    for piece in found:  # what was joined may join again
+    for piece in seen:
         _add(joined, piece)
     return joined
 
 
 def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
-    """Yields what a run of queries sees of a run of keys: query i sees keys i + low to i + high of the run."""
+    """Yield the pieces of a run of queries and a run of keys: query i sees keys i + low to i + high of its run."""
     ahead, count, keys = q.first - k.first, q.end - q.begin, k.end - k.begin
+    # Key j is visible to query i if its number is at most the query's: j <= i + ahead / step.
     high = ahead // step
+    # Without a window, -count puts the lower end of the band before the first key for every query.
     low = (ahead - window) // step + 1 if window else -count
     for piece in _band(count, keys, low, high):
         yield Piece(
@@ -119,18 +132,24 @@ def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
 
 
 def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
-    """Yields the pieces of a band: query i sees keys i + low to i + high, of those from 0 to `keys`. First come the
-    queries that see from the first key on, then those in whose sight both ends move, or neither, then those that see to
-    the last key."""
+    """Yield the pieces of a band: query i sees keys i + low to i + high, limited to the keys from 0 to `keys`.
+
+    First come the queries that see the first key, then the ones for which both ends of the band move or that see all
+    keys, then the ones that see the last key.
+    """
     if high < low:
         return
-    top, end = max(0, -high), min(queries, keys - low)  # others see none
-    from_first = min(max(top, 1 - low), end)  # queries before it see from the first key on
-    to_last = min(max(top, keys - high), end)  # from it on, they see the last key
+    # Queries outside these bounds see no key.
+    top, end = max(0, -high), min(queries, keys - low)
+    # Queries before this one see the first key.
+    from_first = min(max(top, 1 - low), end)
+    # Queries from this one on see the last key.
+    to_last = min(max(top, keys - high), end)
     if top < (bottom := min(from_first, to_last)):
         yield Piece(top, bottom, 0, bottom + high, True)
     if to_last < from_first:
         yield Piece(to_last, from_first, 0, keys, False)
+    # Where both ends move, `width` queries see a parallelogram: a backwards triangle and a causal one to its right.
     width = high - low + 1
     for at in range(from_first, to_last, width):
         bottom = min(at + width, to_last)
@@ -141,39 +160,42 @@ def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
         yield Piece(at, end, at + low, keys, True, True)
 
 
-def _add(found: list[Piece], piece: Piece) -> None:
-    """Appends a piece, or joins it with the one before if the two are one rectangle or one causal piece."""
-    if found and not (piece.backwards or found[-1].backwards):
-        before = found[-1]
+def _add(joined: list[Piece], piece: Piece) -> None:
+    """Append a piece, or join it with the last one if the two form one rectangle or one causal piece."""
+    if joined and not (piece.backwards or joined[-1].backwards):
+        before = joined[-1]
         same_queries = (before.top, before.bottom) == (piece.top, piece.bottom)
         if same_queries and before.right == piece.left and not before.causal:
-            found[-1] = before._replace(right=piece.right, causal=piece.causal)
+            joined[-1] = before._replace(right=piece.right, causal=piece.causal)
             return
         same_keys = (before.left, before.right) == (piece.left, piece.right)
         if same_keys and before.bottom == piece.top and not (before.causal or piece.causal):
-            found[-1] = before._replace(bottom=piece.bottom)
+            joined[-1] = before._replace(bottom=piece.bottom)
             return
         grows = before.left == piece.left and piece.right - before.right == piece.bottom - piece.top
         if grows and before.bottom == piece.top and before.causal and piece.causal:
-            found[-1] = before._replace(bottom=piece.bottom, right=piece.right)
+            joined[-1] = before._replace(bottom=piece.bottom, right=piece.right)
             return
-    found.append(piece)
+    joined.append(piece)
 
 
 def rounds(given: Iterable[Piece], queries: int, keys: int) -> list[list[Piece]]:
-    """Deals pieces to as few rounds as come: in a round all are causal or none is, and no query and no key occurs
-    twice, so that one call computes it and its results can be added without a race."""
-    found: list[list[Piece]] = []
-    taken: list[tuple[Any, Any]] = []  # by round, which queries and which keys occur
+    """Assign each piece to the first round that it fits into, so that one kernel call computes a round.
+
+    In a round all pieces are causal or none is. No query and no key occurs twice, so that a round's results and
+    gradients can be added without a race.
+    """
+    assigned: list[list[Piece]] = []
+    taken: list[tuple[Any, Any]] = []  # by round, masks of the queries and of the keys that occur in it
     for piece in given:
-        at, to = slice(piece.top, piece.bottom), slice(piece.left, piece.right)
-        for members, (tops, lefts) in zip(found, taken, strict=True):
-            if members[0].causal == piece.causal and not tops[at].any() and not lefts[to].any():
+        rows, columns = slice(piece.top, piece.bottom), slice(piece.left, piece.right)
+        for members, (taken_queries, taken_keys) in zip(assigned, taken, strict=True):
+            if members[0].causal == piece.causal and not taken_queries[rows].any() and not taken_keys[columns].any():
                 break
         else:
-            members, tops, lefts = [], np.zeros(queries, bool), np.zeros(keys, bool)
-            found.append(members)
-            taken.append((tops, lefts))
+            members, taken_queries, taken_keys = [], np.zeros(queries, bool), np.zeros(keys, bool)
+            assigned.append(members)
+            taken.append((taken_queries, taken_keys))
         members.append(piece)
-        tops[at] = lefts[to] = True
-    return found
+        taken_queries[rows] = taken_keys[columns] = True
+    return assigned

@@ -1,8 +1,8 @@
-"""What an encoder such as BERT has beside the parts of a GPT: token types, and heads on a few rows of each sample. No
-torch.
+"""The parts that an encoder such as BERT has in addition to those of a GPT. No torch.
 
-A head of its own kind works on chosen rows: those whose tokens were masked, and the first one of each sample. They are
-few, so every tp rank holds all of them, also where ranks divide the tokens, and `OnRows` states a part's figures there.
+These are token types, and heads on a few chosen rows of each sample: the rows whose tokens were masked, and the first
+row. Because they are few, every tp rank holds all of them, even if ranks divide the tokens. `OnRows` gives the figures
+of a part that is applied to such rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.spec.model.part import (
 
 @dataclass(frozen=True)
 class TokenTypePart(Part):
-    """A table of token types (which of two segments a token belongs to), held whole by every tp rank."""
+    """A table of token types (which of two segments a token belongs to). Every tp rank holds the whole table."""
 
     types: int
     hidden: int
@@ -47,9 +47,9 @@ class TokenTypePart(Part):
 
 @dataclass(frozen=True)
 class ChosenRowsPart(Part):
-    """Takes `count` rows of each sample. Where tp ranks divide the tokens, each gives the rows that it holds.
+    """A selection of `count` rows of each sample. If tp ranks divide the tokens, each contributes the rows it holds.
 
-    Split tokens: forward 1 all_reduce of the chosen rows; else nothing.
+    Split tokens: forward 1 all_reduce of the chosen rows. Plain: no communication.
     """
 
     count: int
@@ -64,13 +64,13 @@ class ChosenRowsPart(Part):
             yield Collective("forward", "tp", "all_reduce", payload)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows, and which of them are here."""
+        """Yield the numbers of the rows and, with split tokens, a mask of the rows that this rank holds."""
         yield Kept("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
 
 
 @dataclass(frozen=True)
 class OnRows(Part):
-    """A part that is applied to `count` chosen rows of each sample, all of which every tp rank holds."""
+    """A part that is applied to `count` chosen rows of each sample. Every tp rank holds all of them."""
 
     part: Part
     count: int
@@ -102,11 +102,11 @@ class OnRows(Part):
 
 @dataclass(frozen=True)
 class DensePart(Part):
-    """A product [width, hidden] with a bias and perhaps an activation, which every tp rank computes alike."""
+    """A product [width, hidden] with a bias and an optional activation, which every tp rank computes completely."""
 
     hidden: int
     width: int
-    activation: str  # of nn/mlp.py, or tanh, or "" for none
+    activation: str  # an activation of nn/mlp.py, or tanh, or "" for none
     init: Init
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -122,6 +122,6 @@ class DensePart(Part):
         return Work((product,), moved=2.0 * rows * self.width * batch.element, kernels=2)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the product's input, and what the activation needs: its input or its result."""
+        """Yield the product's input and, if there is an activation, its input or its result."""
         widths = self.hidden + (self.width if self.activation else 0)
         yield Kept("dense", batch.tokens(at) * widths * batch.element)

@@ -1,4 +1,4 @@
-"""One rank's place along the axes that can cut a part of a model. No torch."""
+"""The coordinate of a rank along the axes that can cut a part of a model. No torch."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from meshwright.spec.layout.grid import DEPTH, ROW
 
 
 def hash_once(self: Any) -> int:
-    """Hashes a value once and remembers it: the planner's caches are keyed by these values, and hashing a model of a
-    hundred blocks at each lookup is slow."""
-    found = self.__dict__.get("_hash")
-    if found is None:
-        found = hash(tuple(getattr(self, each.name) for each in fields(self)))
-        object.__setattr__(self, "_hash", found)
-    return int(found)
+    """Hash a dataclass once and store the hash in it.
+
+    The planner's caches are keyed by these values, and hashing a model of a hundred blocks at each lookup is slow.
+    """
+    stored = self.__dict__.get("_hash")
+    if stored is None:
+        stored = hash(tuple(getattr(self, field.name) for field in fields(self)))
+        object.__setattr__(self, "_hash", stored)
+    return int(stored)
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One rank's place along the axes that can cut a part: the size of each axis and the rank's index along it.
+    """The coordinate of a rank along the axes that can cut a part: the size of each axis and the rank's index along it.
 
-    Axes that are not named have one rank. The data-parallel axes are left out, since no part is cut by them.
+    Axes that are not named have one rank. The data-parallel axes are left out, since they cut no part.
     """
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
-    context: ContextPlan = NOT_SHARED  # how ranks along cp share their tokens
-    piece_flops: float | None = None  # least FLOPs for each send where linear layers communicate over tp in pieces
+    context: ContextPlan = NOT_SHARED  # the way in which ranks along cp share their tokens
+    # The fewest FLOPs per send for which a linear layer communicates over tp in chunks; None: none does.
+    piece_flops: float | None = None
 
     __hash__ = hash_once
 
@@ -41,7 +44,7 @@ class Coordinate:
         return {name: (size, index) for name, size, index in self.axes}
 
     def size(self, axis: str) -> int:
-        """Returns the size of an axis, or of a product of axes as in "tp-cp"."""
+        """Return the size of an axis, or of a product of axes as in "tp-cp"."""
         if "-" not in axis:
             return self._axes.get(axis, (1, 0))[0]
         return math.prod(self.size(word) for word in axis.split("-"))
@@ -51,23 +54,23 @@ class Coordinate:
 
     @cached_property
     def dense(self) -> Coordinate:
-        """The place along the axes that cut everything but experts."""
-        axes = tuple(each for each in self.axes if each[0].split(".")[0] not in ("ep", "etp"))
+        """The coordinate without the axes that only cut experts (ep and etp)."""
+        axes = tuple(axis for axis in self.axes if axis[0].split(".")[0] not in ("ep", "etp"))
         return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property
     def at_once(self) -> Coordinate:
-        """The same place for what is no linear layer, and so does not communicate in pieces."""
+        """The same coordinate for a part other than a linear layer, which never communicates in chunks."""
         return replace(self, piece_flops=None) if self.overlaps else self
 
     @property
     def overlaps(self) -> bool:
-        """Whether linear layers communicate over tp in pieces, while they multiply (`spec/model/pieces.py`)."""
+        """True if linear layers may communicate over tp in chunks while they multiply (`spec/model/pieces.py`)."""
         return self.piece_flops is not None
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether each tp rank holds only its rows of the tokens between the products."""
+        """True if each tp rank holds only its rows of the tokens between the products."""
         return self.sequence_parallel and self.size("tp") > 1
 
     @property
@@ -77,7 +80,7 @@ class Coordinate:
 
     @property
     def cuts_experts_alike(self) -> bool:
-        """Whether an expert is divided over the same ranks as everything else."""
+        """True if an expert is cut over the same ranks as all other parts."""
         return self.size("etp") == self.size("tp")
 
 
@@ -88,11 +91,12 @@ def coordinate_of(
     context: ContextPlan = NOT_SHARED,
     piece_flops: float | None = None,
 ) -> Coordinate:
-    """Returns the coordinate of `rank` in a layout."""
-    found = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
-    sizes = {axis: layout.size(axis) for axis in found if not axis.startswith(("dp", "edp"))}
-    axes = [(axis, size, found[axis]) for axis, size in sizes.items() if size > 1]
+    """Return the coordinate of `rank` in a layout."""
+    indices = {**layout.coordinate(rank), **layout.expert_coordinate(rank)}
+    sizes = {axis: layout.size(axis) for axis in indices if not axis.startswith(("dp", "edp"))}
+    axes = [(axis, size, indices[axis]) for axis, size in sizes.items() if size > 1]
+    # Groups of stages that share parameters count as axes too. All their ranks hold the same, so the index is 0.
     shared = dict.fromkeys(("embedding", *(name for name, _ in layout.shared)))
     axes += [(name, layout.size(name), 0) for name in shared if layout.size(name) > 1]
-    least = piece_flops if layout.tp > 1 else None
-    return Coordinate(tuple(sorted(axes)), sequence_parallel, context, least)
+    flops_per_send = piece_flops if layout.tp > 1 else None
+    return Coordinate(tuple(sorted(axes)), sequence_parallel, context, flops_per_send)

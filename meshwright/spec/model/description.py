@@ -1,5 +1,7 @@
-"""Models as sequences of units, assembled from parts by config. `nn` modules are built from them and the planner reads
-them. No torch."""
+"""Descriptions of models, assembled from parts as a config asks. No torch.
+
+`nn` modules are built from them, and the planner reads them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ from meshwright.spec.schedule.kinds import ends_of, placement_of
 
 
 def gpt(model: ModelConfig) -> Model:
-    """Describes a decoder-only transformer of the config's sizes."""
+    """Describe a decoder-only transformer of the config's sizes."""
     h, tied = model.hidden, model.tied_embeddings
     output = OutputLayerPart(model.vocab, h, Init("normal", model.init_std), tied)
     last = [NamedPart("output", "embedding" if tied else "head", output)]
@@ -63,13 +65,13 @@ def gpt(model: ModelConfig) -> Model:
     return one_stack(model, HeadUnit(tuple(last)))
 
 
-# The fields of a batch that the ends of models read, where the data have them.
+# The fields of a batch that the embedding and the head read, if the data have them.
 FIRST_FIELDS = ("tokens", "token_types")
 LAST_FIELDS = ("labels", "loss_mask", "places", "swapped")
 
 
 def one_stack(model: ModelConfig, head: HeadUnit, **more: Any) -> Model:
-    """Describes a model whose blocks all change one stream, from an embedding to a head."""
+    """Describe a model whose blocks all change one stream, from an embedding to a head."""
     first = Node("embedding", embedding_unit(model), writes=HIDDEN, fields=FIRST_FIELDS)
     last = Node("head", head, (HIDDEN,), fields=LAST_FIELDS)
     nodes = (first, *stack_nodes(block_units(model)), last)
@@ -77,8 +79,10 @@ def one_stack(model: ModelConfig, head: HeadUnit, **more: Any) -> Model:
 
 
 def bert(model: ModelConfig) -> Model:
-    """Describes an encoder: tokens see all others of their sample. Its heads predict masked tokens and, with a pooler,
-    whether two segments were swapped."""
+    """Describe an encoder, in which tokens see all others of their sample.
+
+    Its heads predict masked tokens and, with a pooler, whether two segments were swapped.
+    """
     h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
     masked, pooled = model.predictions, int(model.pooler)
     activation = "gelu" if model.mlp.endswith("glu") else model.mlp
@@ -100,9 +104,12 @@ def bert(model: ModelConfig) -> Model:
 
 
 def t5(model: ModelConfig) -> Model:
-    """Describes an encoder-decoder: blocks that see all tokens, and blocks that look back and also see the encoder's
-    output (`memory`). Scores have no scale but a learned bias of the distance. The decoder begins with an embedding of
-    its own tokens, whose table is the encoder's."""
+    """Describe an encoder-decoder: encoder blocks that see all tokens, and causal decoder blocks that also see the
+    encoder's output (`memory`).
+
+    Scores are not scaled, but have a learned bias that depends on the distance. The decoder embeds its tokens with the
+    encoder's table.
+    """
     h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
     first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
     qkv, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
@@ -117,8 +124,8 @@ def t5(model: ModelConfig) -> Model:
 
     def named(*bodies: tuple[str, Part]) -> tuple[NamedPart, ...]:
         norms = [replace(norm, of_mlp=key == "mlp") for key, _ in bodies]
-        pairs = [(f"norm{at}", each) for at, each in enumerate(norms, start=1)]
-        return tuple(NamedPart(key, key, part) for pair in zip(pairs, bodies, strict=True) for key, part in pair)
+        named_norms = [(f"norm{number}", part) for number, part in enumerate(norms, start=1)]
+        return tuple(NamedPart(key, key, part) for pair in zip(named_norms, bodies, strict=True) for key, part in pair)
 
     def bias(stack: str, stream: str, rows: Rows) -> Node:
         part = RelativeBiasPart(own.buckets, own.distance, heads, stack == ENCODER, stack, first["in"])
@@ -151,23 +158,23 @@ def t5(model: ModelConfig) -> Model:
 
 
 def glm(model: ModelConfig) -> Model:
-    """Describes a decoder that sees the first segment of a sample, its source, as a whole."""
+    """Describe a decoder whose tokens also see the whole first segment (the source) of their sample."""
     return replace(gpt(model), prefix=True)
 
 
 def norm_part(model: ModelConfig) -> NormPart:
-    """Describes the norm of a branch: the product after it keeps its output."""
+    """Describe the norm of a branch, whose output is saved by the product after it."""
     bias = NORMS.named(model.norm).bias and model.bias
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
 def ended_norm(model: ModelConfig) -> NormPart:
-    """Describes a norm whose output nobody keeps for its own gradient."""
+    """Describe a norm that does not count its output as saved: the part after it needs none, or counts it itself."""
     return replace(norm_part(model), keeps_output=False)
 
 
 def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
-    """Describes what turns ids into activations: tokens and, by config, positions, token types and a norm."""
+    """Describe the embedding of ids: tokens and, if configured, positions, token types and a norm."""
     h, normal = model.hidden, Init("normal", model.init_std)
     tokens = TokenEmbeddingPart(
         model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
@@ -184,15 +191,20 @@ def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
 
 
 def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
-    """Describes the blocks. Projections back into the residual stream start smaller, as in GPT-2, unless a norm follows
-    each sum; with DeepNorm also values and the MLP's first product do."""
+    """Describe the blocks.
+
+    The weights of projections back into the residual stream start smaller, as in GPT-2, unless a norm follows each sum.
+    With DeepNorm, the weights of values and of the MLP's first product start smaller too.
+    """
     normal, place = Init("normal", model.init_std), model.norm_place
     small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
-    rows = inner = normal
-    if place == "deep":  # the rows of queries and keys come before those of values
+    qkv_init = inner = normal
+    if place == "deep":
         inner = small
-        rows = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
-    norm, whole = norm_part(model), attention_part(model, rows, small)
+        # The rows of queries and keys precede those of values, and only values start smaller.
+        qkv_init = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
+    norm = norm_part(model)
+    whole = attention_part(model, qkv_init, small)
     mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
     residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
 
@@ -200,7 +212,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     def block(mixed: bool, window: int) -> BlockUnit:
         last = ("experts", experts(model, mlp)) if mixed else ("mlp", mlp)
         attention = replace(whole, window=window) if isinstance(whole, AttentionPart) else whole
-        # Experts and latent attention state themselves what they keep of their norm.
+        # Experts and latent attention list the output of their norm among their own saved tensors.
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
         second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
         parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
@@ -216,7 +228,7 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
 
 
 def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
-    """Describes the attention of a block."""
+    """Describe the attention of a block."""
     short = model.latent
     if short.kv_rank:
         return LatentAttentionPart(
@@ -232,7 +244,7 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
 
 
 def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
-    """Describes the mixture of experts that stands in an MLP's place. Its products have no biases."""
+    """Describe the mixture of experts that replaces an MLP. Its products have no biases."""
     e = model.experts
     routing = Routing(
         e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
@@ -243,21 +255,23 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
 
 
 def hf(model: ModelConfig) -> Model:
-    """Describes a model that transformers builds, as its plan cuts it."""
-    # Reads the module itself, which needs torch and transformers: nothing else here does.
+    """Describe a model that transformers builds, cut as its tensor-parallel plan says."""
+    # This builds the module itself, which needs torch and transformers. Nothing else here does.
     described: Model = importlib.import_module("meshwright.models.wrapped.blueprint").blueprint(model.hf).model
     return described
 
 
 def describe(model: ModelConfig) -> Model:
-    """Returns the description of the model that a config asks for."""
+    """Return the description of the model that a config asks for."""
     assemble = model.kind_facts.describe
     return _described(load_object(assemble) if isinstance(assemble, str) else assemble, model)
 
 
 def model_of(config: Config) -> Model:
-    """Returns the description of the model that a run trains: with adapters, where its weights are frozen, or cut over
-    a grid of tensor-parallel ranks."""
+    """Return the description of the model that a run trains.
+
+    It has adapters if its weights are frozen, and is cut over a grid of tensor-parallel ranks if the layout has one.
+    """
     model, grid = describe(config.model), config.layout.grid
     if grid is not None:
         return _on_grid(model, grid)
@@ -291,7 +305,7 @@ def _described(assemble: Callable[[ModelConfig], Model], model: ModelConfig) -> 
 
 
 def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Stage]:
-    """Splits the layers into virtual stages: as `split` says, or evenly, where the first stages take the remainder."""
+    """Split the layers into virtual stages: as `split` says, or evenly with the remainder in the first stages."""
     sizes = list(split) or [layers // count + (i < layers % count) for i in range(count)]
     assert len(sizes) == count and sum(sizes) == layers
     starts = [sum(sizes[:i]) for i in range(count)]
@@ -301,8 +315,9 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """Returns the virtual stages that a config asks for."""
+    """Return the virtual stages that a config asks for."""
     layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    # Without this setting, a stage may hold blocks of both the encoder and the decoder.
     if own := config.pipeline.encoder_stages:
         blocks = config.model.t5.encoder_layers
         both = (split_layers(blocks, own), split_layers(layers - blocks, count - own))
@@ -311,23 +326,26 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the pipeline ranks that hold the same parameters, by the name of their group. A table that only the ends
-    of the model share is left to the layout, which knows its ends."""
-    model, found = describe(config.model), dict[str, set[int]]()
+    """Return the sets of pipeline ranks that hold the same parameters, with the name of their group.
+
+    Returns () if only the ends of the model share a table, because the layout knows its ends.
+    """
+    model = describe(config.model)
+    holders = dict[str, set[int]]()
     places = placement_of(config.pipeline.schedule, config.layout.pp, config.layout.chunks)
     for stage, (rank, _) in zip(stages_of(config), places, strict=True):
         for name in model.groups(stage):
-            found.setdefault(name, set()).add(rank)
+            holders.setdefault(name, set()).add(rank)
     ends = {places[0][0], places[-1][0]}
-    if not {*found} - {EMBEDDING} and found.get(EMBEDDING, ends) == ends:
+    if not {*holders} - {EMBEDDING} and holders.get(EMBEDDING, ends) == ends:
         return ()
-    return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(found.items()))
+    return tuple((name, tuple(sorted(ranks))) for name, ranks in sorted(holders.items()))
 
 
-# Fields of a batch where ranks share sequences: the numbers and the documents of the rows of all of them.
+# Fields of a batch if ranks share sequences: the row numbers and the documents of all these ranks' rows.
 CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
-# Fields that decide who sees whom. Where a rank has read them itself, a batch has them on the host too, under
-# `on_host(name)`, so that no one waits for the device to read them back.
+# Fields that decide which tokens see each other. If a rank has read them itself, a batch also has them on the host
+# under `on_host(name)`, so that reading them does not have to wait for the device.
 WHO_SEES_WHOM = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
 
 
@@ -336,7 +354,8 @@ def on_host(name: str) -> str:
 
 
 def check_family(model: Model, tp: int, pp: int) -> None:
-    """Refuses to cut a model whose plan was not found right."""
+    """Raise if the tensor-parallel plan of a model's family has not been verified for this layout."""
+    # Only models of other programs need the table of families that this module reads.
     from meshwright.spec.model.wrapped.families import check_plan
 
     assert isinstance(model, PlannedModel)
@@ -344,24 +363,25 @@ def check_family(model: Model, tp: int, pp: int) -> None:
 
 
 def kv_parts(model: ModelConfig, tp: int) -> Parts:
-    """Returns tp as a product where key-value heads are replicated: the copies are neighbouring ranks."""
+    """Return the parts of tp if key-value heads are replicated, and () otherwise. Copies are on neighbouring ranks."""
     if tp <= model.kv_heads:
         return ()
     return (("tp", ((KV_COPIES, tp // model.kv_heads), (KV_GROUPS, model.kv_heads))),)
 
 
 def context_parts(config: Config) -> Parts:
-    """Returns cp as a product where heads are exchanged inside groups of neighbouring ranks only."""
+    """Return the parts of cp if heads are only exchanged inside groups of neighbouring ranks, and () otherwise."""
     cp, inner = config.layout.cp, config.context.inner
     return (("cp", ((CP_INNER, inner), (CP_OUTER, cp // inner))),) if cp > 1 and inner and cp % inner == 0 else ()
 
 
 def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
-    """Returns the layout that a config asks for on `world` ranks, with `node_size` ranks per node if the config doesn't
-    say."""
+    """Return the layout that a config asks for on `world` ranks. `node_size` is the number of ranks per node if the
+    config does not set it."""
     c = config.layout
     if config.model.kind_facts.is_foreign and c.tp * c.pp > 1:
         check_family(describe(config.model), c.tp, c.pp)
+    # Parts of dp and ep depend on the nodes of a layout's groups, so they are added to a first layout.
     layout = Layout(
         world, tp=c.tp, pp=c.pp, cp=c.cp, ep=c.ep, order=c.order, node_size=c.node_size or node_size or None,
         parts=(*(c.grid.parts if c.grid else kv_parts(config.model, c.tp)), *context_parts(config)),
@@ -378,21 +398,23 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
 
 
 def fields_read(stage: Stage, model: Model, cp: int = 1) -> set[str]:
-    """Returns the fields of a batch that a chunk reads, where the data have them. Blocks that add to the loss count the
-    tokens that count in it."""
+    """Return the fields of a batch that a stage reads, if the data have them.
+
+    Blocks that add terms to the loss need the loss mask, to count the same tokens as the loss.
+    """
     documents = {"segments"} if cp == 1 else {CONTEXT_ROWS, CONTEXT_DOCUMENTS}
     return model.fields(stage) | {"positions"} | documents | ({"loss_mask"} if model.losses else set())
 
 
 def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -> int:
-    """Returns the elements of a field of one micro-batch on a rank: one for each token, for each that is predicted, or
-    for each sample."""
+    """Return the number of elements of a field in one micro-batch on a rank: one per token, per predicted token or per
+    sample."""
     lengths = dict(model.lengths)
     return batch.sequences * lengths[name] if name in lengths else batch.tokens(at)
 
 
 def data_fields(config: Config) -> list[str]:
-    """Returns the names of the fields of a sample that the data of a config have."""
+    """Return the names of the fields that samples of a config's data have."""
     facts, names = config.objective_facts, list(config.objective_facts.fields)
     names += ["swapped"] if facts is OBJECTIVES["masked"] and config.model.pooler else []
     names += ["token_types"] if facts.fills_blanks and config.model.token_types else []

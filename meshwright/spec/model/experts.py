@@ -1,8 +1,8 @@
-"""The mixture of experts: a router that sends every token to a few of many MLPs, and those MLPs. No torch.
+"""The mixture of experts: a router that sends every token to a few of many MLPs, and these MLPs. No torch.
 
-Every rank routes rows of its own: under tp, its part of the tokens. The rows are gathered over etp, since each of its
-ranks holds a part of every expert, and sent over ep to the ranks that hold the experts; the results go the same way
-back and are summed. So a row travels the same way whatever tp, cp and dp are, and no gradient depends on them.
+Every rank routes its own rows; under tp these are its part of the tokens. The rows are gathered over etp, since each
+etp rank holds a shard of every expert, and sent over ep to the ranks that hold the experts. The results return the same
+way and are summed. Therefore rows travel the same way whatever tp, cp and dp are, and no gradient depends on these.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from meshwright.spec.model.part import (
     Work,
 )
 
-EXPERT_DATA_AXES = "edp"  # an expert's gradient is a partial sum over these
-INDEX_BYTES = 8  # of a row's or an expert's number
+EXPERT_DATA_AXES = "edp"  # an expert's gradient is a partial sum over these axes
+INDEX_BYTES = 8  # bytes of the number of a row or an expert
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts: the keys of `model.experts` that decide it."""
+    """The keys of `model.experts` that decide how tokens choose experts."""
 
     count: int
     top_k: int
@@ -57,13 +57,16 @@ class Routing:
         return self.aux_loss > 0 or self.z_loss > 0
 
     def room(self, seq: int) -> int:
-        """Returns the most tokens that each expert takes of one sequence, where the capacity is limited."""
+        """Return the most tokens that each expert takes from one sequence, if the capacity is limited."""
         assert self.capacity is not None
         return min(seq, math.ceil(seq * self.top_k / self.count * self.capacity))
 
     def places(self, rows: int, part: int, seq: int) -> int:
-        """Returns the places that each expert needs for consecutive rows of a rank, which holds `part` rows of each
-        sequence of `seq` tokens: all of them may be among those that the expert takes."""
+        """Return the number of slots that each expert needs for `rows` consecutive rows of a rank.
+
+        The rank holds `part` rows of each sequence of `seq` tokens. In the worst case, an expert's choice from a
+        sequence only consists of rows of this rank.
+        """
         whole, rest = divmod(rows, part)
         if not rest:
             return whole * min(part, self.room(seq))
@@ -71,12 +74,12 @@ class Routing:
 
 
 def exchange_axes(at: Coordinate) -> tuple[str, ...]:
-    """Returns the axes over which rows travel to their experts, in this order: ep, or the parts of it."""
+    """Return the axes over which rows travel to their experts, in this order: ep, or its two parts."""
     return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
 
 
 class Exchange(NamedTuple):
-    """One all_to_all over ep: the bytes of each row, and whether rows go to their experts or back from there."""
+    """One all_to_all over ep, with the bytes of each row. Rows travel to their experts or, with `back`, from there."""
 
     phase: str
     row_bytes: int
@@ -85,7 +88,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsPart(Part):
-    """The router, this rank's part of the experts, and the experts that all tokens share."""
+    """The router, this rank's experts, and the shared experts that process all tokens."""
 
     routing: Routing
     mlp: MLPPart  # one expert; its `ffn` is cut over etp
@@ -94,10 +97,10 @@ class ExpertsPart(Part):
     has_experts = True
 
     def linears(self) -> tuple[LinearPieces, ...]:
-        """The products of each expert. (The router and the shared experts are not adapted.)"""
+        """Return the linear layers of each expert. The router and the shared experts have no adapters."""
         return tuple(
-            LinearPieces(each.name, each.cut, tuple((f"expert_{piece}", rows) for piece, rows in each.pieces), True)
-            for each in self.mlp.linears()
+            LinearPieces(linear.name, linear.cut, tuple((f"expert_{key}", rows) for key, rows in linear.pieces), True)
+            for linear in self.mlp.linears()
         )
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
@@ -106,36 +109,40 @@ class ExpertsPart(Part):
         return super().matrices() | own
 
     def experts(self, at: Coordinate) -> int:
-        """The experts of one rank."""
+        """Return the number of experts of one rank."""
         return self.routing.count // at.size("ep")
 
     def width(self, at: Coordinate) -> int:
-        """The inner features of an expert on one rank."""
+        """Return the number of inner features of an expert on one rank."""
         return self.mlp.ffn // at.size("etp")
 
     def own_rows(self, at: Coordinate, batch: MicroBatch) -> int:
-        """The rows that a rank routes."""
+        """Return the number of rows that a rank routes."""
         return batch.tokens(at) // at.size("tp")
 
     def gathered_rows(self, at: Coordinate, batch: MicroBatch) -> int:
-        """The rows of all ranks that hold parts of the same experts."""
+        """Return the number of rows of all ranks that hold shards of the same experts."""
         return self.own_rows(at, batch) * at.size("etp")
 
     def sent_rows(self, at: Coordinate, batch: MicroBatch) -> int:
-        """The rows that a rank sends to experts; as many arrive where the experts are balanced. With a capacity, some
-        of them may be empty."""
+        """Return the number of rows that a rank sends to experts.
+
+        Equally many arrive if the experts are balanced. With a capacity, some of the rows may be empty slots.
+        """
         if self.routing.capacity is None:
             return self.gathered_rows(at, batch) * self.routing.top_k
+        # The ranks whose rows are gathered count the slots together if etp equals tp, and separately otherwise.
         part, whole = batch.seq // at.size("cp"), at.cuts_experts_alike
         rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
         return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
 
     def computed_rows(self, at: Coordinate, batch: MicroBatch) -> int:
-        """The rows that the experts of a rank compute: as many as it sends, or more on the busiest rank."""
+        """Return the number of rows that the experts of a rank compute: as many as it sends, or more on the busiest
+        rank."""
         return round(self.sent_rows(at, batch) * (batch.imbalance if self.uneven(at) else 1.0))
 
     def uneven(self, at: Coordinate) -> bool:
-        """Whether ranks may get different numbers of rows."""
+        """Return whether ranks may receive different numbers of rows."""
         return at.size("ep") > 1 and self.routing.capacity is None
 
     @property
@@ -145,7 +152,8 @@ class ExpertsPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         count, hidden = self.routing.count, self.mlp.hidden
-        axes = ("tp",) if at.size("tp") > 1 else ()  # every rank routes its own rows, under tp too
+        # Every tp rank routes different rows, so the router's gradient is a partial sum over tp.
+        axes = ("tp",) if at.size("tp") > 1 else ()
         router = f"{name}.router"
         records = {
             "router.weight": whole(f"{router}.weight", (count, hidden), self.mlp.init, copies=axes, partial=axes)
@@ -156,6 +164,7 @@ class ExpertsPart(Part):
             )
         width, local = self.width(at), self.experts(at)
         first, inside = at.index("ep") * local, at.index("etp") * width
+        # A gated first product stacks gate and up, and etp cuts each of them.
         halves = 2 if self.mlp.gated else 1
         up = [
             Box((first, half * self.mlp.ffn + inside, 0), (local, width, hidden), (0, half * width, 0))
@@ -186,26 +195,26 @@ class ExpertsPart(Part):
             Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
             Product("expert down", rows, hidden, width, precise=kernels.own, groups=local),
         )
-        # Rows are copied to the experts and summed on their way back; the activation reads and writes between.
+        # Rows are copied to the experts and summed on their way back. In between, the activation reads and writes.
         moved = float(rows * (up + width + 3 * hidden) * batch.element)
-        found = Work(products, moved=moved, kernels=24)
-        return found + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else found
+        routed = Work(products, moved=moved, kernels=24)
+        return routed + self.shared.work(at, batch, replace(kernels, pieces=1)) if self.shared is not None else routed
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of experts that get equal numbers of rows.
+        """Yield the calls of experts that receive equal numbers of rows.
 
-        Rows to all ranks that hold a part of each expert, as a column product gathers its input and a row product sums
-        its output; with them the numbers and the weights of the chosen experts. Over ep: how many rows each expert
-        gets; then the rows there and back, and their weights, and the same for their gradients. Where rows go inside a
-        node first (`comm.algorithm.ep`), each of these is two calls of the same payload.
+        Over etp, the rows are gathered and the results summed, as in a column-parallel and a row-parallel product. The
+        numbers and the weights of the chosen experts are gathered too. Over ep, ranks exchange the number of rows of
+        each expert, then the rows and their weights and back the results, and the same for their gradients. If rows are
+        exchanged inside a node first (`comm.algorithm.ep`), each of these is two calls with the same payload.
         """
         yield from self._entering(at, batch)
         yield from self._counting(at, batch)
         rows, axes = self.sent_rows(at, batch), exchange_axes(at)
         for axis in axes if self.count_bytes else ():
             yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
-        for each, axis in product(self.exchanges(batch), axes):
-            yield Collective(each.phase, axis, "all_to_all", rows * each.row_bytes, routed=self.uneven(at))
+        for exchange, axis in product(self.exchanges(batch), axes):
+            yield Collective(exchange.phase, axis, "all_to_all", rows * exchange.row_bytes, routed=self.uneven(at))
         if self.routing.has_losses:
             sequences = batch.sequences if self.routing.aux_level == "sequence" else 1
             sums = sequences * (2 * self.routing.count + 2) * batch.wide
@@ -215,12 +224,12 @@ class ExpertsPart(Part):
 
     @property
     def count_bytes(self) -> int:
-        """The bytes that tell a rank's rows for every expert; none where the capacity fixes them."""
+        """The bytes of the counts of a rank's rows for every expert; 0 if the capacity fixes these counts."""
         return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
 
     def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
-        """Returns the exchanges of rows over ep: rows and their weights go to the experts, results come back, and the
-        gradients of all three go the other way."""
+        """Return the exchanges of rows over ep: rows and their weights travel to the experts, results travel back, and
+        the gradients of all three travel in the opposite directions."""
         row = self.mlp.hidden * batch.element
         return (
             Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
@@ -228,10 +237,11 @@ class ExpertsPart(Part):
         )  # fmt: skip
 
     def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls that bring rows to all ranks of an expert, and back."""
+        """Yield the calls that bring rows to all ranks that hold a shard of an expert, and results back."""
         row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
         whole = batch.tokens(at) * row
         rows = self.gathered_rows(at, batch)
+        # If every tp rank has all tokens and a shard of every expert, no rows move, and the results are all-reduced.
         if same and not at.splits_tokens:
             yield Collective("forward", "tp", "all_reduce", whole)
             yield Collective("backward", "tp", "all_reduce", whole)
@@ -248,8 +258,11 @@ class ExpertsPart(Part):
         yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
 
     def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls that tell ranks that share a sequence which experts its other tokens chose, where a capacity
-        counts them: over tp, unless the rows are gathered there anyway or a rank has whole sequences, and over cp."""
+        """Yield the calls by which ranks that share a sequence learn the experts chosen by its other tokens.
+
+        Only a capacity needs them. They go over tp, unless the rows are gathered there anyway or each rank has whole
+        sequences, and over cp.
+        """
         if self.routing.capacity is None:
             return
         choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
@@ -259,12 +272,13 @@ class ExpertsPart(Part):
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the router, the experts and the way to them keep."""
+        """Yield the tensors that the router, the exchange of rows and the experts save."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
         up = (2 if self.mlp.gated else 1) * self.width(at)
         row = self.mlp.hidden * e
-        whole = at.cuts_experts_alike and not at.splits_tokens  # every rank has all tokens, and routes a part of them
+        # Every tp rank then has all tokens, and routes a part of them.
+        whole = at.cuts_experts_alike and not at.splits_tokens
         held = batch.tokens(at) if whole else own
         yield Kept("router input", held * row)
         yield Kept("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
@@ -278,8 +292,8 @@ class ExpertsPart(Part):
             yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradient's rows, as they arrive and as the experts take them, and of the gradient of
-        the last product's input. Where the activation is not gated, its own gradient comes on top."""
+        """Return the bytes of the rows' gradients, both as they arrive and in the experts' order, and of the gradient
+        of the last product's input. An activation that is not gated also holds its own gradient."""
         copies = 2 if at.size("ep") > 1 else 1
         features = self.width(at) * (1 if self.mlp.gated else 4)
         return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)

@@ -1,4 +1,4 @@
-"""The parts of a GPT: norm, attention, MLP, embeddings and output layer, each with all that is known of it. No torch.
+"""The parts of a GPT except its MLP: norm, attention, embeddings and output layer. No torch.
 
 In the docstrings, H stands for the bytes of the activations [tokens, hidden] of a micro-batch.
 """
@@ -26,27 +26,27 @@ from meshwright.spec.model.part import (
     Work,
 )
 
-# Factors of tp where there are fewer key-value heads than tp ranks: ranks along `KV_COPIES` hold the same heads.
+# The parts of tp if there are fewer key-value heads than tp ranks. Ranks along `KV_COPIES` hold the same heads.
 KV_COPIES, KV_GROUPS = "tp.kv", "tp.q"
-EMBEDDING = "embedding"  # the ranks that hold the table of tokens, where it is tied
-ALIBI_WIDTH = 8  # elements by which ALiBi widens heads: as few as fused kernels take
-TILE_ROWS = 256  # queries whose scores exist at once where no fused kernel knows dropout
-TILE_COPIES = 5.0  # tensors of their size in backward
-LOGIT_BYTES = 14.0  # bytes per logit that our own loss reads and writes
+EMBEDDING = "embedding"  # the group of ranks that hold the tied token table
+# The elements by which ALiBi widens heads: the fewest that fused kernels accept.
+ALIBI_WIDTH = 8
+TILE_ROWS = 256  # queries whose scores exist at once if no fused kernel supports the mask with dropout
+TILE_COPIES = 5.0  # the number of tensors of the size of such a tile in backward
+LOGIT_BYTES = 14.0  # bytes per logit that our loss reads and writes
 
 
 @dataclass(frozen=True)
 class NormPart(Part):
-    """A norm over the hidden features, of a kind in `spec/layout/norms.py`. `keeps_output`: the product after it
-    keeps the norm's output."""
+    """A norm over the hidden features, of a kind in `spec/layout/norms.py`."""
 
     kind: str
     width: int
     eps: float
     bias: bool = False
-    keeps_output: bool = True
-    fuses: bool = True  # with the product after it, where kernels do that
-    of_mlp: bool = False  # the MLP after it may be computed in chunks, and then it is computed apart
+    keeps_output: bool = True  # the product after it saves the norm's output
+    fuses: bool = True  # it may be fused with the product after it, if kernels do that
+    of_mlp: bool = False  # an MLP follows; if that is computed in chunks, the norm is not fused
 
     def __post_init__(self) -> None:
         NORMS.named(self.kind)
@@ -66,7 +66,8 @@ class NormPart(Part):
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input (on a CPU: its copies in float32) and each row's statistics."""
+        """Yield the input (on a CPU: its copies in float32), each row's statistics and, if the next product saves it,
+        the output."""
         rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
         stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
         if copies:
@@ -74,18 +75,19 @@ class NormPart(Part):
             yield Kept("normed input", (copies - 1) * rows * self.width * wide)
         else:
             yield Kept("input", stream)
-        # A CPU's kernel that needs no wide copies keeps its statistics in the precision of its input.
+        # CPU kernels that need no copies in accumulation precision keep statistics in the precision of the input.
         yield Kept("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
         if self.keeps_output and not self.fused_by(kernels):
             yield Kept("output", stream)
 
     def fused_by(self, kernels: Kernels) -> bool:
-        """Whether the product after it computes it."""
+        """Return whether the kernel of the product after it also computes the norm."""
         apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
         return kernels.fused and self.facts.fuses and not apart
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """The gradient of the input and the normed input, which a fused RMS norm makes again in one pass."""
+        """Return the bytes of the input gradient and the normed input, which a fused RMS norm recomputes in one
+        pass."""
         fused = self.fused_by(kernels) and self.keeps_output
         return 2.0 * batch.rows(at) * self.width * batch.element if fused else 0.0
 
@@ -93,10 +95,12 @@ class NormPart(Part):
 def core_work(
     batch: MicroBatch, kernels: Kernels, heads: int, d: int, lengths: tuple[int, int], pairs: float, dropout: float
 ) -> Work:
-    """Returns the work of the core of attention: scores and mix of `heads`, `d` wide, for so many queries and keys
-    (`lengths`) of a sequence, of which a fused kernel computes `pairs`."""
+    """Return the work of the attention core: the scores and the mix of values of `heads` heads of width `d`.
+
+    `lengths` are the numbers of queries and of keys of a sequence. A fused kernel computes only `pairs` of their pairs.
+    """
     if kernels.fused_attention:
-        # Scores and mix: 4 d for each pair of a query and a key that it sees.
+        # Scores and mix take 4 d FLOPs for each pair of a query and a key that it sees.
         return Work(attention_flops=4.0 * batch.sequences * heads * d * pairs, kernels=10)
     count, (queries, keys) = batch.sequences * heads, lengths
     products = (
@@ -109,8 +113,8 @@ def core_work(
 
 
 def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
-    """Returns what the core of attention keeps of so many `rows` of scores (queries times heads): the log-sum of each,
-    or all scores."""
+    """Return the tensor that the attention core saves for `rows` rows of scores (queries times heads): the log-sum of
+    each row, or all scores if the core is not fused."""
     if kernels.fused_attention:
         return Kept("log-sums", rows * batch.wide, core=True)
     e = batch.element
@@ -133,11 +137,11 @@ class AttentionPart(Part):
     qk_norm: str = ""  # RMS norm of queries and keys over each "head", or over "all" heads of a token
     norm_eps: float = 1e-5
     dropout: float = 0.0
-    alibi: bool = False  # whether heads are wider for the keys' positions
-    causal: bool = True  # whether a token sees only those before it
-    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
-    biased: str = ""  # the stream that is added to the scores, a learned bias
-    window: int = 0  # tokens that one sees, itself included; 0: all before it
+    alibi: bool = False  # heads are widened to carry the keys' positions
+    causal: bool = True  # a token only sees tokens up to itself
+    scale: float = 0.0  # the factor of the scores; 0: 1 / sqrt(head_dim)
+    biased: str = ""  # the stream of the learned bias that is added to the scores, if any
+    window: int = 0  # the number of tokens that a token sees, itself included; 0: all before it
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -145,11 +149,11 @@ class AttentionPart(Part):
 
     @property
     def core_dim(self) -> int:
-        """The width of heads in the core."""
+        """The width of heads in the attention core."""
         return self.head_dim + ALIBI_WIDTH * self.alibi
 
     def own_heads(self, at: Coordinate) -> tuple[int, int]:
-        """The query heads and key-value heads of one tp rank."""
+        """Return the numbers of query heads and key-value heads of one tp rank."""
         tp = at.size("tp")
         return max(1, self.heads // tp), max(1, self.kv_heads // tp)
 
@@ -162,7 +166,8 @@ class AttentionPart(Part):
         d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
         total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d
         kv = max(1, self.kv_heads // tp) * d
-        kv_first = tp_rank * self.kv_heads // tp * d  # of copied heads: tp_rank // copies
+        # If key-value heads are copied, this is the head tp_rank // copies.
+        kv_first = tp_rank * self.kv_heads // tp * d
         k_first, v_first = self.heads * d + kv_first, (self.heads + self.kv_heads) * d + kv_first
         q_rows = (tp_rank * queries, queries, 0)
 
@@ -171,6 +176,7 @@ class AttentionPart(Part):
             if tp <= self.kv_heads:
                 parts = (q_rows, (k_first, kv, queries), (v_first, kv, queries + kv))
                 return {f"qkv.{key}": rows_of(full, parts, total, tail, init, decay=decay)}
+            # Copied key-value heads are a separate parameter, because only their gradients are summed over the copies.
             shared = (KV_COPIES,)
             kv_parts = ((k_first, kv, 0), (v_first, kv, kv))
             return {
@@ -182,13 +188,14 @@ class AttentionPart(Part):
         if self.bias or self.qkv_bias:
             records |= cut("bias", (), ZEROS, False)
         if self.qk_norm == "head":
-            # One weight for all heads: each tp rank has the gradient of its own heads. Of copies of a key-value head,
-            # each has the gradient from its own queries, so there too the sum over tp is the whole.
+            # One weight serves all heads, and each tp rank has the gradient from its heads. Each copy of a key-value
+            # head has the gradient from its queries only, so the sum over tp is complete in that case too.
             axes = ("tp",) if tp > 1 else ()
             for key in ("q_norm", "k_norm"):
                 weight = whole(f"{name}.{key}.weight", (d,), ONES, decay=False, copies=axes, partial=axes)
                 records[f"{key}.weight"] = weight
-        elif self.qk_norm:  # cut as the heads are
+        elif self.qk_norm:
+            # The weights are cut like the heads.
             axes = (KV_COPIES,) if tp > self.kv_heads else ()
             q, k, kv_rows = f"{name}.q_norm.weight", f"{name}.k_norm.weight", (kv_first, kv, 0)
             records["q_norm.weight"] = rows_of(q, (q_rows,), self.heads * d, (), ONES, decay=False)
@@ -210,8 +217,10 @@ class AttentionPart(Part):
         return Work(products, moved=rotary) + core
 
     def pairs(self, seq: int) -> float:
-        """Returns the pairs of a query and a key in a sequence, where a diagonal counts half: all, or those of the
-        lower triangle, without the triangle that lies beyond the window."""
+        """Return the number of pairs of a query and a key that it sees in a sequence; the diagonal counts half.
+
+        These are all pairs or, in causal attention, the lower triangle without the triangle beyond the window.
+        """
         if not self.causal:
             return float(seq * seq)
         beyond = max(0, seq - self.window) if self.window else 0
@@ -221,26 +230,31 @@ class AttentionPart(Part):
         (heads, kv), d = self.own_heads(at), self.head_dim
         yield from column_calls(at, batch, self.hidden, (heads + 2 * kv) * d)
         yield from row_calls(at, batch, self.hidden, heads * d)
-        if self.qk_norm == "all":  # the squares of a token's queries and of its keys, and their gradients
+        # The sums of squares of a token's queries and of its keys, and their gradients.
+        if self.qk_norm == "all":
             for phase in ("forward", "backward"):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields queries, keys and values, the result, and what the core keeps: each row's log-sum or the scores. Where
-        tp ranks share key-value heads, the weight too, since it is concatenated from two parameters."""
+        """Yield queries, keys and values, the result, and the tensor that the core saves: each row's log-sum or the
+        scores.
+
+        If tp ranks share key-value heads, the weight is saved too, since it is concatenated from two parameters.
+        """
         (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.qk_norm == "head":
-            # A CPU keeps a head's input and normed input in float32: one copy where the input is float32 already.
+            # A CPU saves a head's input and normed input in float32, or one copy if the input is float32 already.
             copies = (1 if e >= 4 else 2) if host else 0
             yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
         elif self.qk_norm:
             yield Kept("token norms", 2 * tokens * wide)
         yield Kept("attention output", tokens * h * d * e)
-        if host and self.biased:  # no fused kernel: copies in float32, and tensors of scores
+        # A CPU has no fused kernel with a bias: it saves copies in float32 and tensors of scores.
+        if host and self.biased:
             yield Kept("qkv", tokens * (h + 2 * k) * d * e)
             yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
             yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
@@ -248,7 +262,8 @@ class AttentionPart(Part):
         if self.alibi:
             yield Kept("wider attention output", tokens * h * self.core_dim * e, core=True)
         yield Kept("qkv", tokens * (h + 2 * k) * self.core_dim * e)
-        rotates_in_place = kernels.fused and not self.qk_norm  # one tensor, which attention keeps anyway
+        # The fused rotation works on one tensor, which attention saves anyway.
+        rotates_in_place = kernels.fused and not self.qk_norm
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
             yield Kept("rotated", tokens * (h + k) * d * e)
         if kernels.own and at.size("cp") > 1:
@@ -263,13 +278,14 @@ class AttentionPart(Part):
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
             tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
             if not kernels.host:
-                return 2 * tile * batch.element  # a mask, which a kernel adds to the scores that it keeps to itself
+                # Only the mask is materialised. The kernel adds it to scores that never leave the kernel.
+                return 2 * tile * batch.element
             return TILE_COPIES * tile * self.own_heads(at)[0] * batch.wide
         return 0.0
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of the core's result, queries, keys and values, and what an accelerator's
-        kernel needs to find them."""
+        """Return the bytes of the gradients of the core's result, queries, keys and values, and the workspace of an
+        accelerator's kernel that computes them."""
         one_kernel = kernels.own and kernels.fused_attention and not kernels.host and batch.element == 2
         if not one_kernel or self.biased or at.size("cp") > 1 or self._in_tiles(batch, False):
             return 0.0
@@ -278,26 +294,32 @@ class AttentionPart(Part):
         return float(gradients + kernel_workspace(tokens, heads, kv, self.core_dim, batch.element))
 
     def _in_tiles(self, batch: MicroBatch, host: bool) -> bool:
-        """Whether rows go through the core some at a time, for want of a kernel that knows dropout."""
+        """Return whether the core processes one tile of queries at a time, because no fused kernel supports dropout on
+        this device or with this mask."""
         masked = self.causal and (batch.documents or self.window > 0)
         return bool(self.dropout) and not self.biased and (host or masked)
 
 
 def kernel_workspace(tokens: int, heads: int, kv_heads: int, width: int, element: int) -> int:
-    """Returns the bytes that cuDNN's and flash attention's backward allocate for themselves: the queries' gradient in
-    float32 and a number for each row; where several queries share a key, its and its value's gradient for each."""
+    """Return the bytes of workspace that the backward of cuDNN's and flash attention allocates.
+
+    It holds the queries' gradient and one number per row in float32. If several query heads share a key-value head, it
+    also holds a key gradient and a value gradient per query head.
+    """
     shared = 2 * element if kv_heads < heads else 0
     return tokens * heads * (width * (4 + shared) + 4)
 
 
 def vocabulary_rows(vocab: int, at: Coordinate) -> int:
-    """Returns the rows of the vocabulary that a rank holds; the vocabulary is padded until tp divides it."""
+    """Return the number of rows of the vocabulary on a rank. The vocabulary is padded until tp divides it."""
     return -(-vocab // at.size("tp"))
 
 
 def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, ...], init: Init, tied: bool = False) -> ParamRecord:
-    """Returns the record of a table [vocabulary, hidden] or a bias [vocabulary] cut over tp by rows. Across stages,
-    each end of a tie holds a copy."""
+    """Return the record of a table [vocabulary, hidden] or a bias [vocabulary] that is cut over tp by rows.
+
+    If it is tied across stages, each end of the tie holds a copy.
+    """
     vocab, *tail = sizes
     rows = vocabulary_rows(vocab, at)
     first = at.index("tp") * rows
@@ -311,7 +333,7 @@ def vocabulary_record(at: Coordinate, name: str, sizes: tuple[int, ...], init: I
 
 @dataclass(frozen=True)
 class TokenEmbeddingPart(Part):
-    """The token embedding. Rows of the vocabulary lie on different tp ranks, so what was looked up is summed over them.
+    """The token embedding. tp ranks hold different rows of the vocabulary, so looked-up rows are summed over them.
 
     Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
     """
@@ -321,7 +343,7 @@ class TokenEmbeddingPart(Part):
     init: Init
     tied: bool = False
     dropout: float = 0.0
-    grad_share: float = 1.0  # of the gradient of what was looked up, the share that the table gets
+    grad_share: float = 1.0  # the fraction of the gradient of looked-up rows that is added to the table's gradient
 
     @property
     def group(self) -> str:  # type: ignore[override]
@@ -338,8 +360,10 @@ class TokenEmbeddingPart(Part):
         return row_calls(at.at_once, batch, self.hidden, 0)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows that were looked up, where tp cuts the table, and a dropout mask. The ids
-        belong to the batch. Other programs keep the result besides the first block's input."""
+        """Yield the numbers of the looked-up rows, if tp cuts the table, and the dropout mask.
+
+        The ids belong to the batch. Other programs save the result in addition to the first block's input.
+        """
         if not kernels.own:
             yield Kept("output", batch.rows(at) * self.hidden * batch.element)
         if at.size("tp") > 1:
@@ -348,13 +372,13 @@ class TokenEmbeddingPart(Part):
             yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the rows' numbers and gradients."""
+        """Return the bytes of the row numbers and the gradients of the looked-up rows."""
         return float(batch.tokens(at) * (self.hidden * batch.element + 8))
 
 
 @dataclass(frozen=True)
 class PositionEmbeddingPart(Part):
-    """Learned positions, held whole by every tp rank. The first position has row `offset` of the table."""
+    """Learned positions; every tp rank holds the whole table. The first position uses row `offset` of the table."""
 
     positions: int
     hidden: int
@@ -373,17 +397,21 @@ class PositionEmbeddingPart(Part):
 
 
 def second_table_factors(at: Coordinate, batch: MicroBatch, kernels: Kernels, hidden: int) -> float:
-    """Returns the bytes of the numbers and gradients of the rows of a table whose result is added to the token
-    embedding's: the two share their gradients, unless these were copied or gathered for one of them."""
+    """Return the bytes of the row numbers and gradients of a table whose result is added to the token embedding.
+
+    The two tables share the gradients, unless these were copied or gathered for one of them.
+    """
     own = hidden * batch.element if kernels.fused or at.splits_tokens else 0
     return float(batch.rows(at) * (own + 8))
 
 
 @dataclass(frozen=True)
 class OutputLayerPart(Part):
-    """The output layer, a product cut over the vocabulary, and the cross entropy. Their gradients are computed in
-    forward, one tile of logits at a time. `bias` is the whole name of its bias, if it has one; `scale` multiplies
-    its input."""
+    """The output layer, a product cut over the vocabulary, and the cross entropy.
+
+    Their gradients are computed in forward, one tile of logits at a time. `bias` is the global name of its bias, or
+    empty if it has none. `scale` multiplies its input.
+    """
 
     vocab: int
     hidden: int
@@ -402,18 +430,20 @@ class OutputLayerPart(Part):
         return {"weight": weight} | bias
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns the product and the loss. Other programs' losses move as many bytes per logit as they hold at their
-        peak."""
+        """Return the work of the product and the loss.
+
+        Losses of other programs are assumed to move as many bytes per logit as they hold at their peak.
+        """
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         product = Product("logits", tokens, columns, self.hidden, precise=True, defers=False)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of a column product whose input is not gathered again, since its gradients are computed in
+        """Yield the calls of a column product whose input is not gathered again, since its gradients are computed in
         forward.
 
-        The loss takes, per tile of C tokens in forward, the largest of the ranks' log-sums and then the sums of two
-        numbers: 1 all_reduce of C w and 1 of 2 C w, where w is 8 in fp64 and else 4.
+        In forward, the loss of each tile of C tokens takes the maximum of the ranks' log-sums and then the sums of two
+        numbers: 1 all_reduce of C w and 1 of 2 C w bytes, where w is 8 in fp64 and otherwise 4.
         """
         calls = column_calls(at.at_once, batch, self.hidden, 0)
         yield from (call for call in calls if not call.repeated)
@@ -422,20 +452,23 @@ class OutputLayerPart(Part):
             yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input gradient, which the loss computes in forward. If the embedding on this stage has the same
-        weight, the weight gradient is kept too, since the embedding adds to the same place later."""
+        """Yield the input gradient, which the loss computes in forward.
+
+        If the embedding on this stage has the same weight, the weight gradient is saved too, because the embedding adds
+        to the same gradient later.
+        """
         if not kernels.own:
             return
-        wide = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0  # the bias's gradient
-        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + wide)
+        bias_gradient = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0
+        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + bias_gradient)
         if self.tied and at.size("embedding") == 1:
             yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of one tile of logits, which a CPU also holds in float32; in other programs, of all
-        logits."""
+        """Return the bytes of one tile of logits, which a CPU also holds in float32. For other programs, return the
+        bytes of all logits."""
         tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
-        each = batch.element + (batch.wide if kernels.host else 0)
-        return float(tile_rows(tokens, columns) * columns * each)
+        logit_bytes = batch.element + (batch.wide if kernels.host else 0)
+        return float(tile_rows(tokens, columns) * columns * logit_bytes)

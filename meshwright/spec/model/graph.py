@@ -1,7 +1,7 @@
-"""A model as a graph: nodes, each a unit in its place, that read and write named streams. No torch.
+"""A model as a graph of nodes that read and write named streams. Each node applies one unit. No torch.
 
-Modules are built from the nodes of a stage, and the planner adds up their units. What passes from stage to stage is
-stated nowhere: it follows from who writes a stream before the cut and who reads it after.
+Modules are built from the nodes of a stage, and the planner adds up their units. The tensors that pass from stage to
+stage are not listed anywhere. They are the streams that a node before the cut writes and a node after it reads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Stage:
 
 
 class Stream(NamedTuple):
-    """A named tensor [rows, width] in the model's precision that nodes read and write. `by_sample`: its shape is
-    [sequences, seq, width]."""
+    """A named tensor [rows, width] in the model's precision that nodes read and write.
+
+    With `by_sample`, its shape is [sequences, seq, width] instead.
+    """
 
     name: str
     width: int
@@ -45,7 +47,7 @@ class Stream(NamedTuple):
     by_sample: bool = False
 
     def shape(self, at: Coordinate, batch: MicroBatch) -> tuple[int, ...]:
-        """Returns the shape of one micro-batch on a rank."""
+        """Return the stream's local shape for one micro-batch."""
         own = self.rows.of(batch)
         if self.by_sample:
             return own.sequences, own.seq, self.width
@@ -53,18 +55,20 @@ class Stream(NamedTuple):
 
 
 def reference_of(name: str) -> str:
-    """Returns the name under which a stream passes as the frozen weights alone compute it."""
+    """Return the name of a stream's reference: the same stream computed by the frozen weights alone."""
     return f"reference {name}"
 
 
 class Node(NamedTuple):
-    """A unit in its place: the key of its module, the streams that it reads and the one that it writes ("": it makes
-    terms of the loss), and the fields of a batch that it reads, where the data have them. The streams that parts of the
-    unit name are read too (`inputs`).
+    """A unit in the graph of a model.
 
-    Blocks have a `layer` each, by which stages are cut. Runs of them are recomputed and compiled together. A node that
-    is `everywhere` belongs to every stage that reads its stream, which never passes between stages. `prefix` begins the
-    global names of the parameters.
+    - `key`: the key of its module.
+    - `reads`: the streams that it reads. The streams that parts of the unit name are read too (`inputs`).
+    - `writes`: the stream that it writes; empty: it produces terms of the loss.
+    - `fields`: the fields of a batch that it reads, if the data have them.
+    - `layer`: a block's layer number, by which stages are cut. Runs of blocks are recomputed and compiled together.
+    - `prefix`: the prefix of the global names of its parameters.
+    - `everywhere`: it belongs to every stage that reads its stream, which then never passes between stages.
     """
 
     key: str
@@ -78,7 +82,7 @@ class Node(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """All streams that it reads."""
+        """All streams that the node reads."""
         return (*self.reads, *(name for name in self.unit.reads if name not in self.reads))
 
     @property
@@ -87,7 +91,7 @@ class Node(NamedTuple):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The streams that it reads and does not write."""
+        """The streams that the node reads but does not write."""
         return tuple(name for name in self.inputs if name != self.writes)
 
 
@@ -96,27 +100,28 @@ AnyModel = TypeVar("AnyModel", bound="Model")
 
 @dataclass(frozen=True)
 class Model:
-    """The nodes of a model in the order of forward, and their streams."""
+    """The nodes of a model in forward order, and their streams."""
 
     nodes: tuple[Node, ...]
     streams: tuple[Stream, ...]
-    tied: bool = False  # the output layer's weight is the embedding's
-    causal: bool = True  # whether a token sees only those before it
-    prefix: bool = False  # of a causal one: whether the first segment of a sample is seen as a whole
-    terms: tuple[str, ...] = ("loss",)  # of the loss, beside those that parts of blocks add
-    lengths: tuple[tuple[str, int], ...] = ()  # elements of a sample's fields that have not one for each token
-    compared: bool = False  # the frozen weights alone run beside the trained ones
+    tied: bool = False  # the output layer uses the embedding's weight
+    causal: bool = True  # a token only sees tokens up to itself
+    prefix: bool = False  # of a causal model: every token also sees the whole first segment of its sample
+    terms: tuple[str, ...] = ("loss",)  # the terms of the loss, except the ones that parts of blocks add
+    lengths: tuple[tuple[str, int], ...] = ()  # elements per sample of the fields that don't have one per token
+    compared: bool = False  # the frozen weights alone run in addition to the trained ones, for comparison
 
     __hash__ = hash_once
 
     def __post_init__(self) -> None:
+        # A node works on the rows of the stream that it writes.
         rows = {stream.name: stream.rows for stream in self.streams}
         for node in self.nodes:
             assert node.writes not in rows or node.everywhere or node.unit.rows == rows[node.writes], node.key
 
     @cached_property
     def blocks(self) -> tuple[BlockUnit, ...]:
-        """The units of all layers; blocks of one kind are equal values."""
+        """The units of all layers. Blocks of one kind are equal values."""
         return tuple(node.unit for node in self.nodes if isinstance(node.unit, BlockUnit))
 
     @property
@@ -132,26 +137,29 @@ class Model:
         return self.streams[0].width
 
     def mapped(self: AnyModel, change: Callable[[Node], Unit]) -> AnyModel:
-        """Returns the model with the unit of each node changed."""
+        """Return the model with the unit of each node replaced by `change(node)`."""
         return replace(self, nodes=tuple(node._replace(unit=change(node)) for node in self.nodes))
 
     @cached_property
     def whole(self) -> Stage:
-        """The one stage of a model without a pipeline."""
+        """The only stage of a model without pipeline parallelism."""
         return Stage(0, 1, range(len(self.blocks)))
 
     def nodes_of(self, stage: Stage | None = None) -> tuple[Node, ...]:
-        """Returns the nodes of a stage (by default: of the model) in the order of forward."""
+        """Return the nodes of a stage (by default: of the model) in forward order."""
         return _nodes_of(self, stage or self.whole)
 
     def cut(self, stage: Stage) -> int:
-        """Returns the number of the first node of a stage. Nodes before the first block belong to the first stage and
-        those after the last block to the last. Between two blocks, a stage begins with a node that reads no stream, if
-        there is one: what comes before it belongs to the stage before."""
+        """Return the number of the first node of a stage.
+
+        Nodes before the first block belong to the first stage, and nodes after the last block to the last. If there
+        are nodes between two blocks, a stage begins with the first one that reads no stream. If there is none, it
+        begins with the block.
+        """
         return 0 if stage.first else self._begin(stage.layers.start)
 
     def end(self, stage: Stage) -> int:
-        """Returns the number of the first node after a stage."""
+        """Return the number of the first node after a stage."""
         return len(self.nodes) if stage.last else self._begin(stage.layers.stop)
 
     def _begin(self, layer: int) -> int:
@@ -163,7 +171,7 @@ class Model:
 
     @cached_property
     def _places(self) -> list[int]:
-        """The numbers of the blocks among the nodes."""
+        """The node numbers of the blocks."""
         return [number for number, node in enumerate(self.nodes) if node.stackable]
 
     def live(self, cut: int) -> list[Stream]:
@@ -172,49 +180,56 @@ class Model:
 
     @cached_property
     def _live(self) -> list[list[Stream]]:
-        """The streams that are live at each cut, found in one walk from the end: the planner asks for thousands."""
+        """The streams that are live at each cut.
+
+        They are collected in one walk from the end, because the planner asks for thousands of cuts.
+        """
+        # Every stage computes these streams itself, so they never cross a cut.
         local = {node.writes for node in self.nodes if node.everywhere}
         needed: set[str] = set()
-        found: list[list[Stream]] = [[]]
+        live: list[list[Stream]] = [[]]
         for node in reversed(self.nodes):
             needed = (needed - {node.writes}) | {*node.inputs}
-            found.append([stream for stream in self.streams if stream.name in needed - local])
-        return found[::-1]
+            live.append([stream for stream in self.streams if stream.name in needed - local])
+        return live[::-1]
 
     def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the model's precision, that a stage receives from the one before."""
-        found = {stream.name: stream.shape(at, batch) for stream in self.live(self.cut(stage))}
-        twins = {reference_of(name): shape for name, shape in found.items()} if self.compared else {}
-        return found | twins
+        """Return the shapes of the tensors, in the model's precision, that a stage receives from the previous one."""
+        shapes = {stream.name: stream.shape(at, batch) for stream in self.live(self.cut(stage))}
+        references = {reference_of(name): shape for name, shape in shapes.items()} if self.compared else {}
+        return shapes | references
 
     @cached_property
     def ungraded(self) -> frozenset[str]:
-        """The names of passed tensors whose gradient does not come back."""
+        """The names of the tensors passed between stages for which no gradient is sent back."""
         return frozenset(reference_of(stream.name) for stream in self.streams if self.compared)
 
     def read_beside(self, stage: Stage) -> list[Stream]:
-        """Returns the streams that blocks of a stage read beside the one that they change. They are kept once for all
-        of them, unless the stage makes them itself."""
+        """Return the streams that blocks of a stage read in addition to the one that they change.
+
+        They are saved once for all blocks. Streams that the stage computes itself (`Node.everywhere`) are left out.
+        """
         nodes = self.nodes_of(stage)
         local = {node.writes for node in nodes if node.everywhere}
         names = {name for node in nodes if node.stackable for name in node.beside} - local
         return [stream for stream in self.streams if stream.name in names]
 
     def fields(self, stage: Stage) -> set[str]:
-        """Returns the fields of a batch that the nodes of a stage read, where the data have them."""
+        """Return the fields of a batch that the nodes of a stage read, if the data have them."""
         return {name for node in self.nodes_of(stage) for name in node.fields}
 
     def groups(self, stage: Stage) -> set[str]:
-        """Returns the names of the groups of ranks with which a stage shares parameters."""
+        """Return the names of the groups of ranks with which a stage shares parameters."""
         return {name for node in self.nodes_of(stage) for name in node.unit.groups}
 
     def records(self, at: Coordinate, stage: Stage | None = None) -> Records:
-        """Returns every parameter of a stage (by default: of the model), in the order of forward; a tie within a stage
-        appears once."""
+        """Return every parameter of a stage (by default: of the model), in forward order. Parameters that are tied
+        within a stage appear once."""
         records: Records = {}
         ties: set[str] = set()
         for node in self.nodes_of(stage):
             for name, record in node.unit.records(at, node.prefix).items():
+                # `ties` never contains "", so parameters that are not tied are always added.
                 if record.tied not in ties:
                     records[f"{node.key}.{name}"] = record
                 ties |= {record.tied} if record.tied else set()
@@ -222,7 +237,7 @@ class Model:
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockUnit, int], ...]:
-        """The kinds of blocks, with how many there are of each."""
+        """The kinds of blocks, each with the number of blocks of this kind."""
         return tuple(Counter(self.blocks).items())
 
     @cached_property
@@ -234,18 +249,23 @@ class Model:
 
 @lru_cache(maxsize=20_000)
 def _nodes_of(model: Model, stage: Stage) -> tuple[Node, ...]:
-    held = range(model.cut(stage), model.end(stage))
-    read = {name for number in held for name in model.nodes[number].inputs}
-    here = (node.writes in read if node.everywhere else number in held for number, node in enumerate(model.nodes))
-    return tuple(node for node, held_here in zip(model.nodes, here, strict=True) if held_here)
+    numbers = range(model.cut(stage), model.end(stage))
+    read = {name for number in numbers for name in model.nodes[number].inputs}
+    return tuple(
+        node
+        for number, node in enumerate(model.nodes)
+        if (node.writes in read if node.everywhere else number in numbers)
+    )
 
 
 def stack_nodes(
     blocks: Iterable[BlockUnit], stream: str = HIDDEN, key: str = "blocks", prefix: str = "layers", first: int = 0,
     fields: tuple[str, ...] = (),
 ) -> tuple[Node, ...]:  # fmt: skip
-    """Returns the nodes of blocks that change one stream. Their numbers in the model begin with `first`, and those in
-    their parameters' names with 0."""
+    """Return the nodes of blocks that change one stream.
+
+    Their layer numbers begin with `first`. The numbers in the names of their parameters begin with 0.
+    """
     return tuple(
         Node(f"{key}.{first + n}", block, (stream,), stream, fields, first + n, f"{prefix}.{n}.")
         for n, block in enumerate(blocks)
@@ -254,11 +274,11 @@ def stack_nodes(
 
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
-    """Returns the number of parameters of a whole model."""
+    """Return the number of parameters of a whole model."""
     return sum(record.values.numel for record in model.records(ALONE).values())
 
 
 def active_parameters(model: Model) -> int:
-    """Returns the number of parameters that one token uses: of a mixture, the experts that it goes to."""
+    """Return the number of parameters that one token uses. In a mixture, only its chosen experts count."""
     idle = (count * part.idle for block, count in model.kinds for _, _, part in block.parts)
     return parameter_count(model) - sum(idle)

@@ -1,7 +1,7 @@
-"""The parts of a GPT on a grid of tensor-parallel ranks, each around the part that it cuts further. No torch.
+"""The parts of a GPT on a grid of tensor-parallel ranks. No torch.
 
-What a part is (its sizes, its heads, its names) the inner part states; this file says who holds what of it and what
-travels.
+Each wraps a part of a GPT, which gives its sizes, heads and names. The wrapper cuts it over the grid: it gives the
+shard of each rank, and the communication between ranks.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ from meshwright.spec.model.part import (
 
 @dataclass(frozen=True)
 class GridNormPart(Part):
-    """A norm whose features are cut: ranks that share a row exchange two numbers of it (RMS: one), and two (one) again
-    for its gradient, in fp32 (fp64 for fp64)."""
+    """A norm whose features are cut.
+
+    Ranks that share a row exchange two numbers of it (RMS norm: one), and as many again for its gradient, in fp32 (in
+    fp64 runs: fp64).
+    """
 
     part: NormPart
     grid: Grid
@@ -68,8 +71,11 @@ class GridNormPart(Part):
         return self._own(at).work(at, batch, kernels)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields, per row: layer norm 1 all_gather of each rank's mean and sum of squares, RMS norm 1 all_reduce of the
-        squares; in backward 1 all_reduce of two numbers or of one."""
+        """Yield the calls of a norm, whose payloads are per row.
+
+        Forward: 1 all_gather of each rank's mean and sum of squares (layer norm), or 1 all_reduce of the squares (RMS
+        norm). Backward: 1 all_reduce of two numbers (layer norm) or of one (RMS norm).
+        """
         rows, axis, size = batch.rows(at) * batch.wide, STREAM.features, at.size(STREAM.features)
         if self.part.facts.centred:
             yield Collective("forward", axis, "all_gather", 2 * rows * size)
@@ -79,7 +85,7 @@ class GridNormPart(Part):
             yield Collective("backward", axis, "all_reduce", rows)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the input, each row's statistics and the output, where the product after it keeps that."""
+        """Yield the input, each row's statistics and, if the product after it saves it, the output."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
         yield Kept("input", stream)
@@ -88,7 +94,7 @@ class GridNormPart(Part):
             yield Kept("output", stream)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the input, the normed input and a gradient in the precision of sums."""
+        """Return the bytes of the input, the normed input and a gradient in accumulation precision."""
         return 3.0 * batch.rows(at) * self._own(at).width * batch.wide
 
     def _own(self, at: Coordinate) -> NormPart:
@@ -97,15 +103,19 @@ class GridNormPart(Part):
 
 @dataclass(frozen=True)
 class GridAttentionPart(Part):
-    """Self-attention: heads over the axis of the inner features, whole sequences over those of the inner rows, or parts
-    of sequences where a micro-batch has too few."""
+    """Self-attention on a grid.
+
+    The axis of the inner features cuts heads. The axes of the inner rows cut the micro-batch into whole sequences, or
+    into parts of sequences if it has too few.
+    """
 
     part: AttentionPart
     grid: Grid
 
     @property
     def products(self) -> tuple[GridProduct, GridProduct]:
-        p, q = self.part, self.part.heads * self.part.head_dim
+        p = self.part
+        q = p.heads * p.head_dim
         qkv = GridProduct("qkv", q + 2 * p.kv_heads * p.head_dim, p.hidden, self.grid.first, self.grid.keeps)
         return qkv, GridProduct("out", p.hidden, q, self.grid.second, self.grid.keeps)
 
@@ -114,19 +124,20 @@ class GridAttentionPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         first, second, inner = self.grid.first, self.grid.second, self.grid.inner
-        found: Records = {}
+        records: Records = {}
         for key, record in self.part.records(self._heads(at), name).items():
             if key == "qkv.weight":
-                found[key] = cut_weight(record, at, first, whole=False)
+                records[key] = cut_weight(record, at, first, whole=False)
             elif key == "qkv.bias" or (key.endswith("_norm.weight") and self.part.qk_norm == "all"):
-                found[key] = held_by(record, at, inner.rows)
-            elif key.endswith("_norm.weight"):  # one weight for all heads, of which each rank has some, of some rows
-                found[key] = held_by(record, at, GRID_AXES)
+                records[key] = held_by(record, at, inner.rows)
+            elif key.endswith("_norm.weight"):
+                # One weight serves all heads, and every rank of the grid has some heads of some rows.
+                records[key] = held_by(record, at, GRID_AXES)
         whole = self.part.records(ALONE, name)
-        found["out.weight"] = cut_weight(whole["out.weight"], at, second, whole=True)
+        records["out.weight"] = cut_weight(whole["out.weight"], at, second, whole=True)
         if "out.bias" in whole:
-            found["out.bias"] = cut_features(whole["out.bias"], at, second.y)
-        return found
+            records["out.bias"] = cut_features(whole["out.bias"], at, second.y)
+        return records
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         inner = self.part.work(*inside_attention(at, batch, self.grid), kernels)
@@ -134,7 +145,7 @@ class GridAttentionPart(Part):
         return replace(inner, products=(*own, *(p for p in inner.products if not p.linear)))
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of both products and, where ranks share sequences, those for others' keys and values."""
+        """Yield the calls of both products and, if ranks share sequences, those for other ranks' keys and values."""
         for product in self.products:
             yield from product.collectives(at, batch)
         place, own = inside_attention(at, batch, self.grid)
@@ -159,7 +170,7 @@ class GridAttentionPart(Part):
 
 @dataclass(frozen=True)
 class GridMLPPart(Part):
-    """The MLP: inner features over the axis of the inner features, rows over those of the inner rows."""
+    """The MLP on a grid. The axis of the inner features cuts its features, and the axes of the inner rows its rows."""
 
     part: MLPPart
     grid: Grid
@@ -172,7 +183,10 @@ class GridMLPPart(Part):
 
     @property
     def _own(self) -> MLPPart:
-        """What it keeps: a product on a grid takes SwiGLU in whoever adds the bias."""
+        """The MLP as its memory is counted on a grid.
+
+        It has no bias, because on a grid the second product can recompute SwiGLU even if there is a bias.
+        """
         return replace(self.part, bias=False, keeps_result=not self.grid.keeps)
 
     def _width(self, at: Coordinate) -> Coordinate:
@@ -181,13 +195,13 @@ class GridMLPPart(Part):
     def records(self, at: Coordinate, name: str) -> Records:
         cut, whole = self.part.records(self._width(at), name), self.part.records(ALONE, name)
         key = self.part.first
-        found = {f"{key}.weight": cut_weight(cut[f"{key}.weight"], at, self.grid.first, whole=False)}
+        records = {f"{key}.weight": cut_weight(cut[f"{key}.weight"], at, self.grid.first, whole=False)}
         if self.part.bias:
-            found[f"{key}.bias"] = held_by(cut[f"{key}.bias"], at, self.grid.inner.rows)
-        found["down.weight"] = cut_weight(whole["down.weight"], at, self.grid.second, whole=True)
+            records[f"{key}.bias"] = held_by(cut[f"{key}.bias"], at, self.grid.inner.rows)
+        records["down.weight"] = cut_weight(whole["down.weight"], at, self.grid.second, whole=True)
         if self.part.bias:
-            found["down.bias"] = cut_features(whole["down.bias"], at, self.grid.second.y)
-        return found
+            records["down.bias"] = cut_features(whole["down.bias"], at, self.grid.second.y)
+        return records
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         inner = self.part.work(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
@@ -209,8 +223,11 @@ class GridMLPPart(Part):
 
 @dataclass(frozen=True)
 class GridTokensPart(Part):
-    """The token embedding. Its table is cut as the output layer's weight, and looking up is that product turned round:
-    the table is gathered, and what was looked up in a rank's part of the vocabulary is summed and cut as x there."""
+    """The token embedding on a grid. Its table is cut like the output layer's weight.
+
+    The lookup is the reverse of the output layer's product: the table is gathered, and the rows that ranks have looked
+    up in their parts of the vocabulary are summed and cut like the input x of that product.
+    """
 
     part: TokenEmbeddingPart
     grid: Grid
@@ -228,7 +245,10 @@ class GridTokensPart(Part):
         return Work(moved=float((4 * m * k + 2 * n * k) * batch.element), kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields forward 1 all_gather of the table and 1 reduce_scatter of what was looked up, backward the reverse."""
+        """Yield the calls of the lookup.
+
+        Forward: 1 all_gather of the table and 1 reduce_scatter of the looked-up rows. Backward: the reverse.
+        """
         m, n, k = self._sizes(at, batch)
         r, x, table = self.grid.first, m * k * batch.element, n * k * batch.element
         yield Collective("forward", r.weight, "all_gather", table)
@@ -237,7 +257,7 @@ class GridTokensPart(Part):
         yield Collective("backward", r.weight, "reduce_scatter", table)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the numbers of the rows that were looked up, and a dropout mask."""
+        """Yield the numbers of the looked-up rows and, with dropout, its mask."""
         m, _, _ = self._sizes(at, batch)
         yield Kept("rows", 8 * m)
         if self.part.dropout:
@@ -251,7 +271,7 @@ class GridTokensPart(Part):
 
 @dataclass(frozen=True)
 class GridPositionsPart(Part):
-    """Learned positions, cut by features; ranks with other rows hold copies."""
+    """Learned positions on a grid, cut by features. Ranks with different rows hold copies."""
 
     part: PositionEmbeddingPart
     grid: Grid
@@ -265,8 +285,8 @@ class GridPositionsPart(Part):
 
 @dataclass(frozen=True)
 class GridOutputPart(Part):
-    """The output layer and the cross entropy, whose gradients are computed in forward, one tile of logits at a
-    time."""
+    """The output layer and the cross entropy on a grid. Their gradients are computed in forward, one tile of logits at
+    a time."""
 
     part: OutputLayerPart
     grid: Grid
@@ -284,9 +304,12 @@ class GridOutputPart(Part):
         return Work((Product("logits", m, n, k, precise=True, defers=False),), moved=own * n * LOGIT_BYTES, kernels=6)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the calls of a product, all in forward and none repeated, those of the logits and their gradient tile
-        by tile. Each tile of C rows has for the loss 1 all_reduce of C w and 1 of 2 C w over the vocabulary, w as
-        elsewhere; and the sum of the losses goes over every axis that cuts rows."""
+        """Yield the calls of the product and the loss, all in forward.
+
+        The factors are gathered once, and the logits and their gradient are communicated tile by tile. Each tile of C
+        rows also has 1 all_reduce of C w and 1 of 2 C w bytes over the vocabulary for the loss, where w is 8 in fp64
+        and otherwise 4. The sum of the losses is all-reduced over every axis that cuts rows.
+        """
         m, n, k = self.sizes(at, batch)
         r, e = self.grid.first, batch.element
         yield Collective("forward", r.gathered, "all_gather", m * k * e)
@@ -303,17 +326,19 @@ class GridOutputPart(Part):
             yield Collective("forward", axis, "all_reduce", batch.wide)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the gradient of the input, cut as it is, and of a weight that an embedding here shares."""
+        """Yield the gradient of the local input and, if the embedding on this stage shares the weight, the gradient of
+        the local weight."""
         _, n, k = self.sizes(at, batch)
         yield Kept("input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element)
         if self.part.tied and at.size("embedding") == 1:
             yield Kept("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of one tile of logits, both gathered factors and their gradients."""
+        """Return the bytes of one tile of logits, both gathered factors and their gradients."""
         m, n, k = self.sizes(at, batch)
-        each = batch.element + (batch.wide if kernels.host else 0)
-        return float(tile_rows(m, n, at.size(self.grid.first.summed)) * n * each + 2 * (m * k + n * k) * batch.element)
+        logit_bytes = batch.element + (batch.wide if kernels.host else 0)
+        tile = tile_rows(m, n, at.size(self.grid.first.summed)) * n * logit_bytes
+        return float(tile + 2 * (m * k + n * k) * batch.element)
 
 
 _PARTS: dict[type[Part], type] = {
@@ -323,13 +348,13 @@ _PARTS: dict[type[Part], type] = {
 
 
 def on_grid(model: Model, grid: Grid) -> Model:
-    """Returns the same model with every part cut over a grid."""
+    """Return the same model with every part cut over a grid."""
 
     @cache
     def cut(unit: Unit) -> Unit:
         parts = tuple(NamedPart(key, name, _on_grid(key, part, grid)) for key, name, part in unit.parts)
-        found = replace(unit, parts=parts)
-        return replace(found, hidden=found.hidden // grid.col) if isinstance(found, BlockUnit) else found
+        changed = replace(unit, parts=parts)
+        return replace(changed, hidden=changed.hidden // grid.col) if isinstance(changed, BlockUnit) else changed
 
     streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
     return replace(model.mapped(lambda node: cut(node.unit)), streams=streams)
@@ -338,5 +363,5 @@ def on_grid(model: Model, grid: Grid) -> Model:
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:
     if type(part) not in _PARTS:
         raise UserError(f"no grid of tensor-parallel ranks knows this model's {key}: leave out layout.tp_grid")
-    found: Part = _PARTS[type(part)](part, grid)
-    return found
+    wrapped: Part = _PARTS[type(part)](part, grid)
+    return wrapped

@@ -1,8 +1,9 @@
-"""How a grid of tensor-parallel ranks cuts parameters, and what one product on it communicates. No torch.
+"""The cut of parameters over a grid of tensor-parallel ranks, and the communication of one product. No torch.
 
-T are the tokens of a micro-batch. A product [T, k] x [k, n] has, on a rank, the gathered x [T / rows, k / s], the
-gathered weight [n / c, k / s] and y [T / rows, n / c], where c is the size of the axis that cuts the output's features,
-s that of the axis over which it sums, and `rows` those that cut the gathered rows (`spec/layout/grid.py`).
+T is the number of tokens of a micro-batch. In a product [T, k] x [k, n], a rank has the gathered x [T / r, k / s], the
+gathered weight [n / c, k / s] and y [T / r, n / c]. Here c is the size of the axis that cuts the output's features, s
+the size of the axis over which the product sums, and r the product of the axes that cut the gathered rows
+(`spec/layout/grid.py`).
 """
 
 from __future__ import annotations
@@ -16,51 +17,53 @@ from meshwright.spec.layout.grid import Cut, Grid, Roles
 from meshwright.spec.layout.params import Box, ParamRecord, overlap
 from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch, Product
 
-SHARED_BY = CONTEXT_PLANS[
-    "gather"
-]  # how ranks that share sequences attend to each other's tokens (`nn/attention/context.py`)
+# Ranks of a grid that share sequences gather each other's keys and values (`nn/attention/context.py`).
+SHARED_BY = CONTEXT_PLANS["gather"]
 
 
 def along(at: Coordinate, axis: str) -> Coordinate:
-    """Returns the place of a rank as if the tensor-parallel ranks were those along one axis of the grid."""
-    axes = [each for each in at.axes if not each[0].startswith("tp")]
+    """Return the coordinate of a rank as if tp only consisted of the ranks along one axis of the grid."""
+    axes = [entry for entry in at.axes if not entry[0].startswith("tp")]
     axes += [("tp", at.size(axis), at.index(axis))] if at.size(axis) > 1 else []
     return Coordinate(tuple(sorted(axes)))
 
 
 def cut_record(record: ParamRecord, dim: int, parts: int, index: int) -> ParamRecord:
-    """Returns the record of one of several equal blocks of a local tensor, cut along a dim; the last may hold padding
-    alone."""
+    """Return the record of block `index` of a local tensor that is cut along a dim into `parts` equal blocks. The last
+    blocks may only hold padding."""
     if parts == 1:
         return record
     assert record.local_shape[dim] % parts == 0, f"{record.name}: {record.local_shape[dim]} rows in {parts} parts"
     shape = tuple(n // (parts if d == dim else 1) for d, n in enumerate(record.local_shape))
     start = tuple(n * index if d == dim else 0 for d, n in enumerate(shape))
     boxes = []
-    for box in record.boxes:  # of the local tensor, so that the local and the global one change places
+    for box in record.boxes:
+        # The block is a region of the local tensor, so the box is passed with local and global corners swapped.
         if where := overlap(start, shape, Box(box.local_start, box.shape, box.start)):
-            inside, found = where
-            sizes = tuple(each.stop - each.start for each in found)
-            boxes.append(Box(tuple(each.start for each in found), sizes, tuple(each.start for each in inside)))
+            inside, held = where
+            sizes = tuple(span.stop - span.start for span in held)
+            boxes.append(Box(tuple(span.start for span in held), sizes, tuple(span.start for span in inside)))
     return replace(record, local_shape=shape, boxes=tuple(boxes))
 
 
 def held_by(record: ParamRecord, at: Coordinate, copies: Iterable[str]) -> ParamRecord:
-    """Returns the record of a parameter that ranks along `copies` hold too, and apply to other rows. What a tie across
-    stages says stays."""
-    own = tuple(axis for axis in copies if at.size(axis) > 1)
-    kept = tuple(axis for axis in record.copies if not axis.startswith("tp"))
-    return replace(record, copies=(*kept, *own), partial=(*kept, *own))
+    """Return the record of a parameter that is replicated along the axes `copies`, whose ranks apply it to different
+    rows. Axes of ties across stages are kept."""
+    grid_axes = tuple(axis for axis in copies if at.size(axis) > 1)
+    tie_axes = tuple(axis for axis in record.copies if not axis.startswith("tp"))
+    return replace(record, copies=(*tie_axes, *grid_axes), partial=(*tie_axes, *grid_axes))
 
 
 def cut_features(record: ParamRecord, at: Coordinate, cut: Cut, dim: int = 0) -> ParamRecord:
-    """Returns the record of a whole vector (or table, along its last dim) of features that is cut as an activation."""
+    """Return the record of a vector of features, or of a table along dim `dim`, that is cut like an activation."""
     return held_by(cut_record(record, dim, at.size(cut.features), at.index(cut.features)), at, cut.rows)
 
 
 def cut_weight(record: ParamRecord, at: Coordinate, roles: Roles, whole: bool) -> ParamRecord:
-    """Returns the record of a weight [out, in]. `whole`: the given one has all rows, and not those of the output's
-    features alone."""
+    """Return the record of a weight [out, in] as a product cuts it.
+
+    If `whole`, `record` has all rows. Otherwise it only has the rows of the local output features.
+    """
     if whole:
         record = cut_record(record, 0, at.size(roles.y.features), at.index(roles.y.features))
     record = cut_record(record, 0, at.size(roles.weight), at.index(roles.weight))
@@ -71,16 +74,16 @@ def cut_weight(record: ParamRecord, at: Coordinate, roles: Roles, whole: bool) -
 
 @dataclass(frozen=True)
 class GridProduct:
-    """One product [T, k] x [k, n] on a grid, and what it communicates: n and k are the whole sizes."""
+    """One product [T, k] x [k, n] on a grid, with its communication and memory. n and k are the global sizes."""
 
     name: str
     n: int
     k: int
     roles: Roles
-    keeps: bool
+    keeps: bool  # the gathered factors are saved for backward
 
     def sizes(self, at: Coordinate, batch: MicroBatch) -> tuple[int, int, int]:
-        """Returns (m, n, k) of the product on one rank."""
+        """Return (m, n, k) of the product on one rank."""
         rows = prod(at.size(axis) for axis in self.roles.rows)
         return batch.tokens(at) // rows, self.n // at.size(self.roles.y.features), self.k // at.size(self.roles.summed)
 
@@ -88,8 +91,11 @@ class GridProduct:
         return Product(self.name, *self.sizes(at, batch), defers=False)
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields forward 1 all_gather of x and 1 of W, 1 reduce_scatter of y; backward 1 all_gather of y's gradient, 1
-        of W and 1 of x again, unless they are kept, and 1 reduce_scatter of each one's gradient."""
+        """Yield the calls of the product y = x W^T.
+
+        Forward: 1 all_gather of x and 1 of W, and 1 reduce_scatter of y. Backward: 1 all_gather of y's gradient; unless
+        they were saved, 1 all_gather of W and 1 of x again; 1 reduce_scatter of the gradients of x and of W.
+        """
         m, n, k = self.sizes(at, batch)
         x, weight, y = (size * batch.element for size in (m * k, n * k, m * n))
         r = self.roles
@@ -104,7 +110,7 @@ class GridProduct:
         yield Collective("backward", r.weight, "reduce_scatter", weight)
 
     def gathered(self, at: Coordinate, batch: MicroBatch) -> Iterator[Kept]:
-        """Yields what is kept in place of x and the weight, where gathered factors are kept."""
+        """Yield the tensors that are saved instead of x and the weight, if gathered factors are saved."""
         m, n, k = self.sizes(at, batch)
         if self.keeps:
             yield Kept(f"gathered {self.name} input", m * k * batch.element)
@@ -112,26 +118,32 @@ class GridProduct:
                 yield Kept(f"gathered {self.name} weight", n * k * batch.element)
 
     def working(self, at: Coordinate, batch: MicroBatch) -> float:
-        """Returns the bytes of both gathered factors and the gathered gradient of the output; with them, in forward, of
-        the blocks of x before they are joined or, in backward, of a rank's own blocks of the gradients. In place of a
-        factor its gradient of the same size may be there. The output's own gradient is counted where it is made."""
+        """Return the workspace of the product in bytes.
+
+        It holds both gathered factors and the gathered gradient of the output. In forward, the blocks of x before they
+        are joined are added; in backward, the local blocks of the gradients. A gradient may take the place of its
+        factor, since they have the same size. The local gradient of the output belongs to the part that produces it.
+        """
         m, n, k = self.sizes(at, batch)
         r = self.roles
         joined = m * k if r.joins and at.size(r.gathered) > 1 else 0
-        own = m * k // at.size(r.gathered) + n * k // at.size(r.weight)
+        local = m * k // at.size(r.gathered) + n * k // at.size(r.weight)
         gathered = m * n if at.size(r.summed) > 1 else 0
-        return float((m * k + n * k + gathered + max(joined, own)) * batch.element)
+        return float((m * k + n * k + gathered + max(joined, local)) * batch.element)
 
 
 def rows_of_inner(at: Coordinate, batch: MicroBatch, grid: Grid) -> MicroBatch:
-    """Returns the rows of a micro-batch that a rank has inside the MLP, as one sequence."""
+    """Return the micro-batch of a rank inside the MLP: its rows, as one sequence."""
     rows = prod(at.size(axis) for axis in grid.inner.rows)
     return replace(batch, sequences=1, seq=batch.tokens(at) // rows)
 
 
 def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coordinate, MicroBatch]:
-    """Returns the place of a rank and its micro-batch as attention sees them: some of the heads of whole sequences or,
-    where there are too few to deal out, of sequences that the ranks along an axis share."""
+    """Return the coordinate and the micro-batch of a rank inside attention.
+
+    A rank has some heads of whole sequences. If there are too few sequences to distribute, the ranks along one axis
+    share sequences, as context parallelism does.
+    """
     heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
     if shared == 1 or at.size(grid.sharing) == 1:
         return heads, replace(batch, sequences=max(1, batch.sequences // prod(at.size(x) for x in grid.inner.rows)))
@@ -141,17 +153,17 @@ def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coo
 
 
 def vocabulary_rows(vocab: int, at: Coordinate, roles: Roles) -> int:
-    """Returns the rows of the vocabulary in a gathered table, which is padded until the grid divides it."""
+    """Return the number of rows of a gathered vocabulary table. The table is padded until the grid divides it."""
     parts = at.size(roles.y.features) * at.size(roles.weight)
     return -(-vocab // parts) * at.size(roles.weight)
 
 
 def vocabulary_weight(record: ParamRecord, at: Coordinate, roles: Roles) -> ParamRecord:
-    """Returns the record of a whole table [vocabulary, hidden] as the grid cuts it, its rows padded at the end."""
+    """Return the record of a table [vocabulary, hidden] as the grid cuts it. Its rows are padded at the end."""
     rows = vocabulary_rows(record.shape[0], at, roles) * at.size(roles.y.features)
     return cut_weight(replace(record, local_shape=(rows, *record.local_shape[1:])), at, roles, whole=True)
 
 
 def ends(at: Coordinate) -> Coordinate:
-    """Returns the place of a rank without tensor parallelism: what ties across stages is there."""
-    return Coordinate(tuple(each for each in at.axes if not each[0].startswith("tp")))
+    """Return the coordinate of a rank without tensor parallelism, which keeps the axes of ties across stages."""
+    return Coordinate(tuple(entry for entry in at.axes if not entry[0].startswith("tp")))

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries, keys and values are made of short vectors of each token. No torch."""
+"""Multi-head latent attention: queries, keys and values are projections of short latent vectors per token. No torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from meshwright.spec.model.part import (
 
 @dataclass(frozen=True)
 class LatentAttentionPart(Part):
-    """Causal attention whose heads are cut over tp; the short vectors are computed by every tp rank for the tokens it
-    holds. A key's head has `nope` elements of its own and `rope` elements, with the position, that all heads share."""
+    """Causal attention whose heads are cut over tp. Every tp rank computes the short vectors of the tokens it holds.
+
+    In a key, each head has `nope` separate elements, and all heads share `rope` rotated elements.
+    """
 
     hidden: int
     heads: int
-    q_rank: int  # 0: queries are made of the token itself
+    q_rank: int  # 0: queries are projected from the token itself
     kv_rank: int
     nope: int
     rope: int
@@ -38,7 +40,7 @@ class LatentAttentionPart(Part):
     out_init: Init
     norm_eps: float = 1e-5
     dropout: float = 0.0
-    scores_factor: float = 1.0  # of all scores, beside the square root of the width of keys
+    scores_factor: float = 1.0  # a factor of all scores, in addition to 1 / sqrt(the width of keys)
 
     @property
     def head_dim(self) -> int:
@@ -57,10 +59,10 @@ class LatentAttentionPart(Part):
         )
 
     def records(self, at: Coordinate, name: str) -> Records:
-        def cut(key: str, each: int, columns: int) -> Records:
-            rows = self.own_heads(at) * each
+        def cut(key: str, width: int, columns: int) -> Records:
+            rows, total = self.own_heads(at) * width, self.heads * width
             part = ((at.index("tp") * rows, rows, 0),)
-            return {f"{key}.weight": rows_of(f"{name}.{key}.weight", part, self.heads * each, (columns,), self.init)}
+            return {f"{key}.weight": rows_of(f"{name}.{key}.weight", part, total, (columns,), self.init)}
 
         def short(key: str, rows: int) -> Records:
             shape = (rows, self.hidden)
@@ -85,7 +87,7 @@ class LatentAttentionPart(Part):
             Product("out", tokens, self.hidden, heads * self.value, scattered=True),
         ]
         cp = at.size("cp")
-        # Scores and mix of the lower triangle; values are padded to the width of keys.
+        # The two products of the lower triangle. Values are padded to the width of keys.
         causal = 2.0 * batch.sequences * heads * self.head_dim * batch.seq * (batch.seq / cp)
         moved = 8.0 * tokens * heads * self.head_dim * batch.element
         return Work(tuple(products), causal, moved, kernels=24)
@@ -94,7 +96,7 @@ class LatentAttentionPart(Part):
         heads = self.own_heads(at)
         yield from column_calls(at, batch, self.q_rank or self.hidden, heads * self.head_dim)
         yield from column_calls(at, batch, self.kv_rank, heads * (self.nope + self.value))
-        # The keys' shared part is gathered once and kept.
+        # The keys' shared elements are gathered once and saved, so backward does not gather them again.
         for call in column_calls(at.at_once, batch, self.rope, 0):
             if not call.repeated:
                 yield call
@@ -102,8 +104,8 @@ class LatentAttentionPart(Part):
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the normed token, the short vectors before and after their norms, and what the core keeps: queries,
-        keys, values, their result and each row's log-sum."""
+        """Yield the normed token, the short vectors before and after their norms, and the tensors that the core saves:
+        queries, keys, values, their result and each row's log-sum."""
         heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
         yield Kept("normed token", rows * self.hidden * e)
         yield Kept("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
@@ -117,7 +119,7 @@ class LatentAttentionPart(Part):
         yield Kept("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of queries, keys and values."""
+        """Return the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
         merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
         return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

@@ -1,5 +1,7 @@
-"""What linear layers that are cut over tp hold and communicate, by columns and by rows, for the parts that have them.
-No torch. H stands for the bytes of the activations [tokens, hidden] of a micro-batch."""
+"""The records and collectives of column-parallel and row-parallel linear layers. No torch.
+
+H stands for the bytes of the activations [tokens, hidden] of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,25 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
-    """Returns the axes of a parameter that every tp rank holds, and under sequence parallelism applies to its own
-    tokens."""
+    """Return the axes of a parameter that every tp rank holds.
+
+    Under sequence parallelism each rank applies it to its own tokens, so that its gradient is a partial sum over tp.
+    """
     if at.size("tp") == 1:
         return {}
     return {"copies": ("tp",), "partial": ("tp",) if at.splits_tokens else ()}
 
 
 def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose output features are cut over tp; `local` of them are this rank's. All ranks
-    use the same input, `width` features, so the input gradient is a sum over them.
+    """Yield the calls of a column-parallel product, whose output features are cut over tp.
 
-    Plain: backward 1 all_reduce of H. Split tokens: forward 1 all_gather; backward 1 all_gather (of the input again,
-    which is not kept) and 1 reduce_scatter of H. In chunks (`spec/model/pieces.py`) each of these is t - 1 sends of
-    H / t, made in three calls at most.
+    `local` output features belong to this rank. All ranks read the same input of `width` features, so the input
+    gradient is a sum over them.
+
+    - Plain: backward 1 all_reduce of H.
+    - Split tokens: forward 1 all_gather of H; backward 1 all_gather (of the input again, since only the local rows are
+      saved) and 1 reduce_scatter of H.
+    - In chunks (`spec/model/pieces.py`) each of these becomes t - 1 sends of H / t, in at most three calls.
     """
     payload = batch.tokens(at) * width * batch.element
     if not at.splits_tokens:
@@ -42,8 +49,8 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
 def _moved(
     at: Coordinate, cut: bool, phase: str, op: str, payload: int, repeated: bool = False
 ) -> Iterator[Collective]:
-    """Yields a gather or scatter of rows over tp as a linear layer makes it: one call, or in chunks one for each run of
-    ranks (`nn/overlap.py`)."""
+    """Yield the calls by which a linear layer gathers or scatters rows over tp: a single call or, if it is cut into
+    chunks, one call per run of ranks (`nn/overlap.py`)."""
     size = at.size("tp")
     if not cut:
         yield Collective(phase, "tp", op, payload, repeated=repeated)
@@ -53,11 +60,13 @@ def _moved(
 
 
 def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iterator[Collective]:
-    """Yields the calls of a product whose input features are cut over tp, `local` of them being this rank's, so that
-    the output, `width` features, is a sum.
+    """Yield the calls of a row-parallel product, whose input features are cut over tp.
 
-    Plain: forward 1 all_reduce of H. Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H. In chunks:
-    as many all_reduces as there are chunks, or each of the two others as sends, as in `column_calls`.
+    `local` input features belong to this rank. The output of `width` features is a sum over tp.
+
+    - Plain: forward 1 all_reduce of H.
+    - Split tokens: forward 1 reduce_scatter, backward 1 all_gather of H.
+    - In chunks: one all_reduce per chunk or, with split tokens, sends as in `column_calls`.
     """
     tokens, weight = batch.tokens(at), width * local
     payload = tokens * width * batch.element
@@ -71,8 +80,8 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iter
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
-    """Returns the records of a projection [rows, columns] whose input is cut over tp; its bias is added once, after the
-    sum."""
+    """Return the records of a projection [rows, columns] whose input is cut over tp. Its bias is added once, after the
+    sum, so every rank holds all of it."""
     rows, columns = sizes
     tp, tp_rank = at.size("tp"), at.index("tp")
     records = {f"{key}.weight": columns_of(f"{name}.{key}.weight", rows, columns, tp, tp_rank, init)}

@@ -1,4 +1,4 @@
-"""The MLP of a block: what it holds, computes, communicates and keeps, whole or in pieces over tokens. No torch."""
+"""The MLP of a block, computed for all tokens at once or in chunks of tokens. No torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from meshwright.spec.model.part import (
 class MLPPart(Part):
     """The feed-forward part, cut over tp by its inner features."""
 
-    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or one that is gated: swiglu, geglu, tanh_geglu, reglu
+    kind: str  # gelu, gelu_tanh, quick_gelu, relu, or a gated one: swiglu, geglu, tanh_geglu, reglu
     hidden: int
     ffn: int
     init: Init
     out_init: Init
     bias: bool = False
-    fuses: bool = True  # the activation with the second product, where kernels do that
-    keeps_result: bool = True  # of the activation, for the gradient of the second product's weight
+    fuses: bool = True  # the activation may be fused with the second product, if kernels do that
+    keeps_result: bool = True  # the activation's result is saved for the gradient of the second product's weight
 
     @property
     def gated(self) -> bool:
@@ -40,7 +40,7 @@ class MLPPart(Part):
 
     @property
     def first(self) -> str:
-        """The name of the first projection, which holds the gate and the rest of a gated MLP."""
+        """The name of the first projection. In a gated MLP it computes both the gate and the up projection."""
         return "gate_up" if self.gated else "up"
 
     def linears(self) -> tuple[LinearPieces, ...]:
@@ -48,7 +48,7 @@ class MLPPart(Part):
         return LinearPieces(self.first, "column", pieces), LinearPieces("down", "row", (("down", self.hidden),))
 
     def width(self, at: Coordinate) -> int:
-        """The inner features of one tp rank."""
+        """Return the number of inner features of one tp rank."""
         return self.ffn // at.size("tp")
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -56,6 +56,7 @@ class MLPPart(Part):
         first = at.index("tp") * width
         parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
         total = self.ffn
+        # A gated MLP stacks gate and up in one weight, and tp cuts each of them.
         if self.gated:
             parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
         records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
@@ -78,10 +79,13 @@ class MLPPart(Part):
         yield from row_calls(at, batch, self.hidden, width)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the activation keeps. Gated: both halves, the gate's activation and the result, or of SwiGLU only
-        the halves where the next product recomputes the rest. Others: the activation's input and result, of which ReLU
-        needs one; uncompiled, the quick GELU also keeps its sigmoid. In chunks of tokens, only that of one at a time,
-        while its backward runs."""
+        """Yield the tensors that the activation saves.
+
+        A gated one saves both halves, the gate's activation and the result. SwiGLU saves only the halves if the next
+        product recomputes the rest. Others save the activation's input and result, of which ReLU needs one. The
+        uncompiled quick GELU also saves its sigmoid. In chunks of tokens, the tensors of one chunk exist at a time,
+        while its backward runs.
+        """
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
         if self.gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
@@ -91,11 +95,11 @@ class MLPPart(Part):
         yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
-        """Whether the second product recomputes SwiGLU in backward: not where it adds a bias itself."""
+        """Return whether the second product recomputes SwiGLU in backward. It does not if it adds a bias itself."""
         return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the widest tensors' gradients, and of SwiGLU's result where it is recomputed."""
+        """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""
         widths = 2
         if self.gated:
             widths = 3 if self._recomputes_swiglu(at, kernels) else 5
@@ -103,5 +107,5 @@ class MLPPart(Part):
 
 
 def rows_of_chunk(tokens: int, chunks: int) -> int:
-    """Returns the tokens of each chunk but the last, which may have fewer."""
+    """Return the number of tokens of each chunk except the last, which may have fewer."""
     return -(-tokens // chunks)

@@ -1,8 +1,8 @@
-"""What a part of a model states about itself, once and without torch.
+"""Parts of a model, each with its parameters, compute, communication and memory. No torch.
 
-A part (a norm, attention, an MLP, an embedding) says for one rank's coordinate and one micro-batch which parameters it
-holds, which products it computes, what it communicates and what it keeps for backward. `nn` is built from these
-statements, the planner is a fold over them, and the dry run checks that they are true.
+A part is a norm, attention, an MLP or an embedding, for example. For one rank's coordinate and one micro-batch, it
+gives the parameters that it holds, the products that it computes, its collectives, and the tensors that it saves for
+backward. `nn` builds modules from these figures, the planner adds them up, and the dry run checks that they are true.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ Records = dict[str, ParamRecord]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: the number of sequences, their length, the bytes of one activation, whether attention stays
-    within a document, which needs a mask, how unevenly tokens fall on experts, and how much is a prefix."""
+    """One micro-batch as the figures of parts depend on it."""
 
     sequences: int
-    seq: int
-    element: int = 2
-    documents: bool = False
-    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
-    prefix: float = 0.0  # the mean square of the share of a sample that all of it sees
+    seq: int  # tokens of a sequence
+    element: int = 2  # bytes of one element of an activation
+    documents: bool = False  # attention stays within a document, which needs a mask
+    imbalance: float = 1.0  # rows of the busiest rank's experts, divided by the mean
+    prefix: float = 0.0  # the mean square of the fraction of a sample that is a prefix, which every token sees
 
     __hash__ = hash_once
 
     def tokens(self, at: Coordinate) -> int:
-        """Returns the tokens that a rank's products work on; all tp ranks of a group work on the same ones."""
+        """Return the number of tokens in a rank's products. All ranks of a tp group multiply the same tokens."""
         return self.sequences * self.seq // at.size("cp")
 
     def rows(self, at: Coordinate) -> int:
-        """Returns the tokens that a rank holds between the products."""
+        """Return the number of tokens that a rank holds between the products."""
         return self.tokens(at) // at.row_parts
 
     @property
     def wide(self) -> int:
-        """The bytes of a number in the precision of sums: fp32, or fp64 for fp64."""
+        """The bytes of an element in accumulation precision: fp32, or fp64 if activations are fp64."""
         return max(4, self.element)
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor [rows, width]: `seq` of each sample of a micro-batch, or one for each token that the model
-    reads where that is 0. Unless they are `divided`, every rank that works on a sample holds all of its rows."""
+    """The rows of a tensor [rows, width]: `seq` rows per sample of a micro-batch, or, if it is 0, one per input token.
+
+    If they are not `divided`, every rank that works on a sample holds all of its rows.
+    """
 
     seq: int = 0
     divided: bool = True
 
     def of(self, batch: MicroBatch) -> MicroBatch:
-        """Returns a micro-batch as those see it that work on these rows."""
+        """Return the micro-batch with the sequence length of these rows."""
         return replace(batch, seq=self.seq) if self.seq else batch
 
 
@@ -65,10 +66,13 @@ class Rows(NamedTuple):
 class Product:
     """`count` equal products [m, k] x [k, n] of one forward pass.
 
-    `linear`: one factor is a weight. `scattered`: under sequence parallelism each tp rank keeps only its own rows of
-    the result. `precise`: it runs in bf16 where others run in fp8. `groups`: the m rows are divided among so many
-    weights; 0: there is one, for all rows. `again`: in backward it is computed once more, whatever else is recomputed.
-    `frozen`: its weight has no gradient. `defers`: that gradient can be computed after the backward of the input's.
+    - `linear`: one factor is a weight.
+    - `scattered`: under sequence parallelism, each tp rank keeps only its own rows of the result.
+    - `precise`: it runs in bf16 even if other products run in fp8.
+    - `groups`: the number of weights among which the m rows are divided (a grouped product); 0: one weight for all.
+    - `again`: backward always computes it once more, whatever else is recomputed.
+    - `frozen`: its weight has no gradient.
+    - `defers`: its weight gradient can be computed later than its input gradient.
     """
 
     name: str
@@ -90,7 +94,7 @@ class Product:
 
     @property
     def factors(self) -> int:
-        """The elements of the input and of the output's gradient, whose product is the weight gradient."""
+        """The number of elements of the input and of the output gradient, which a deferred weight gradient needs."""
         return self.count * self.m * (self.k + self.n) if self.linear and self.defers and not self.frozen else 0
 
 
@@ -99,10 +103,10 @@ class Work:
     """The forward work of a part on one micro-batch. A part's backward takes twice the products."""
 
     products: tuple[Product, ...] = ()
-    attention_flops: float = 0.0  # of a fused attention core; 0 where its products are listed
+    attention_flops: float = 0.0  # of a fused attention core; 0 if its products are listed instead
     moved: float = 0.0  # bytes that norms and elementwise kernels read and write
-    softmax: float = 0.0  # bytes that a softmax outside of a fused attention reads and writes
-    kernels: int = 0  # kernels launched
+    softmax: float = 0.0  # bytes that a softmax outside of a fused attention kernel reads and writes
+    kernels: int = 0  # the number of kernel launches
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -117,10 +121,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """One rank's `times` equal calls for one micro-batch; `payload` is the whole logical tensor in bytes. `repeated`:
-    backward repeats a call of forward, and only a weight gradient waits for it. `replayed`: a recomputation takes what
-    arrived in the first pass instead of calling again. `routed`: the payload is that of balanced experts, and a busy
-    rank exchanges more."""
+    """`times` equal collective calls of one rank for one micro-batch.
+
+    - `payload`: the size of the whole logical tensor in bytes.
+    - `repeated`: backward repeats a call of forward, and only a weight gradient waits for it.
+    - `replayed`: a recomputation reuses the result of the first pass instead of calling again.
+    - `routed`: the payload assumes balanced experts; a busy rank exchanges more.
+    """
 
     phase: str
     axis: str
@@ -133,16 +140,21 @@ class Collective:
 
 
 class LossTerm(NamedTuple):
-    """A term that a part adds to the loss: the weight of its mean over the tokens that count in the loss."""
+    """A term that a part adds to the loss: `weight` times its mean over the tokens that count in the loss."""
 
     name: str
     weight: float
 
 
 class LinearPieces(NamedTuple):
-    """A linear layer of a part: the name of its weight, how tp cuts it (column, row, whole), and its rows by what they
-    are (queries, keys, values), in order. Each such piece can be adapted alone. `experts`: each expert has its own such
-    layer, and etp cuts it."""
+    """A linear layer of a part.
+
+    - `name`: the name of its weight.
+    - `cut`: how tp cuts it: column, row or whole.
+    - `pieces`: (name, number of rows) of its consecutive row slices, such as queries, keys and values. Each slice can
+      have its own adapter.
+    - `experts`: each expert has its own such layer, cut by etp instead of tp.
+    """
 
     name: str
     cut: str
@@ -151,8 +163,11 @@ class LinearPieces(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept for backward. `core`: the attention core produces it, so recomputing the core saves its
-    memory. `passing`: it exists only while its part's backward runs."""
+    """A tensor that is saved for backward, with its `size` in bytes.
+
+    `core`: the attention core produces it, so that recomputing the core frees its memory. `passing`: it exists only
+    while the backward of its part runs.
+    """
 
     name: str
     size: float
@@ -162,93 +177,105 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a program's kernels keep for backward, as far as programs differ. The defaults are our own uncompiled ones
-    on an accelerator."""
+    """The differences in memory between the kernels of several programs (ours and other frameworks).
 
-    fused: bool = False  # ours, compiled: RMS norms, SwiGLU and rotations keep their input alone
-    fused_attention: bool = True  # attention is one kernel that keeps log-sums instead of scores
-    gate_copies: float = 4.0  # widths of the MLP that a gated activation keeps
-    keeps_rotation: bool = True  # queries and keys before and after they are rotated
-    mask_bytes: float = 0.0  # per element of a dropout mask; 0: as many as an activation has
-    logit_bytes: float = 0.0  # per logit, at the peak of a loss that makes all logits at once; 0: our loss in tiles
-    host: bool = False  # a CPU's kernels keep other things
-    pieces: int = 1  # chunks of tokens of our MLPs
-    fp8: bool = False  # products multiply numbers of 8 bits, except for the precise ones
-    own: bool = True  # our kernels; of other programs only what they keep is known, not their temporary memory
+    The defaults describe our own uncompiled kernels on an accelerator.
+    """
+
+    fused: bool = False  # our compiled kernels: RMS norms, SwiGLU and rotations only save their input
+    fused_attention: bool = True  # attention is one kernel that saves log-sums instead of scores
+    gate_copies: float = 4.0  # tensors of the MLP's width that a gated activation saves
+    keeps_rotation: bool = True  # queries and keys are saved both before and after they are rotated
+    mask_bytes: float = 0.0  # per element of a dropout mask; 0: the bytes of an activation's element
+    logit_bytes: float = 0.0  # per logit at the peak of a loss that computes all logits at once; 0: our loss in tiles
+    host: bool = False  # the kernels of a CPU, which save other tensors
+    pieces: int = 1  # the number of token chunks in which our MLPs are computed
+    fp8: bool = False  # products multiply 8-bit numbers, except for the precise ones
+    own: bool = True  # our kernels; for other programs only the saved tensors are known, not the workspace
 
     __hash__ = hash_once
 
 
 class Part:
-    """The base of all parts, whose statements are empty. A concrete part is a frozen dataclass of its sizes, and
-    `nn/build.py` names the module that computes it."""
+    """The base class of all parts, which has no parameters, work, communication or memory.
 
-    module = ""  # of a part from outside the package: the path `package.module:Class` of the module that computes it
+    A concrete part is a frozen dataclass of its sizes. `nn/build.py` names the module that computes it.
+    """
 
-    has_experts = False  # whether it is cut along the axes of experts
-    reads: tuple[str, ...] = ()  # the streams of the model that it takes beside its input
-    group: str = ""  # the name of the ranks that hold the same parameters, where several nodes or stages do
+    # Only for parts from outside the package: the path `package.module:Class` of the module that computes it.
+    module = ""
+
+    has_experts = False  # it is cut along the axes of experts
+    reads: tuple[str, ...] = ()  # the streams of the model that it reads in addition to its input
+    group: str = ""  # the group of ranks that hold the same parameters, if several nodes or stages do
 
     def records(self, at: Coordinate, name: str) -> Records:
-        """Returns the parameters that a rank holds, by their name in the part's module; `name` begins their global
-        names."""
+        """Return the parameters that a rank holds, by their name in the part's module. `name` is the prefix of their
+        global names."""
         return {}
 
     def linears(self) -> tuple[LinearPieces, ...]:
-        """Returns its linear layers, in the order of forward."""
+        """Return the part's linear layers, in forward order."""
         return ()
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Returns, by the end of a weight's global name, the rows of the matrices that stand one below the other in it:
-        queries, keys and values are three. An optimizer may update each of them as a whole."""
+        """Return the row counts of the matrices that are stacked in each weight, by the suffix of its global name.
+
+        Queries, keys and values are three matrices of one weight. An optimizer may update each matrix as a whole.
+        """
         return {f"{layer.name}.weight": tuple(rows for _, rows in layer.pieces) for layer in self.linears()}
 
     def losses(self) -> Iterable[LossTerm]:
-        """Returns the terms that the part adds to the loss."""
+        """Return the terms that the part adds to the loss."""
         return ()
 
     @property
     def idle(self) -> int:
-        """The parameters that a token does not use."""
+        """The number of parameters that a token does not use."""
         return 0
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns what the forward of one micro-batch computes."""
+        """Return the work of the forward of one micro-batch."""
         return Work()
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
-        """Returns what forward and backward of one micro-batch communicate; calls over one rank may be listed."""
+        """Return the collectives of forward and backward of one micro-batch. Calls over one rank may be listed too."""
         return ()
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
-        """Returns the tensors that forward keeps for backward."""
+        """Return the tensors that forward saves for backward."""
         return ()
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that forward or backward needs temporarily, besides what is kept."""
+        """Return the workspace of forward or backward in bytes, in addition to the saved tensors."""
         return 0.0
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that stay after a backward without weight gradients, until these are computed: the factors
-        of every product with a trained weight."""
+        """Return the bytes that remain after a backward with deferred weight gradients, until these are computed: the
+        factors of every product with a trained weight."""
         products = self.work(at, batch, kernels).products
         return float(sum(p.factors * (1 if kernels.fp8 and not p.precise else batch.element) for p in products))
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes that the backward of a body's core needs, besides what the body and the parts before it
-        keep and the gradients outside of it. What the parts after it kept has gone by then."""
+        """Return the workspace of the backward of an attention core, in bytes.
+
+        It does not include the tensors that this part and the parts before it have saved, nor the gradients outside of
+        the core. The saved tensors of the parts after it have been freed by then.
+        """
         return 0.0
 
 
 def innermost(part: Part) -> Part:
-    """Returns the part inside those that only change how it is cut, tuned or applied, each of which names it `part`."""
+    """Return the part inside all wrappers that only change how it is cut, tuned or applied. Each wrapper has it as its
+    attribute `part`."""
     while isinstance(inner := getattr(part, "part", None), Part):
         part = inner
     return part
 
 
 class NamedPart(NamedTuple):
-    """A part of a unit: its attribute in the unit's module, and what its parameters' global names begin with."""
+    """A part of a unit, with its attribute name in the unit's module (`key`) and the prefix of its parameters' global
+    names (`name`)."""
 
     key: str
     name: str
@@ -257,19 +284,21 @@ class NamedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Parts whose weights are needed together: the embedding, a block, the head. A unit is what stages are made of,
-    what is recomputed, compiled and gathered, and what the planner counts."""
+    """Parts whose weights are needed together: the embedding, a block or the head.
+
+    Stages consist of units. Units are recomputed, compiled and gathered as wholes, and the planner counts them.
+    """
 
     parts: tuple[NamedPart, ...]
-    rows: Rows = Rows()  # that it works on
+    rows: Rows = Rows()  # the rows that it works on
 
     __hash__ = hash_once
 
-    stackable = False  # whether runs of such units are recomputed, compiled and offloaded together
+    stackable = False  # runs of such units are recomputed, compiled and offloaded together
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:
-        """Its pairs of a norm and a body, where it is made of such."""
+        """The unit's pairs of a norm and a body, if it consists of such pairs."""
         return []
 
     @cached_property
@@ -278,16 +307,16 @@ class Unit:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The streams that its parts take beside its input."""
+        """The streams that its parts read in addition to its input."""
         return tuple(dict.fromkeys(name for _, _, part in self.parts for name in innermost(part).reads))
 
     @cached_property
     def groups(self) -> frozenset[str]:
-        """The names of the ranks that hold the same parameters of its parts."""
+        """The names of the groups of ranks that share parameters of its parts."""
         return frozenset(group for _, _, part in self.parts if (group := innermost(part).group))
 
     def seen_by(self, at: Coordinate) -> Coordinate:
-        """Returns what of a coordinate the unit depends on, by which the planner remembers its figures."""
+        """Return the part of a coordinate that the unit depends on. The planner caches figures by it."""
         return at if self.has_experts else at.dense
 
     def records(self, at: Coordinate, prefix: str = "") -> Records:
@@ -319,16 +348,16 @@ class Unit:
         return sum(part.factors(at, batch, kernels) for _, _, part in self.parts)
 
     def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what `working` does for a backward that defers weight gradients: with the unit's factors so far."""
+        """Return the workspace of a backward that defers weight gradients, including the factors that it produces."""
         return self.working(at, batch, kernels) + self.factors(at, batch, kernels)
 
 
 class EmbeddingUnit(Unit):
-    """Parts that turn ids into activations: `tokens` and, where there are such, `positions`, `types` and a `norm`."""
+    """Parts that turn ids into activations: `tokens` and, optionally, `positions`, `types` and a `norm`."""
 
 
 class HeadUnit(Unit):
-    """Parts that turn activations into terms of the loss: a `norm`, where there is one, and the `output` layer."""
+    """Parts that turn activations into terms of the loss: an optional `norm` and the `output` layer."""
 
 
 class MaskedHeadUnit(HeadUnit):
@@ -337,34 +366,38 @@ class MaskedHeadUnit(HeadUnit):
 
 @dataclass(frozen=True)
 class BlockUnit(Unit):
-    """A unit of the residual stream: pairs of a norm and a body. Each adds body(norm(x)) to x: one after the other or,
-    if `parallel`, all from the block's input. With `post_norm`, x becomes norm(x + body(x)): as many tensors are kept,
-    since what is now a body's input was a norm's. With `sandwich`, a second norm follows each body, and what is added
-    is its output. Dropout comes before each sum."""
+    """A unit of the residual stream: pairs of a norm and a body.
+
+    Each pair adds body(norm(x)) to x. The pairs follow each other or, if `parallel`, all read the block's input. With
+    `post_norm`, x becomes norm(x + body(x)). The same number of tensors is saved then, since a body's input takes the
+    place of a norm's input. With `sandwich`, a second norm follows each body before the sum. Dropout precedes each sum.
+    """
 
     hidden: int = 0
     parallel: bool = False
     dropout: float = 0.0
     post_norm: bool = False
-    residual: float = 1.0  # what x is multiplied by in the sums
+    residual: float = 1.0  # the factor of x in the sums
     sandwich: bool = False
-    whole_matrices: bool = False  # the optimizer updates its matrices as wholes
+    whole_matrices: bool = False  # the optimizer updates the block's matrices as wholes
 
     __hash__ = hash_once
 
     stackable = True
 
     def records(self, at: Coordinate, prefix: str = "") -> Records:
-        found = super().records(at, prefix)
+        records = super().records(at, prefix)
         if not self.whole_matrices:
-            return found
-        rows = {f"{prefix}{name}.{own}": each for _, name, part in self.parts for own, each in part.matrices().items()}
-        return {key: replace(record, matrices=rows.get(record.name, ())) for key, record in found.items()}
+            return records
+        heights = {
+            f"{prefix}{name}.{suffix}": rows for _, name, part in self.parts for suffix, rows in part.matrices().items()
+        }
+        return {key: replace(record, matrices=heights.get(record.name, ())) for key, record in records.items()}
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:
-        each = 3 if self.sandwich else 2
-        return list(zip(self.parts[::each], self.parts[1::each], strict=True))
+        stride = 3 if self.sandwich else 2
+        return list(zip(self.parts[::stride], self.parts[1::stride], strict=True))
 
     @property
     def after(self) -> tuple[NamedPart, ...]:
@@ -373,58 +406,71 @@ class BlockUnit(Unit):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         batch = self.rows.of(batch)
-        # A sum reads two rows and writes one; dropout reads and writes a mask with it.
+        # A sum reads two rows and writes one. Dropout also moves its mask, one byte per element.
         width = 3 * self.hidden * batch.element + (self.hidden if self.dropout else 0)
         count = len(self.branches)
         sums = Work(moved=float(batch.rows(at) * count * width), kernels=2 * count)
         return super().work(at, batch, kernels) + sums
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
-        found: list[Kept] = []
+        saved: list[Kept] = []
         batch = self.rows.of(batch)
         for number, (norm, body) in enumerate(self.branches):
-            shared = self.parallel and number > 0  # all norms take the block's input, which is kept once
-            found += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
-            found += body.part.kept(at, batch, kernels)
+            # All norms of a parallel block read the block's input, which is saved once.
+            shared = self.parallel and number > 0
+            saved += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
+            saved += body.part.kept(at, batch, kernels)
             if self.dropout:
-                each = kernels.mask_bytes or batch.element
-                found.append(Kept("dropout mask", batch.rows(at) * self.hidden * each))
-        found += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
-        return tuple(found)
+                mask_bytes = kernels.mask_bytes or batch.element
+                saved.append(Kept("dropout mask", batch.rows(at) * self.hidden * mask_bytes))
+        saved += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
+        return tuple(saved)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
         stream = self._passed(at, batch)
         if not kernels.own:
-            return 2.0 * stream if at.splits_tokens else 0.0  # a gathered input and a gradient
+            # A gathered input and a gradient.
+            return 2.0 * stream if at.splits_tokens else 0.0
         norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
         bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
         return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
 
     def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """See `Unit`. While the backward goes through the bodies, activations go and factors come."""
-        own, stream, change, found = self.rows.of(batch), self._passed(at, self.rows.of(batch)), 0.0, -math.inf
+        """Return the workspace of a backward that defers weight gradients (see `Unit`).
+
+        As the backward passes through the bodies, saved activations are freed and factors accumulate. `change` is the
+        difference so far, and the result is the peak over the bodies.
+        """
+        own = self.rows.of(batch)
+        stream = self._passed(at, own)
+        change = 0.0
+        peak = -math.inf
         for norm, body in reversed(self.branches):
-            working = sum(each.part.working(at, own, kernels) for each in (norm, body)) + 3 * stream
+            working = sum(named.part.working(at, own, kernels) for named in (norm, body)) + 3 * stream
             core = body.part.core_backward(at, own, kernels) + 2 * own.rows(at) * self.hidden * own.element
-            found = max(found, change + working, change + core)
+            peak = max(peak, change + working, change + core)
             change += body.part.factors(at, own, kernels)
-            change -= sum(kept.size for one in (norm, body) for kept in one.part.kept(at, own, kernels))
-        return max(found, change + 2 * stream)
+            change -= sum(kept.size for named in (norm, body) for kept in named.part.kept(at, own, kernels))
+        return max(peak, change + 2 * stream)
 
     def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
-        """Returns the bytes of what the stream gives to a product: the rows of all ranks that divide it."""
+        """Return the bytes of the stream as a product reads it: the rows of all ranks that divide it."""
         gathered = at.size("tp") if at.splits_tokens else 1
         return batch.rows(at) * gathered * self.hidden * batch.element
 
     def _in_core(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what the backward of a body's core needs beyond all that the block keeps, of which a part has gone by
-        then; negative where that is more. The gradients of the block's result and of the sum so far are there too."""
-        gone, found = 0.0, -math.inf
+        """Return the workspace of the backward of a body's core, less the saved tensors of the block that have been
+        freed by then.
+
+        It is negative if more has been freed. It includes the gradients of the block's result and of the sum so far.
+        """
+        freed = 0.0
+        peak = -math.inf
         for norm, body in reversed(self.branches):
-            found = max(found, body.part.core_backward(at, batch, kernels) - gone)
-            gone += sum(kept.size for one in (norm, body) for kept in one.part.kept(at, batch, kernels))
-        return found + 2 * batch.rows(at) * self.hidden * batch.element
+            peak = max(peak, body.part.core_backward(at, batch, kernels) - freed)
+            freed += sum(kept.size for named in (norm, body) for kept in named.part.kept(at, batch, kernels))
+        return peak + 2 * batch.rows(at) * self.hidden * batch.element
 
 
 ALONE = Coordinate()

@@ -1,8 +1,8 @@
-"""What an encoder-decoder such as T5 has beside the parts of a GPT: relative positions, attention to the encoder's
-output, and two stacks of blocks whose sequences have different lengths. No torch.
+"""The parts that an encoder-decoder such as T5 has in addition to those of a GPT. No torch.
 
-The encoder's output (`memory`) is used by every block of the decoder, so it travels with the decoder's activations from
-stage to stage, and its gradient comes back the same way, summed over all of them.
+These are relative positions and attention to the encoder's output. An encoder-decoder has two stacks of blocks, whose
+sequences have different lengths. Every block of the decoder reads the encoder's output (`memory`). It therefore travels
+with the decoder's activations from stage to stage, and its gradient returns the same way, summed over all blocks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from meshwright.spec.model.part import (
     Work,
 )
 
-ENCODER, DECODER = "encoder", "decoder"  # the stacks, and the groups of ranks that hold the same table of positions
+ENCODER, DECODER = "encoder", "decoder"  # the stacks, and the groups of ranks that hold their table of positions
 MEMORY, DECODED = "memory", "decoded"  # the streams of the encoder's output and of the decoder
-ALIGNED_KEYS = 16  # elements
+ALIGNED_KEYS = 16  # a row of the bias is padded to a multiple of this many elements
 
 
 def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int) -> int:
-    """Returns the bucket of a key that stands `distance` places after its query. Half of the buckets of a direction are
-    of one distance each, the others grow with the logarithm up to `farthest`. All is computed in whole numbers, so that
-    no machine's logarithm decides at the edges."""
+    """Return the bucket of a key that is `distance` positions after its query.
+
+    Half of the buckets of a direction hold one distance each. The others grow logarithmically up to `farthest`. The
+    computation uses integers only, so that rounding of a machine's logarithm can't move the edges of buckets.
+    """
     first = 0
     if both_ways:
         buckets //= 2
@@ -53,16 +55,18 @@ def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int)
 
 
 def aligned(keys: int) -> int:
-    """Returns the length of a row of the bias in memory: kernels that add it to scores would copy rows of other lengths
-    for every block."""
+    """Return the padded length of a row of the bias in memory. Kernels that add the bias to scores would copy rows of
+    other lengths for every block."""
     return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
 
 
 @dataclass(frozen=True)
 class RelativeBiasPart(Part):
-    """A table of what is added to the scores by the bucket of the distance between query and key, cut over tp by heads.
-    One table serves all blocks of its stack: every stage that has some of them holds a copy, and gradients are summed
-    over the ranks of the `stack`. The bias of a micro-batch is one tensor for all blocks of a stage."""
+    """A table with the bias that is added to the scores for each bucket of distances, cut over tp by heads.
+
+    One table serves all blocks of its stack. Every stage that has some of these blocks holds a copy, and gradients are
+    summed over the ranks of the `stack`. The bias of a micro-batch is one tensor for all blocks of a stage.
+    """
 
     buckets: int
     farthest: int
@@ -91,8 +95,8 @@ class RelativeBiasPart(Part):
         return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields the bias, which all blocks of the stage keep, and the buckets of all distances; of a decoder also
-        where it looks back."""
+        """Yield the bias, which all blocks of the stage save, and the buckets of all distances. A decoder also saves
+        its causal mask."""
         row = aligned(batch.seq)
         yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
         yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
@@ -103,12 +107,14 @@ class RelativeBiasPart(Part):
 
 @dataclass(frozen=True)
 class CrossAttentionPart(Part):
-    """Attention of a decoder's tokens to all tokens of the encoder's output, which has `seq` tokens a sample; cut over
-    tp by heads.
+    """Attention of a decoder's tokens to all tokens of the encoder's output, which has `seq` tokens per sample. It is
+    cut over tp by heads.
 
-    With H the bytes of the decoder's activations and E those of the encoder's output: plain: backward 1 all_reduce of H
-    and 1 of E, forward 1 all_reduce of H. Split tokens: forward an all_gather of H and of E and a reduce_scatter of H;
-    backward an all_gather of H and of E again, a reduce_scatter of each, and an all_gather of H.
+    H stands for the bytes of the decoder's activations and E for those of the encoder's output.
+
+    - Plain: forward 1 all_reduce of H; backward 1 all_reduce of H and 1 of E.
+    - Split tokens: forward 1 all_gather of H and 1 of E, and 1 reduce_scatter of H; backward the two all_gathers again,
+      1 reduce_scatter of H and 1 of E, and 1 all_gather of H.
     """
 
     hidden: int
@@ -126,7 +132,7 @@ class CrossAttentionPart(Part):
         return (self.source,)
 
     def memory(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the micro-batch as the encoder has seen it."""
+        """Return the micro-batch with the sequence length of the encoder."""
         return replace(batch, seq=self.seq)
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -156,24 +162,31 @@ class CrossAttentionPart(Part):
         yield from row_calls(at, batch, self.hidden, local)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields queries, keys and values, the result, and what the core keeps. The encoder's output is kept once for
-        all blocks."""
+        """Yield queries, keys and values, the result, and the tensor that the core saves.
+
+        The encoder's output is saved once for all blocks (see `Model.read_beside`).
+        """
         heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
         keys = self.memory(batch).tokens(at)
         yield Kept("attention output", tokens * heads * d * e)
         yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
-        if not (kernels.fused_attention and kernels.host and self.dropout):  # else rows go through some at a time
+        # A CPU has no fused kernel with dropout. It processes tiles of queries, and saves nothing of the core.
+        if not (kernels.fused_attention and kernels.host and self.dropout):
             yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the gradients of keys and values, and of the encoder's output so far and from here."""
+        """Return the bytes of the gradients of keys and values, and of two gradients of the encoder's output: the sum
+        so far, and this block's."""
         keys = self.memory(batch).tokens(at)
         return float(keys * (2 * self.heads // at.size("tp") * self.head_dim + 2 * self.hidden) * batch.element)
 
 
 def t5_inits(factor: float, hidden: int, heads: int, head_dim: int, ffn: int) -> dict[str, Init]:
-    """Returns how T5's weights begin, so that activations keep their size without a scale in attention: by
-    1 / sqrt(inputs) of each product, and less for queries."""
+    """Return the initial values of T5's weights.
+
+    They are scaled by 1 / sqrt(inputs) of each product, and smaller for queries, so that activations keep their size
+    although attention does not scale its scores.
+    """
     inner = heads * head_dim
     stds = {"q": hidden * head_dim, "in": hidden, "out": inner, "down": ffn, "table": 1}
     return {name: Init("normal", factor / math.sqrt(size)) for name, size in stds.items()}

@@ -1,12 +1,12 @@
-"""A model whose own weights are frozen, with low-rank adapters on some of its products (LoRA, DoRA). No torch.
+"""Models with frozen weights and low-rank adapters on some of their products (LoRA, DoRA). No torch.
 
 The product of a weight W [rows, in] becomes x W^T + scale (x A^T) B^T with A [rank, in] and B [rows, rank]. Each rank
-adds its own part before the sums that the product takes anyway, so an adapter needs no collective of its own. Of a
-product whose rows are cut over tp, B is cut like the weight, and A is held by all, each with a part of its gradient; of
-one whose inputs are cut it is the other way round. DoRA scales each row of W + scale B A to a norm that is trained:
-what the weight's own row has, plus a number that begins at 0. Where inputs are cut, a row's norm is a sum over tp.
+adds its partial result before the sums that the product takes anyway, so an adapter needs no further collective. If the
+rows of W are cut over tp, B is cut like W, and all ranks hold A, each with a partial gradient. If the inputs of W are
+cut, A is cut and B is held by all. DoRA scales each row of W + scale B A to a trained norm: the norm of the row of W
+plus a number that begins at 0. If inputs are cut, the norm of a row is a sum over tp.
 
-Experts have an A and a B each, which lie with them: ep divides the experts, and etp stands for tp.
+Each expert has its own A and B, which are on the same ranks as the expert: ep divides the experts, and etp replaces tp.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from meshwright.spec.model.part import (
 )
 
 AnyUnit = TypeVar("AnyUnit", bound=Unit)
-ADAPTER = ("lora_a", "lora_b", "norms")  # the last words of the names of an adapter's parameters
+ADAPTER = ("lora_a", "lora_b", "norms")  # the last words of the names of adapter parameters
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in ADAPTER
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is trained of a model: adapters of `rank` on the pieces of products that `targets` names, and the parts that
-    `whole` names."""
+    """The trained parts of a model: adapters of rank `rank` on the row slices of linear layers that `targets` names,
+    and the whole parts that `whole` names."""
 
     rank: int
     scale: float
-    norms: bool = False  # DoRA
+    norms: bool = False  # DoRA: the norms of rows are trained too
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    every: bool = False  # all products but those of experts are targets too
+    every: bool = False  # all linear layers except the ones of experts are targets too
     whole: tuple[str, ...] = ()
     packs: bool = False  # the frozen weights of linear layers are stored in 4 bits
 
@@ -70,7 +70,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class TunedPart(Part):
-    """A part whose weights are frozen, with adapters on those of its products that are targets."""
+    """A part whose weights are frozen, with adapters on its linear layers that are targets."""
 
     part: Part
     tuning: Tuning
@@ -93,9 +93,10 @@ class TunedPart(Part):
         return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)
 
     def records(self, at: Coordinate, name: str) -> Records:
-        """Returns the part's records, frozen, and those of the adapters, which the weights' records hold too."""
-        linears = {f"{name}.{each.name}.weight": each for each in self.part.linears()}
-        found: Records = {}
+        """Return the part's records, marked as frozen, and the adapters' records, which the weights' records also
+        refer to."""
+        linears = {f"{name}.{linear.name}.weight": linear for linear in self.part.linears()}
+        frozen: Records = {}
         adapted: Records = {}
         for key, record in self.part.records(at, name).items():
             record = replace(record, trained=False)
@@ -106,9 +107,9 @@ class TunedPart(Part):
                 record = packed_record(record) if self.tuning.packs and not linear.experts else record
                 for adapter in adapters:
                     prefix = f"{key.removesuffix('.weight')}.{adapter.name}"
-                    adapted |= {f"{prefix}.{own}": each for own, each in adapter.records.items()}
-            found[key] = record
-        return found | adapted
+                    adapted |= {f"{prefix}.{factor}": own for factor, own in adapter.records.items()}
+            frozen[key] = record
+        return frozen | adapted
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         work = self.part.work(at, batch, kernels)
@@ -117,29 +118,34 @@ class TunedPart(Part):
         for adapter, linear in self._adapters(at):
             rows, inputs = adapter.stop - adapter.start, adapter.down.local_shape[-1]
             tokens, rank, groups = self._tokens(linear, at, batch), self.tuning.rank, 0
-            if isinstance(self.part, ExpertsPart) and linear.experts:  # whose short vectors are not kept
+            # Adapters of experts are grouped products, and don't save x A^T: backward computes it again.
+            if isinstance(self.part, ExpertsPart) and linear.experts:
                 groups = self.part.experts(at)
             added += [
                 Product("down", tokens, rank, inputs, precise=groups > 0, groups=groups, again=groups > 0),
                 Product("up", tokens, rows, rank, precise=groups > 0, groups=groups),
             ]
             moved += 2.0 * tokens * rows * batch.element
-        unpacked = self._unpacked(at)  # their bytes are read, their values written
+        # Unpacking reads the bytes of a packed weight and writes its values.
+        unpacked = self._unpacked(at)
         moved += sum(unpacked) * (row_bytes(BLOCK) / BLOCK + batch.element)
         kernels_run = work.kernels + len(added) + len(unpacked)
         return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=kernels_run)
 
     def _adapters(self, at: Coordinate) -> Iterator[tuple[AdapterRecord, LinearPieces]]:
-        linears = {each.name: each for each in self.part.linears()}
+        linears = {linear.name: linear for linear in self.part.linears()}
         for record in self.records(at, "").values():
             for adapter in record.adapters:
                 yield adapter, linears[_linear_name(record)]
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
-        """Yields the part's own calls, and of DoRA the sum of the squared norms of the rows of each product whose
-        inputs are cut, before and after the change. The input of a product is gathered again for an adapter's gradient
-        only (never that of shared experts), and an embedding that is frozen has no backward."""
-        columns = iter([each for each in self.part.linears() if each.cut == "column" and not each.experts])
+        """Yield the part's calls that are still needed, and the calls of DoRA.
+
+        Backward gathers the input of a product again only if that has an adapter (shared experts never do), and a
+        frozen embedding has no backward. DoRA sums the squared norms of the rows of each product whose inputs are cut,
+        for W and for the changed W.
+        """
+        columns = iter([linear for linear in self.part.linears() if linear.cut == "column" and not linear.experts])
         frozen_table, has_experts = isinstance(self.part, TokenEmbeddingPart), isinstance(self.part, ExpertsPart)
         for call in self.part.collectives(at, batch):
             linear = next(columns, None) if call.repeated else None
@@ -152,12 +158,15 @@ class TunedPart(Part):
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what the part keeps but for gradients of frozen weights, and of each adapter its short vectors; with
-        dropout also the mask of its input, and of DoRA the product before it is scaled. Experts compute all again."""
+        """Yield the part's saved tensors, without those that only gradients of frozen weights need, and the adapters'.
+
+        An adapter saves x A^T and, with dropout, the mask of its input. DoRA also saves the product before it is
+        scaled. Adapters of experts save nothing and recompute everything.
+        """
         dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
         yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
-        linears = {each.name: each for each in self.part.linears()}
-        for record in (each for each in self.records(at, "").values() if each.adapters):
+        linears = {linear.name: linear for linear in self.part.linears()}
+        for record in (record for record in self.records(at, "").values() if record.adapters):
             linear, tuning = linears[_linear_name(record)], self.tuning
             if linear.experts:
                 continue
@@ -168,17 +177,17 @@ class TunedPart(Part):
             yield Kept("unscaled product", norms if tuning.norms else 0)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns what the part needs; of weights that are stored in few bits also the values of the largest."""
+        """Return the part's workspace, plus the values of its largest packed weight."""
         return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
 
     def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
-        """Returns the rows that a linear layer's products take."""
+        """Return the number of rows of the input of a linear layer."""
         if isinstance(self.part, ExpertsPart) and linear.experts:
             return self.part.computed_rows(at, batch)
         return batch.rows(at) if linear.cut == "whole" else batch.tokens(at)
 
     def _unpacked(self, at: Coordinate) -> list[int]:
-        """Returns the number of values of each weight that is stored in few bits."""
+        """Return the number of values of each packed weight."""
         return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
 
 
@@ -189,7 +198,7 @@ def _linear_name(weight: ParamRecord) -> str:
 def adapter_records(
     weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
 ) -> Iterator[AdapterRecord]:
-    """Yields the adapters of a weight: of those pieces of it that a rank holds rows of."""
+    """Yield the adapters of the targeted slices of a weight of which this rank holds rows."""
     if linear.experts:
         yield from _expert_adapters(weight, at, name, linear, tuning)
         return
@@ -212,6 +221,7 @@ def _adapter(
     rank, width = tuning.rank, weight.shape[1]
     init = _first_values(width)
     norms: ParamRecord | None = None
+    # Every rank has a partial gradient of the factor that all of them hold.
     if cut == "row":
         axes = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 else {}
         down = columns_of(f"{name}.lora_a", rank, width, at.size("tp"), at.index("tp"), init)
@@ -231,15 +241,18 @@ def _adapter(
 
 
 def _first_values(width: int) -> Init:
-    """Returns how an A begins: with the deviation of Kaiming's uniform distribution, from which LoRA draws."""
+    """Return the initial values of an A, with the standard deviation of Kaiming's uniform distribution, which LoRA
+    uses."""
     return Init("normal", 1.0 / math.sqrt(3.0 * width))
 
 
 def _expert_adapters(
     weight: ParamRecord, at: Coordinate, name: str, linear: LinearPieces, tuning: Tuning
 ) -> Iterator[AdapterRecord]:
-    """Yields the adapters of a weight of all experts [experts, rows, in], of which a rank holds one box for a piece.
-    What is not cut over etp is held by all of its ranks, each with a part of its gradient."""
+    """Yield the adapters of a weight of all experts [experts, rows, in], of which a rank holds one box per slice.
+
+    A factor that is not cut over etp is held by all etp ranks, each with a partial gradient.
+    """
     first, (experts, _, inputs), rank = 0, weight.shape, tuning.rank
     axes = ("etp",) if at.size("etp") > 1 else ()
     for piece, rows in linear.pieces:
@@ -263,20 +276,20 @@ def _expert_adapters(
 
 
 def _check_experts(tuning: Tuning, experts: set[str]) -> None:
-    """Raises for what PEFT's adapters of experts can't have either."""
+    """Raise if adapters of experts use a setting that PEFT's adapters of experts can't have either."""
     named = sorted(experts.intersection(tuning.targets))
     refused = {"tune.kind=dora": tuning.norms, f"tune.dropout={tuning.dropout:g}": tuning.dropout > 0}
-    for key, given in refused.items():
-        if named and given:
+    for key, is_set in refused.items():
+        if named and is_set:
             instead = "use tune.kind=lora" if tuning.norms else "set tune.dropout=0"
             raise UserError(f"{key} can't be had on experts: {instead}, or leave {named[0]} out of tune.targets")
 
 
 def tuned(model: Model, tuning: Tuning) -> Model:
-    """Returns the model with frozen weights and adapters."""
-    linears = [each for block in model.blocks for _, _, part in block.parts for each in part.linears()]
-    experts, usual = ({piece for each in linears if each.experts == those for piece, _ in each.pieces}
-                      for those in (True, False))  # fmt: skip
+    """Return the model with frozen weights and adapters."""
+    linears = [linear for block in model.blocks for _, _, part in block.parts for linear in part.linears()]
+    experts = {piece for linear in linears if linear.experts for piece, _ in linear.pieces}
+    usual = {piece for linear in linears if not linear.experts for piece, _ in linear.pieces}
     pieces = experts | usual
     _check_experts(tuning, experts)
     if tuning.every:
@@ -287,24 +300,28 @@ def tuned(model: Model, tuning: Tuning) -> Model:
             if name not in known:
                 has = ", ".join(sorted(known)) or "none"
                 raise UserError(f"tune.{key}={name} is not in this model{nearest(name, known)}: it has {has}")
-    of_head = replace(tuning, targets=(), packs=False)  # as in QLoRA
+    # As in QLoRA, the head has no adapters and is not packed.
+    of_head = replace(tuning, targets=(), packs=False)
     changed = cache(_tuned_unit)
     return model.mapped(lambda node: changed(node.unit, tuning if node.writes else of_head))
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:
-    """Freezes a unit's parts. The output of a norm or an activation is kept for the gradient of an adapter alone."""
+    """Freeze a unit's parts and add their adapters.
+
+    The output of a norm or an activation is then saved only if the product after it has an adapter that needs it.
+    """
     parts: list[NamedPart] = []
-    before = {norm.key: body.part for norm, body in unit.branches}
-    for each in unit.parts:
-        part = each.part
-        if isinstance(part, NormPart) and each.key in before:
-            first = next((linear for linear in before[each.key].linears()), None)
+    bodies = {norm.key: body.part for norm, body in unit.branches}
+    for named in unit.parts:
+        part = named.part
+        if isinstance(part, NormPart) and named.key in bodies:
+            first = next((linear for linear in bodies[named.key].linears()), None)
             needs = first is None or first.experts or any(tuning.adapts(piece) for piece, _ in first.pieces)
             part = replace(part, keeps_output=part.keeps_output and needs)
         if isinstance(part, MLPPart):
             part = replace(part, keeps_result=tuning.adapts("down"))
         if isinstance(part, ExpertsPart) and part.shared is not None:
             part = replace(part, shared=replace(part.shared, keeps_result=False))
-        parts.append(each if each.name in tuning.whole else each._replace(part=TunedPart(part, tuning)))
+        parts.append(named if named.name in tuning.whole else named._replace(part=TunedPart(part, tuning)))
     return replace(unit, parts=tuple(parts))

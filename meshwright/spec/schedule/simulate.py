@@ -1,8 +1,8 @@
 """The timeline of a schedule table: makespan, bubble and peak activations, without running anything.
 
-Model: a rank computes one action at a time, in the order of its list. A result leaves the moment it is produced,
-travels `send` long while both ends go on computing, and is waited for only by the compute that takes it in. So only the
-order of the computes matters here.
+A rank computes one action at a time, in the order of its list. A result is sent the moment it is produced and takes
+`send` seconds, during which both ends continue to compute. Only the compute that needs it waits for it. Therefore only
+the order of the computes matters here, and transfers in the table are ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, A
 
 Duration = float | Callable[[int, int], float]
 Times = dict[tuple[Op, int, int, int], tuple[float, float]]  # start and end by op, micro-batch, rank, chunk
-Result = tuple[int, int, int, int]  # what a compute waits for or passes on: direction, micro-batch, rank, chunk
+Result = tuple[int, int, int, int]  # a result by its direction, micro-batch, and the rank and chunk that consume it
 
 
 class Timed(NamedTuple):
-    """An action and when it happens; a transfer's times are those of the tensor's journey."""
+    """An action with its start and end. A transfer's times are those at which the tensor leaves and arrives."""
 
     action: Action
     start: float
@@ -32,8 +32,11 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A table with times. `bubble` is the idle share of ranks x makespan; `peak_activations[rank]` counts
-    micro-batches in flight of that rank's whole share (one chunk is 1/chunks)."""
+    """A table with times.
+
+    `bubble` is the idle fraction of ranks x makespan. `peak_activations[rank]` is the most micro-batches in flight, in
+    units of all chunks of that rank (one chunk counts as 1/chunks).
+    """
 
     table: Table
     makespan: float
@@ -46,7 +49,7 @@ class Simulation:
 
     @cached_property
     def ranks(self) -> tuple[tuple[Timed, ...], ...]:
-        """Every action with its times, by rank."""
+        """Every action with its times, by rank, except sharding operations."""
         return tuple(
             tuple(self._timed(rank, action) for action in actions if action.op not in SHARDING)
             for rank, actions in enumerate(self.table.ranks)
@@ -56,24 +59,28 @@ class Simulation:
         direction = SENDS.get(action.op) or RECEIVES.get(action.op)
         if direction is None:
             return Timed(action, *self.times[action.op, action.micro_batch, rank, action.chunk])
-        taker = self.table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
-        assert taker is not None, f"rank {rank}: {action} leaves the pipeline"
-        there = self.arrived[direction, action.micro_batch, taker[0], taker[1]]
-        return Timed(action, there - self.send, there)
+        consumer = self.table.beside(direction, rank, action.chunk) if action.op in SENDS else (rank, action.chunk)
+        assert consumer is not None, f"rank {rank}: {action} leaves the pipeline"
+        arrival = self.arrived[direction, action.micro_batch, consumer[0], consumer[1]]
+        return Timed(action, arrival - self.send, arrival)
 
 
 def simulate(
     table: Table, forward: Duration = 1.0, backward: Duration = 2.0, send: float = 0.0, weights: Duration | None = None
 ) -> Simulation:
-    """Time a table. A number for `forward` or `backward` is the time of a rank's whole share of one micro-batch, so
-    that a chunk takes 1/chunks of it; a function gives that of one (rank, chunk). Parts of a phase take their share;
-    `weights`: the part of the backward that finds weight gradients."""
+    """Simulate the times of a table.
+
+    If `forward` or `backward` is a number, it is the time of one micro-batch in all chunks of a rank, and each chunk
+    takes 1/chunks of it. If it is a function, it gives the time of one (rank, chunk). A compute that is part of a phase
+    takes its `share` of the phase. `weights` replaces that share for weight gradients: it is their part of `backward`.
+    """
     _check_time("send", send)
     phases = {name: _durations(table, name, given) for name, given in (("forward", forward), ("backward", backward))}
     durations = {
         op: [[MEANING[op].share * value for value in row] for row in phases[MEANING[op].phase]] for op in table.computes
     }
     if weights is not None and Op.WEIGHT_GRAD in durations:
+        # Measured or estimated times replace the assumed halves of the backward.
         durations[Op.WEIGHT_GRAD] = later = _durations(table, "weights", weights)
         durations[Op.INPUT_GRAD] = [
             [max(0.0, whole - part) for whole, part in zip(*rows, strict=True)]
@@ -87,6 +94,7 @@ def simulate(
         math.fsum(durations[a.op][rank][a.chunk] for a in actions if a.op in durations)
         for rank, actions in enumerate(table.ranks)
     )
+    # Rounding can make the idle time slightly negative.
     bubble = max(0.0, 1.0 - math.fsum(busy) / (table.pp * makespan)) if makespan else 0.0
     peaks = tuple((most_held(actions) if table.trains else 1) / table.chunks for actions in table.ranks)
     return Simulation(table, makespan, bubble, busy, peaks, times, arrived, send)
@@ -94,11 +102,11 @@ def simulate(
 
 def _check_time(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise UserError(f"{name} time {value:g} is no duration: give a finite number of at least 0")
+        raise UserError(f"{name} time {value:g} is not a duration: give a finite number of at least 0")
 
 
 def _durations(table: Table, name: str, given: Duration) -> list[list[float]]:
-    """Durations by [rank][chunk]."""
+    """Return durations by [rank][chunk]."""
     if not callable(given):
         _check_time(name, given)
         return [[given / table.chunks] * table.chunks for _ in range(table.pp)]
@@ -109,8 +117,10 @@ def _durations(table: Table, name: str, given: Duration) -> list[list[float]]:
 
 
 def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> tuple[Times, dict[Result, float]]:
-    """Start and end of every compute, and when each result that goes on arrived where it is needed. Every rank runs
-    until it lacks an input and is taken up again when that arrives: one visit per action."""
+    """Return the start and end of every compute, and the arrival time of each result at the stage that consumes it.
+
+    Every rank runs until it lacks an input, and is resumed when that arrives. Each action is therefore visited once.
+    """
     computes = [[action for action in actions if action.op in durations] for actions in table.ranks]
     times: Times = {}
     arrived: dict[Result, float] = {}
@@ -124,6 +134,7 @@ def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> t
             direction = MEANING[action.op].direction
             key = (direction, action.micro_batch, rank, action.chunk)
             start = clock[rank]
+            # The first stage of a direction, and computes without one, take no result of another stage.
             if table.beside(-direction, rank, action.chunk) is not None:
                 if key not in arrived:
                     waiting[key] = rank
@@ -132,12 +143,12 @@ def _run(table: Table, durations: dict[Op, list[list[float]]], send: float) -> t
             clock[rank] = end = start + durations[action.op][rank][action.chunk]
             times[action.op, action.micro_batch, rank, action.chunk] = (start, end)
             position[rank] += 1
-            taker = table.beside(direction, rank, action.chunk)
-            if taker is not None:
-                taken = (direction, action.micro_batch, *taker)
-                arrived[taken] = end + (send if taker[0] != rank else 0.0)
-                if taken in waiting:
-                    runnable.append(waiting.pop(taken))
+            consumer = table.beside(direction, rank, action.chunk)
+            if consumer is not None:
+                result = (direction, action.micro_batch, *consumer)
+                arrived[result] = end + (send if consumer[0] != rank else 0.0)
+                if result in waiting:
+                    runnable.append(waiting.pop(result))
     for rank in waiting.values():
         raise AssertionError(f"rank {rank} never gets the input of {computes[rank][position[rank]]}")
     return times, arrived

@@ -1,8 +1,8 @@
-"""Timelines as a trace that Perfetto and Chrome's tracing page open: the trace event format, as JSON. No torch.
+"""Timelines as traces in the trace event format (JSON), which Perfetto and Chrome's tracing page open. No torch.
 
-One process per pipeline rank, with a track for computes, one for sends and one for what is done beside and after the
-pipeline. A step that was measured has one more, for what a rank waited for, and its sends are as long as it takes to
-post them; else the simulated and the measured trace can be laid over each other.
+Each pipeline rank is a process with one track for computes, one for sends, and one for the rest of the step. The trace
+of a measured step has one more track, for a rank's waits, and its sends only last as long as posting them takes. In all
+other respects a simulated and a measured trace can be compared directly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 TRACKS = {"compute": 0, "send": 1, "step": 2, "wait": 3}
 MICROSECONDS = 1e6
-# What follows the pipeline in a step.
+# The names of the spans that follow the pipeline in a step.
 REDUCED, UPDATED = "gradients and parameters (dp)", "optimizer"
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something a rank does from `start` to `end`, in seconds."""
+    """An activity of a rank from `start` to `end`, in seconds."""
 
     rank: int
     track: str
@@ -38,10 +38,11 @@ class Span:
 
 
 class Recorder:
-    """What one pipeline rank does in a step, with the times at which its device did it."""
+    """A recorder of one pipeline rank's activities in a step, with the times at which its device ran them."""
 
     def __init__(self, rank: int, device: Device) -> None:
-        from meshwright.device import Clock  # loads torch, which reading a trace must not
+        # Importing this loads torch, which reading a trace must not do.
+        from meshwright.device import Clock
 
         self.rank, self.device, self.clock = rank, device, Clock(device)
         self._marks: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
@@ -53,18 +54,18 @@ class Recorder:
         self._marks.append((track, name, begin, self.clock.mark(), args))
 
     def spans(self) -> list[Span]:
-        """All that was recorded, in seconds of this machine's clock."""
+        """Return all recorded spans, in seconds of this machine's clock. Waits for the device."""
         self.device.synchronize()
         read = self.clock.read
         return [Span(self.rank, track, name, read(a), read(b), args) for track, name, a, b, args in self._marks]
 
     def packed(self) -> bytes:
-        """Return all that was recorded, to be sent to another rank."""
+        """Return all recorded spans as bytes, to be sent to another rank."""
         return json.dumps([asdict(span) for span in self.spans()]).encode()
 
 
 def unpacked(texts: Iterable[bytes]) -> list[Span]:
-    """Return the spans that several recorders packed, from the first of them on."""
+    """Return the spans that several recorders packed, with times relative to the start of the first one."""
     spans = [Span(**fields) for text in texts for fields in json.loads(text)]
     first = min(span.start for span in spans)
     return [replace(span, start=span.start - first, end=span.end - first) for span in spans]
@@ -76,7 +77,7 @@ def span_name(action: Action) -> str:
 
 
 def spans_of(simulation: Simulation) -> Iterator[Span]:
-    """The computes and sends of a simulated table; a transfer is shown once, at its sender."""
+    """Yield the computes and sends of a simulated table. A transfer is shown once, at its sender."""
     for rank, row in enumerate(simulation.ranks):
         for timed in row:
             action = timed.action
@@ -90,15 +91,17 @@ def spans_of(simulation: Simulation) -> Iterator[Span]:
 
 
 def trace_json(spans: Iterable[Span], name: str = "", **more: int) -> str:
-    """The document: complete events ("X") in microseconds, and the names of processes and tracks ("M"); `more` is noted
-    beside its name."""
+    """Return the JSON document: complete events ("X") in microseconds, and the names of processes and tracks ("M").
+
+    `name` and `more` are stored as its `otherData`.
+    """
     events: list[dict[str, Any]] = []
     names: dict[tuple[int, int, str], str] = {}
     for span in spans:
         tid = TRACKS[span.track]
         start, took = span.start * MICROSECONDS, (span.end - span.start) * MICROSECONDS
-        what = {"name": span.name, "cat": span.track, "ts": start, "dur": took, "args": dict(span.args)}
-        events.append({"ph": "X", "pid": span.rank, "tid": tid} | what)
+        details = {"name": span.name, "cat": span.track, "ts": start, "dur": took, "args": dict(span.args)}
+        events.append({"ph": "X", "pid": span.rank, "tid": tid} | details)
         names[span.rank, 0, "process_name"] = f"pipeline rank {span.rank}"
         names[span.rank, tid, "thread_name"] = span.track
     for (pid, tid, kind), text in sorted(names.items()):

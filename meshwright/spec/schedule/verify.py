@@ -1,5 +1,8 @@
-"""Proof that a schedule table is complete and cannot deadlock, from its lists alone: it trusts no generator. A fault
-names the rank and the action. The time grows with the number of actions: about a second for 200,000 of them."""
+"""Proof that a schedule table is complete and cannot deadlock, from its lists alone, without trust in its generator.
+
+An error names the rank and the action at fault. The time grows linearly with the number of actions: about a second for
+200,000 of them.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from meshwright.spec.schedule.table import (
     Table,
 )
 
-# One tensor on its way between ranks: its direction, its micro-batch, where it is consumed.
+# A tensor in transit between ranks: its direction, its micro-batch, and the place that consumes it.
 Tensor = tuple[int, int, Place]
 
-# Computes of a table up to which it is proven itself. A larger one has the same pattern more often: of that, one with
-# fewer micro-batches is proven.
+# A table of up to this many computes is proven itself. A larger one repeats the same pattern more often, so a table
+# with fewer micro-batches is proven in its place.
 LARGEST_PROVEN = 50_000
 
 
@@ -38,23 +41,24 @@ LARGEST_PROVEN = 50_000
 def verified(
     kind: str, pp: int, micro_batches: int, chunks: int, zero_stage: int = 0, validation: bool = False
 ) -> Table:
-    """The table of `build`, proven: what a trainer runs."""
+    """Return the table of `build` after verifying it. This is the table that a trainer runs."""
     table = build(kind, pp, micro_batches, chunks, zero_stage, validation)
     stages = pp * chunks
-    # A whole number of rounds of pp fewer, so that the last round is as full as in the table itself.
+    # Whole rounds of pp micro-batches are dropped, so that an incomplete round is as full as in the table itself.
     surplus = max(0, micro_batches - max(LARGEST_PROVEN // stages, 4 * pp)) // pp * pp
     verify(build(kind, pp, micro_batches - surplus, chunks, zero_stage, validation) if surplus else table)
     return table
 
 
 def verify(table: Table) -> None:
-    """Raise AssertionError unless every rank can run its list, all of it, and the whole is one training step.
+    """Raise AssertionError unless every rank can run its list to the end, and all lists together are one training step.
 
     Complete: each (micro-batch, chunk) produces its activations and, in a table that trains, both halves of its
-    gradient, each exactly once and after what it needs, and releases the activations; what crosses ranks is sent once
-    after it is made and received once before it is used. Safe: any two ranks list their common transfers of one
-    direction in the same order, and all lists run to their end both when sends are buffered and when each blocks until
-    its receive is reached.
+    gradient, exactly once and after the things they need, and releases the activations. Each tensor that crosses ranks
+    is sent once after it is produced and received once before it is used.
+
+    Safe: any two ranks list their common transfers of one direction in the same order. All lists run to their end both
+    if sends are buffered and if each send blocks until its receive is reached.
     """
     _check_placement(table)
     for rank in range(table.pp):
@@ -78,16 +82,16 @@ def _check_placement(table: Table) -> None:
 
 @dataclass(slots=True)
 class _Progress:
-    """What one rank has done of one micro-batch and chunk."""
+    """The state of one micro-batch in one chunk of a rank."""
 
     had: set[str] = field(default_factory=set)  # everything that was produced
-    held: set[str] = field(default_factory=set)  # and was not released
-    sent: set[int] = field(default_factory=set)
-    received: set[int] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)  # everything that was produced and not released
+    sent: set[int] = field(default_factory=set)  # the directions in which its results were sent
+    received: set[int] = field(default_factory=set)  # the directions of the inputs that were received
 
 
 def _check_rank(table: Table, rank: int) -> None:
-    """One rank's list by itself: complete, nothing twice, everything after what it needs."""
+    """Check one rank's list by itself: it is complete, nothing occurs twice, and inputs precede their uses."""
     done: dict[tuple[int, int], _Progress] = defaultdict(_Progress)
     for action in table.ranks[rank]:
         if action.op in SHARDING:
@@ -109,22 +113,22 @@ def _check_compute(
 ) -> None:
     meaning = MEANING[action.op]
     if here.had.intersection(meaning.produces):
-        raise AssertionError(f"rank {rank}: {action} comes twice, or after what did the same")
+        raise AssertionError(f"rank {rank}: {action} occurs twice, or after an action with the same result")
     for need in meaning.needs:
         if need not in here.held:
             raise AssertionError(f"rank {rank}: {action} comes without the {need} before it")
-    giver = table.beside(-meaning.direction, rank, action.chunk)
-    if giver is not None and giver[0] != rank and meaning.direction not in here.received:
+    source = table.beside(-meaning.direction, rank, action.chunk)
+    if source is not None and source[0] != rank and meaning.direction not in here.received:
         raise AssertionError(f"rank {rank}: {action} comes without {RECEIVE_IN[meaning.direction].value} before it")
-    if giver is not None and giver[0] == rank and not _went(meaning.direction, done[action.micro_batch, giver[1]]):
-        raise AssertionError(f"rank {rank}: {action} comes without the result of chunk {giver[1]} before it")
+    if source is not None and source[0] == rank and not _ready(meaning.direction, done[action.micro_batch, source[1]]):
+        raise AssertionError(f"rank {rank}: {action} comes without the result of chunk {source[1]} before it")
     here.had.update(meaning.produces)
     here.held.update(meaning.produces)
     here.held.difference_update(meaning.releases)
 
 
-def _went(direction: int, there: _Progress) -> bool:
-    """Whether what goes in a direction has been made."""
+def _ready(direction: int, there: _Progress) -> bool:
+    """Return whether the result that is passed on in a direction has been produced."""
     return (ACTIVATIONS if direction > 0 else INPUT) in there.had
 
 
@@ -136,9 +140,9 @@ def _check_transfer(table: Table, rank: int, action: Action, here: _Progress) ->
         raise AssertionError(f"rank {rank}: {action} has no place in this schedule")
     before = here.sent if sends else here.received
     if direction in before:
-        raise AssertionError(f"rank {rank}: {action} comes twice")
-    if sends and not _went(direction, here):
-        raise AssertionError(f"rank {rank}: {action} comes without what it sends before it")
+        raise AssertionError(f"rank {rank}: {action} occurs twice")
+    if sends and not _ready(direction, here):
+        raise AssertionError(f"rank {rank}: {action} comes without the result that it sends")
     before.add(direction)
 
 
@@ -151,14 +155,18 @@ def _check_end(table: Table, rank: int, key: tuple[int, int], here: _Progress, w
         if name in here.held:
             raise AssertionError(f"rank {rank}: the {name} of {where} are never released")
     for direction in (1, -1) if table.trains else (1,):
-        taker = table.beside(direction, rank, chunk)
-        if taker is not None and taker[0] != rank and direction not in here.sent:
-            raise AssertionError(f"rank {rank}: {Action(SEND_IN[direction], micro_batch, chunk, taker[0])} is missing")
+        consumer = table.beside(direction, rank, chunk)
+        if consumer is not None and consumer[0] != rank and direction not in here.sent:
+            send = Action(SEND_IN[direction], micro_batch, chunk, consumer[0])
+            raise AssertionError(f"rank {rank}: {send} is missing")
 
 
 def _check_shares(table: Table, rank: int) -> None:
-    """Where weights are gathered, every compute that uses them stands between its own gather and free; where gradients
-    are reduced each time, every compute that completes them is followed by its reduce before the next one."""
+    """Check the sharding operations of a rank.
+
+    If weights are gathered, every compute that uses them is directly between its own gather and free. If gradients are
+    reduced, the reduces are in the order of the computes that complete weight gradients, one for each.
+    """
     actions = table.ranks[rank]
     if any(action.op in (Op.GATHER, Op.FREE) for action in actions):
         for i, action in enumerate(actions):
@@ -169,21 +177,24 @@ def _check_shares(table: Table, rank: int) -> None:
     reduces = [(a.micro_batch, a.chunk) for a in actions if a.op is Op.REDUCE]
     completed = [(a.micro_batch, a.chunk) for a in actions if a.op in MEANING and WEIGHT in MEANING[a.op].produces]
     if reduces and reduces != completed:
-        raise AssertionError(f"rank {rank}: the reduces are not those of the weight gradients, in their order")
+        raise AssertionError(f"rank {rank}: the reduces do not match the weight gradients and their order")
 
 
 def _tensor(table: Table, rank: int, transfer: Action) -> Tensor:
     if transfer.op in RECEIVES:
         return RECEIVES[transfer.op], transfer.micro_batch, (rank, transfer.chunk)
     direction = SENDS[transfer.op]
-    taker = table.beside(direction, rank, transfer.chunk)
-    assert taker is not None, f"rank {rank}: {transfer} leaves the pipeline"
-    return direction, transfer.micro_batch, taker
+    consumer = table.beside(direction, rank, transfer.chunk)
+    assert consumer is not None, f"rank {rank}: {transfer} leaves the pipeline"
+    return direction, transfer.micro_batch, consumer
 
 
 def _check_pairs(table: Table) -> None:
-    """Any two ranks must list their common transfers of one direction in one order, or point-to-point calls would mix
-    up. Activations and gradients go over groups of their own, whose calls don't wait for each other's."""
+    """Check that any two ranks list their common transfers of one direction in the same order.
+
+    Otherwise a receive would get the wrong tensor. The directions need no common order, because activations and
+    gradients use separate groups whose calls don't wait for each other.
+    """
     common: dict[tuple[int, int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(table.ranks):
         for action in actions:
@@ -200,7 +211,8 @@ def _check_pairs(table: Table) -> None:
 
 
 def _check_progress(table: Table, buffered: bool) -> None:
-    """Run every list: a receive waits for its send, and without buffers a send waits for its receive."""
+    """Check that every list runs to its end. A receive waits for its send and, unless sends are buffered, a send waits
+    for its receive."""
     position = [0] * table.pp
     waits: list[Tensor | None] = [None] * table.pp
     sent: set[Tensor] = set()
@@ -211,6 +223,7 @@ def _check_progress(table: Table, buffered: bool) -> None:
             action = table.ranks[rank][position[rank]]
             if action.peer is not None:
                 tensor = _tensor(table, rank, action)
+                # The peer already waits at the other end of this transfer, so both continue.
                 if waits[action.peer] == tensor:
                     waits[action.peer] = None
                     position[action.peer] += 1

@@ -1,14 +1,14 @@
-"""Sums over a group as rounds of sends and receives: what each rank sends to whom, as plain data. No torch.
+"""Algorithms of all-reduce and reduce-scatter, as plain data: the rounds of sends and receives of each rank. No torch.
 
-A tensor is cut into as many equal pieces as there are ranks. After the rounds of `reduce` rank i holds the sum of piece
-i; those of `gather` bring all pieces to all ranks. In every algorithm each rank sends n-1 pieces in either half, which
-is the least there can be. They differ in the number of rounds, and in who talks to whom:
+A tensor is cut into as many equal chunks as there are ranks. After the rounds of `reduce`, rank i holds the sum of
+chunk i. The rounds of `gather` bring all chunks to all ranks. In every algorithm each rank sends n-1 chunks in either
+half, which is the minimum. The algorithms differ in the number of rounds and in the pairs of ranks that communicate:
 
-    ring               n-1 rounds, with the neighbours alone
-    tree               log2 n rounds: piece j goes up a binomial tree with root j, so that all ranks send alike
-    halving_doubling   log2 n rounds between pairs, half of what is left in each; n must be a power of two
+    ring               n-1 rounds, between neighbours only
+    tree               log2 n rounds: chunk j goes up a binomial tree with root j, so that all ranks send equally much
+    halving_doubling   log2 n rounds between pairs, which halve the remaining chunks; n must be a power of two
     mesh               two rings, along the rows and the columns of a mesh that is as square as n allows
-    hierarchical       the same, where a row is the ranks of a node: between nodes travels what a node has summed
+    hierarchical       the same, with the ranks of a node as a row: only sums over a node travel between nodes
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pieces = tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """One rank's round: it sends pieces to one rank and receives pieces from one, places in the group."""
+    """One rank's round: it sends chunks to one rank and receives chunks from one. Ranks are positions in the group."""
 
     to: int
     sent: Pieces
@@ -30,20 +30,22 @@ class Round(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """One rank's rounds: what is received in `reduce` is added to what the rank has, in `gather` it replaces it."""
+    """One rank's rounds. Received chunks are added to the rank's in `reduce`, and replace them in `gather`."""
 
     reduce: list[Round]
     gather: list[Round]
 
 
 def ring(size: int, place: int, on_node: int = 1) -> Sum:
-    return _ring(range(size), place, [(piece,) for piece in range(size)])
+    return _ring(range(size), place, [(chunk,) for chunk in range(size)])
 
 
 def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
-    """A ring of some ranks of the group, in which member k is to have the pieces of part k; `at`: this member."""
+    """Return the rounds of member `at` of a ring of some ranks of the group. Member k reduces the chunks parts[k]."""
     count = len(members)
     right, left = members[(at + 1) % count], members[at - 1]
+    # In `reduce`, a chunk starts at the right neighbour of the member that reduces it, goes once around the ring and
+    # ends at that member. In `gather` it starts there.
     reduce = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(1, count)]
     gather = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(count - 1)]
     return Sum(reduce, gather)
@@ -51,11 +53,13 @@ def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
 
 def tree(size: int, place: int, on_node: int = 1) -> Sum:
     def held(rank: int, wanted: Callable[[int], bool]) -> Pieces:
-        """The pieces in whose tree, counted from the root, `rank` has a number that is wanted."""
-        return tuple(piece for piece in range(size) if wanted((rank - piece) % size))
+        """Return the chunks for which `wanted` accepts the number of `rank`, counted from the root of their tree."""
+        return tuple(chunk for chunk in range(size) if wanted((rank - chunk) % size))
 
     reduce, gather = [], []
     for step in (1 << bit for bit in range((size - 1).bit_length())):
+        # In the tree of chunk j, rank r has number r - j. Parents and children are `step` apart in every tree, so one
+        # message carries the chunks of all trees in which this rank sends.
         up, down = (place - step) % size, (place + step) % size
 
         def sends(number: int, step: int = step) -> bool:
@@ -70,13 +74,14 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
 
 
 def halving_doubling(size: int, place: int, on_node: int = 1) -> Sum:
-    assert size & (size - 1) == 0, f"{size} ranks are no power of two"
+    assert size & (size - 1) == 0, f"{size} ranks are not a power of two"
 
     def half(rank: int, step: int) -> Pieces:
-        """The pieces that `rank` is left with after it has halved down to `step`."""
-        return tuple(piece for piece in range(size) if piece // step == rank // step)
+        """Return the chunks that `rank` is left with after it has halved down to `step` chunks."""
+        return tuple(chunk for chunk in range(size) if chunk // step == rank // step)
 
     steps = [1 << bit for bit in range((size - 1).bit_length())]
+    # In each round, partners differ in one bit of their place.
     partners = [(place ^ step, step) for step in steps]
     gather = [Round(other, half(place, step), other, half(other, step)) for other, step in partners]
     reduce = [Round(other, half(other, step), other, half(place, step)) for other, step in reversed(partners)]
@@ -88,7 +93,7 @@ def mesh(size: int, place: int, on_node: int = 1) -> Sum:
 
 
 def mesh_width(size: int) -> int:
-    """Returns the shorter side of a mesh that is as square as can be; 1: there is none."""
+    """Return the shorter side of a mesh that is as square as `size` allows; 1 if `size` is prime."""
     return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)
 
 
@@ -97,13 +102,14 @@ def hierarchical(size: int, place: int, on_node: int = 1) -> Sum:
 
 
 def _two_rings(size: int, place: int, width: int) -> Sum:
-    """Rows are `width` neighbours. What a rank has summed in its row it sums further along its column."""
+    """Return the rounds of two rings. Ranks reduce over a row of `width` neighbours, then over their column."""
     row, column = divmod(place, width)
+    # In its row, a rank reduces the chunks of all ranks of its column, which the column then divides.
     beside = _ring(
         range(row * width, (row + 1) * width), column, [tuple(range(first, size, width)) for first in range(width)]
     )
     below = range(column, size, width)
-    along = _ring(below, row, [(piece,) for piece in below])
+    along = _ring(below, row, [(chunk,) for chunk in below])
     return Sum([*beside.reduce, *along.reduce], [*along.gather, *beside.gather])
 
 
@@ -115,33 +121,37 @@ ALGORITHMS: dict[str, Callable[[int, int, int], Sum]] = {
 def rounds_of(
     kind: str, size: int, place: int, op: str, on_node: int = 1, order: Sequence[int] | None = None
 ) -> Iterator[tuple[Round, bool]]:
-    """Yields the rounds of an all_reduce or reduce_scatter, each with whether what is received is added. `on_node`:
-    so many neighbours in the group are on one node. `order`: the places of the group as a ring goes through them (see
-    `ring_order`); None: as they are."""
+    """Yield the rounds of an all_reduce or reduce_scatter, each with True if received chunks are added.
+
+    `on_node` is the number of neighbours in the group that share a node. `order` lists the positions of the group in
+    ring order (see `ring_order`); None keeps the group's order.
+    """
     order = order or range(size)
-    found = ALGORITHMS[kind](size, order.index(place), on_node)
-    yield from ((_named(each, order), True) for each in found.reduce)
+    rounds = ALGORITHMS[kind](size, order.index(place), on_node)
+    yield from ((_in_group_order(round_, order), True) for round_ in rounds.reduce)
     if op == "all_reduce":
-        yield from ((_named(each, order), False) for each in found.gather)
+        yield from ((_in_group_order(round_, order), False) for round_ in rounds.gather)
 
 
-def _named(each: Round, order: Sequence[int]) -> Round:
-    """Returns a round that numbers places and pieces along a ring, by their numbers in the group."""
-    sent, received = (tuple(order[piece] for piece in pieces) for pieces in (each.sent, each.received))
-    return Round(order[each.to], sent, order[each.source], received)
+def _in_group_order(round_: Round, order: Sequence[int]) -> Round:
+    """Return a round whose ranks and chunks are numbered along the ring, with their numbers in the group instead."""
+    sent, received = (tuple(order[chunk] for chunk in chunks) for chunks in (round_.sent, round_.received))
+    return Round(order[round_.to], sent, order[round_.source], received)
 
 
 def ring_order(ranks: Sequence[int], node_size: int, switches: Sequence[int] = ()) -> list[int]:
-    """Returns the places of a group in the order in which a ring goes through them: ranks of a node beside each other,
-    and nodes of a switch too, so that a ring leaves each of them once. `switches`: that of each node, or none where
-    nodes are numbered by them. (A layout's groups are in ascending order of ranks, so without switches nothing moves.)
+    """Return the positions of a group in the order in which a ring visits them.
+
+    Ranks of a node are next to each other, and so are nodes of a switch. The ring therefore leaves each node and each
+    switch only once. `switches` is the switch of each node, or empty if nodes are already numbered by switch. (The
+    groups of a layout list their ranks in ascending order, so without switches the order stays the same.)
     """
     nodes = [rank // node_size for rank in ranks]
     return sorted(range(len(ranks)), key=lambda at: (switches[nodes[at]] if switches else 0, ranks[at]))
 
 
 def neighbours_on_node(ranks: Sequence[int], node_size: int) -> int:
-    """Returns how many neighbours of a group are on one node, where all nodes hold equally many; else 1."""
+    """Return the number of neighbouring ranks of a group per node, or 1 if nodes hold different numbers of them."""
     nodes = [rank // node_size for rank in ranks]
     first = nodes.count(nodes[0])
     return first if nodes == [nodes[at - at % first] for at in range(len(nodes))] and len(nodes) % first == 0 else 1

@@ -1,19 +1,20 @@
-"""The small vectors that a step sums over all ranks: what is in them, for the step and for the planner. No torch."""
+"""The contents of the small vectors that a step sums over all ranks. The step and the planner read them. No torch."""
 
 from __future__ import annotations
 
 from meshwright.config.sections import Config
 
-# What a loss is a mean over, by its name in metrics.jsonl: learned tokens, pairs of answers, or single answers.
+# The units over which a loss is a mean, by their names in metrics.jsonl: learned tokens, pairs of answers, or answers.
 LEARNED, PAIRS, ANSWERS = COUNTED = ("learned", "pairs", "answers")
 
-# Where a step's time goes, and the phases that its ledger knows.
+# The phases of a step, by which its time and its ledger are divided.
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
-# Summed over the world in int64 after the update: for each axis of the mesh these, then the microseconds that ranks
-# waited for each axis, the microseconds of each phase, for each rank what RANK_COUNTS names (others add zero),
-# and one number for what ranks ask for: 1 for each that was asked to stop, NEW_NAME for each that monitors a value
-# under a name that the others don't know, SAVE if the rank that writes the run wants a checkpoint after this step.
+# One int64 vector is summed over the world after the update. It holds COUNTS for each axis of the mesh, the
+# microseconds that ranks waited for each axis, the microseconds of each phase, and RANK_COUNTS for each rank (a rank
+# adds zeros for the others). Its last number encodes requests: each rank that was asked to stop adds 1, each rank that
+# monitors a value under a name that the others don't know adds NEW_NAME, and the rank that writes the run adds SAVE if
+# it wants a checkpoint after this step.
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 RANK_COUNTS = ("busy_us", "waited_us", "data_us", "peak_bytes", "opened")
 NEW_NAME = 1 << 32
@@ -29,8 +30,11 @@ def counted_as(config: Config) -> str:
 
 
 def sums_length(terms: int) -> int:
-    """Numbers that are summed over the world in float64 before the update: each term's weighted sum and its count, the
-    squared gradient norm and, where there are several terms, their plain sums."""
+    """Return the length of the float64 vector that is summed over the world before the update.
+
+    It holds each term's weighted sum and its count, the squared gradient norm and, if there are several terms, their
+    unweighted sums.
+    """
     return 2 * terms + 1 + (terms if terms > 1 else 0)
 
 
@@ -39,8 +43,10 @@ def sums_bytes(terms: int = 1) -> int:
 
 
 def balance_length(experts: int) -> int:
-    """Numbers per block with experts that are summed over the world in float64 after backward: the rows of each expert,
-    the choices that were dropped, and the sum of the entropies."""
+    """Return the length per block with experts of the float64 vector that is summed over the world after backward.
+
+    It holds the number of rows of each expert, the number of dropped choices, and the sum of the router's entropies.
+    """
     return experts + 2
 
 
@@ -49,5 +55,6 @@ def counts_bytes(axes: int, world: int) -> int:
 
 
 def checks_bytes(axes: int, world: int) -> int:
-    """One checksum of each rank for each axis of the mesh, gathered over the world every `faults.check_every` steps."""
+    """Return the bytes of the checksums that are gathered over the world every `faults.check_every` steps: one per rank
+    and axis of the mesh."""
     return WIDE * axes * world

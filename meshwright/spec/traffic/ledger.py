@@ -1,8 +1,9 @@
 """The ledger: every collective and send of this rank, counted by phase, axis, op and layer.
 
-*Payload* is the whole logical tensor: all_reduce and broadcast its size, all_gather the output, reduce_scatter and
-all_to_all the input, send the message. *Wire* is what one rank sends by the ring algorithm; of an all_to_all of uneven
-pieces it is the input without the piece that stays. Groups of one record nothing.
+*Payload* is the size of the whole logical tensor: the tensor of an all_reduce or broadcast, the output of an
+all_gather, the input of a reduce_scatter or all_to_all, the message of a send. *Wire* is the number of bytes that one
+rank sends by the ring algorithm. For an all_to_all of uneven splits it is the input without the rank's own split.
+Groups of one rank record nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-# Share of the payload that one of n ranks puts on the wire.
+# The fraction of the payload, as (numerator, denominator), that each of n ranks puts on the wire. Integers keep the
+# byte counts exact.
 WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (2 * (n - 1), n),
     "all_gather": lambda n: (n - 1, n),
@@ -27,7 +29,7 @@ PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Returns the bytes on the wire per byte of payload: payload per second times this is a link's rate."""
+    """Return the bytes on the wire per byte of payload. Payload per second times this factor is the link's rate."""
     over, under = WIRE[op](size)
     return over / under
 
@@ -38,14 +40,14 @@ def wire_bytes(op: str, payload: int, size: int) -> int:
 
 
 class StreamWaits(Protocol):
-    """An observer of what a device's stream waits for; the host's clock does not see that."""
+    """An observer that times how long a device's stream waits for calls, which the host's clock does not show."""
 
     def begin_wait(self) -> Any: ...
     def end_wait(self, axis: str, begun: Any) -> None: ...
 
 
 class LedgerEntry(NamedTuple):
-    """The attributes that a call is counted by; calls that agree in all of them are added up."""
+    """The attributes by which calls are counted. Calls that agree in all of them are added up."""
 
     phase: str
     axis: str
@@ -56,7 +58,7 @@ class LedgerEntry(NamedTuple):
 
 @dataclass
 class CallTotals:
-    """The sums over the calls of one entry, or of several."""
+    """The sums over the calls of one or more entries."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -64,7 +66,7 @@ class CallTotals:
     seconds: float = 0.0
 
     def count(self, payload: int, wire: int) -> None:
-        """Adds one call."""
+        """Add one call."""
         self.calls += 1
         self.payload_bytes += payload
         self.wire_bytes += wire
@@ -82,19 +84,20 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: dict[LedgerEntry, CallTotals] = defaultdict(CallTotals)
         self.waited: dict[str, float] = defaultdict(float)  # seconds that the host waited for calls, by axis
-        self.waited_in: dict[str, float] = defaultdict(float)  # the same by the phase in which it waited
-        self.stream_waits: StreamWaits | None = None  # in steps in which a device's waits are timed
+        self.waited_in: dict[str, float] = defaultdict(float)  # the same, by the phase in which it waited
+        self.stream_waits: StreamWaits | None = None  # set only in steps in which a device's waits are timed
         self.current_phase = "startup"
         self.current_layer: int | None = None
 
     def totals_of(self, axis: str, op: str, crosses_node: bool = False) -> CallTotals:
-        """Returns the totals that a call of now is added to; they are this entry's until the next `clear`."""
+        """Return the totals to which a call made now is added. They belong to its entry until the next `clear`."""
         return self.entries[LedgerEntry(self.current_phase, axis, op, self.current_layer, crosses_node)]
 
     def record(
         self, axis: str, op: str, payload: int, size: int, crosses_node: bool = False, wire: int | None = None
     ) -> CallTotals:
-        """Counts one call; returns the totals that it was added to. `wire` replaces what follows from the payload."""
+        """Count one call and return the totals to which it was added. `wire` replaces the bytes on the wire that follow
+        from the payload."""
         tally = self.totals_of(axis, op, crosses_node)
         tally.count(payload, wire_bytes(op, payload, size) if wire is None else wire)
         return tally
@@ -116,7 +119,7 @@ class Ledger:
             self.current_layer = before
 
     def totals(self, by: str = "axis") -> defaultdict[str, CallTotals]:
-        """Returns the totals by a field of LedgerEntry, over the phases of training steps."""
+        """Return the totals by a field of LedgerEntry, over the phases of training steps."""
         sums: defaultdict[str, CallTotals] = defaultdict(CallTotals)
         for entry, tally in self.entries.items():
             if entry.phase not in PHASES_OUTSIDE_STEPS:

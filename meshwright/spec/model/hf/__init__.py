@@ -1,4 +1,5 @@
-"""Adapters to and from Hugging Face: the families, and which of them can express a model. No torch."""
+"""Conversion to and from Hugging Face: the families of models, and the choice of one that can express a model. No
+torch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def family_named(name: Any) -> Family:
 
 
 def family_for(model: ModelConfig, preferred: str = "") -> Family:
-    """Returns the family to write a model as: the preferred one (which must fit), or the first that fits."""
+    """Return the family for exporting a model: the preferred one, which must fit, or the first one that fits."""
     if preferred:
         family = family_named(preferred)
         misfits = family.misfits(model)

@@ -1,9 +1,10 @@
-"""What an adapter to a Hugging Face family is: the tables of families.yaml, read in both directions. No torch.
+"""Families of Hugging Face models: the tables of families.yaml, used for both import and export. No torch.
 
-A family says which of our model keys stand under which of its config's, which values of the others it can express, and
-under which names its files hold our tensors. Rows of our tensors are rows of theirs, in runs; `Mapped` (rows.py) lists
-the runs, so that import and export copy any part of any tensor without holding a whole one. Keys of a section within
-the model section are written with a dot: `experts.count`.
+"Ours" are keys of Meshwright's model section and its tensors; "theirs" are keys of config.json and tensors of Hugging
+Face files. A family maps our keys to theirs, lists the values of our other keys that it can express, and maps the names
+of our tensors to theirs. Rows of our tensors are rows of theirs, in runs. `Mapped` (rows.py) lists the runs, so that
+import and export can copy any part of a tensor without holding the whole tensor. Keys of a section within the model
+section are written with a dot: `experts.count`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from meshwright.spec.model.part import ALONE
 
 HFConfig = dict[str, Any]
 
-INDEX = r"(?<=\.)\d+\b"  # of a layer, in a tensor's name
+INDEX = r"(?<=\.)\d+\b"  # matches the number of a layer in the name of a tensor
 
-# Keys of config.json whose null means "none"; a null under any other key is treated as missing.
+# Keys of config.json whose null means "none". A null under any other key is treated as a missing key.
 NONE_IF_NULL = ("num_key_value_heads", "sliding_window", "q_lora_rank")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One entry of families.yaml, which says what each field means."""
+    """One entry of families.yaml. The comment at the top of that file explains each field."""
 
     model_type: str
     architecture: str
@@ -66,41 +67,41 @@ class Family:
 
     @property
     def head(self) -> str:
-        """The output layer's weight, which files of tied models leave out."""
+        """Their name of the output layer's weight, which files of tied models leave out."""
         return f"{self.names['head'][0]}.weight"
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
-        """Returns the model section of a config.json; `seq` replaces its context length."""
+        """Return the model section of a config.json. `seq`, if not 0, replaces its context length."""
         config = self._completed(config)
         self._check(config)
-        found = {key: values[0] for key, values in self.allows.items() if len(values) == 1}
-        found |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
-        found |= self.architectures.get(self._architecture(config), {})
+        values = {key: allowed[0] for key, allowed in self.allows.items() if len(allowed) == 1}
+        values |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
+        values |= self.architectures.get(self._architecture(config), {})
         if self.activations:
-            found["mlp"] = self.activations[str(config.get(self.activation_key))]
+            values["mlp"] = self.activations[str(config.get(self.activation_key))]
         if self.dense_layers:
-            found["experts.first_dense"] = first_dense(config, self.dense_layers, found)
+            values["experts.first_dense"] = first_dense(config, self.dense_layers, values)
         if self.decoder_layers:
             encoder = read_length(config, self.keys["layers"][0]) or 0
-            found["t5.encoder_layers"] = encoder
-            found["layers"] = encoder + (read_length(config, self.decoder_layers) or encoder)
+            values["t5.encoder_layers"] = encoder
+            values["layers"] = encoder + (read_length(config, self.decoder_layers) or encoder)
         if "rope_theta" in self.keys:
             fraction = self.keys.get("rotary_fraction", (None,))[0]
-            found |= read_rotary(config, self.keys["rope_theta"][0], fraction)
+            values |= read_rotary(config, self.keys["rope_theta"][0], fraction)
         if self.window:
-            found |= read_window(config, self.window, self.window_switch, self.window_layers, found["layers"])
+            values |= read_window(config, self.window, self.window_switch, self.window_layers, values["layers"])
         if seq:
-            if found["position"] == "learned" and seq != found["seq"]:
-                raise UserError(f"--seq {seq} can't change a table of {found['seq']} learned positions: leave it out")
-            found["seq"] = seq
-        model = model_section(nested(found))
+            if values["position"] == "learned" and seq != values["seq"]:
+                raise UserError(f"--seq {seq} can't change a table of {values['seq']} learned positions: leave it out")
+            values["seq"] = seq
+        model = model_section(nested(values))
         if misfits := self.misfits(model):
             words = " and ".join(f"model.{each}" for each in misfits)
             raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
         return model
 
     def _completed(self, config: HFConfig) -> HFConfig:
-        """Returns a config.json with one name for each key, the defaults of the keys that it lacks, and no nulls."""
+        """Return a config.json with aliases replaced, defaults for missing keys, and without nulls."""
         given = {
             self.aliases.get(key, key): value
             for key, value in config.items()
@@ -109,7 +110,7 @@ class Family:
         return {key: value for key, value in {**self.defaults, **given}.items() if value is not None}
 
     def _architecture(self, config: HFConfig) -> str:
-        """Returns the class that a config.json names, where the family has several."""
+        """Return the class that a config.json names. Raise if the family has several and this is none of them."""
         named = config.get("architectures") or [self.architecture]
         if not isinstance(named, list) or not isinstance(named[0], str):
             raise UserError(f"architectures={named!r} in config.json must be a list of names: correct it")
@@ -121,7 +122,7 @@ class Family:
         return str(named[0])
 
     def _check(self, config: HFConfig) -> None:
-        """Raises for what a completed config.json lacks, or has and we have not."""
+        """Raise if a completed config.json lacks a key that we need, or asks for something that we can't do."""
         for key, value in self.demands.items():
             if config.get(key, value) != value:
                 raise UserError(
@@ -146,31 +147,35 @@ class Family:
                     )
 
     def misfits(self, model: ModelConfig) -> list[str]:
-        """Returns what this family can't express of a model, as `key=value` words."""
-        found = []
+        """Return the settings of a model that this family can't express, as `key=value` words."""
+        misfits = []
         for key, values in self.allows.items():
             value = value_of(model, key)
             plain = list(value) if isinstance(value, tuple) else value
             if values and plain not in values and not (key == "qkv_bias" and model.bias):
-                found.append(f"{key}={plain}")
+                misfits.append(f"{key}={plain}")
         if self.activations and model.mlp not in self.activations.values():
-            found.append(f"mlp={model.mlp}")
-        found += [f"{key}={value_of(model, key)}" for key in self.needs if not value_of(model, key)]
+            misfits.append(f"mlp={model.mlp}")
+        misfits += [f"{key}={value_of(model, key)}" for key in self.needs if not value_of(model, key)]
         usual = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads, "ffn": 4 * model.hidden}
         if model.latent.kv_rank:
             del usual["head_dim"]
         unusual = {key: getattr(model, key) for key, value in usual.items() if getattr(model, key) != value}
-        return found + [f"{key}={value}" for key, value in unusual.items() if key not in self.keys]
+        return misfits + [f"{key}={value}" for key, value in unusual.items() if key not in self.keys]
 
     def config_of(self, model: ModelConfig, base: HFConfig | None = None) -> HFConfig:
-        """Returns a config.json for a model that fits. What `base`, the one that the model may come from, says is kept
-        where it still holds."""
+        """Return a config.json for a model that fits this family.
+
+        `base` is the config.json that the model was imported from, if any. Its keys are kept if they still hold.
+        """
+        # A model that computes the same as at import keeps its config.json unchanged.
         if base is not None:
             with suppress(UserError):
                 if same_function(self.model_of(base), model):
                     return dict(base)
         values = {ours: value_of(model, ours) for ours in self.keys}
-        switches = {"true": True, "false": False}  # as we write keys that have a third value, auto
+        # Our keys that have a third value, auto, are strings.
+        switches = {"true": True, "false": False}
         written = {name: switches.get(str(values[ours]), values[ours]) for ours in values for name in self.keys[ours]}
         if self.decoder_layers:
             written[self.keys["layers"][0]] = model.t5.encoder_layers
@@ -197,33 +202,36 @@ class Family:
         return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
-        """Returns every global tensor of a model, by our name."""
+        """Return every global tensor of a model, by our name."""
         return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
 
     def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
-        """Returns where the rows of one of our tensors are in theirs."""
+        """Return the position of the rows of one of our tensors in their tensors."""
         numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
         ours, _, kind = full.rpartition(".")
-        theirs = self.names[full] if full in self.names else [f"{each}.{kind}" for each in self.names[ours]]
+        # An exact name with its last word takes precedence over a module's name.
+        theirs = self.names[full] if full in self.names else [f"{name}.{kind}" for name in self.names[ours]]
         stacked = theirs[0].count("#") > len(numbers)
         runs: list[SourceRows] = []
         for expert in range(shape[0] if stacked else 1):
-            sources = [each.replace("#", "{}").format(*numbers, expert) for each in theirs]
+            sources = [name.replace("#", "{}").format(*numbers, expert) for name in theirs]
             runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
         transposed = ours in self.transposed and len(shape) == 2
         return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
 
     def stacked_parameter(self, ours: str) -> str:
-        """Returns the parameter of transformers' model that holds a tensor of ours of all experts, or nothing."""
+        """Return the name of the parameter in transformers' model that holds one of our tensors of all experts, or an
+        empty string if there is none."""
         numbers = re.findall(INDEX, ours)
         return self.stacked.get(re.sub(INDEX, "#", ours), "").replace("#", "{}").format(*numbers)
 
     def _runs(self, model: ModelConfig, ours: str, sources: Sequence[str], rows: int, expert: int) -> list[SourceRows]:
-        """Returns the runs of one matrix, of which the tensor may hold one for each expert."""
+        """Return the runs of one matrix. A stacked tensor has one matrix per expert."""
         if ours in self.by_head:
             return by_head(model, sources[0])
         if ours in self.in_pairs and ours.endswith(".qkv"):
             return heads_in_pairs(model, sources)
+        # Latent attention's kv_a is treated as one head, since all heads share its rotated rows.
         if ours in self.in_pairs:
             head = rows if ours.endswith(".kv_a") else model.head_dim
             return in_pairs(rows, head, model.latent.rope_dim, sources[0])
@@ -233,16 +241,17 @@ class Family:
         return in_order(counts, sources, expert * rows)
 
     def is_extra(self, name: str, config: HFConfig) -> bool:
-        """Whether a tensor in their files belongs to one of the layers after the last, which predict further tokens."""
+        """Return whether a tensor in their files belongs to an extra layer after the last one, for multi-token
+        prediction."""
         if not self.extra_layers:
             return False
-        config, found = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        config, match = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
         first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
-        return found is not None and isinstance(count, int) and 0 <= int(found.group(1)) - first < count
+        return match is not None and isinstance(count, int) and 0 <= int(match.group(1)) - first < count
 
 
 def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
-    """Builds a family from its entry in families.yaml, where a name may stand for a list of one."""
+    """Build a family from its entry in families.yaml, where a single name means a list of one name."""
     tables = {
         table: {ours: [theirs] if isinstance(theirs, str) else theirs for ours, theirs in entry[table].items()}
         for table in ("keys", "names")
@@ -251,19 +260,20 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
 
 
 def value_of(model: ModelConfig, key: str) -> Any:
-    """Returns the value of a key of the model section, which may have dots."""
-    found: Any = model
+    """Return the value of a key of the model section. The key may have dots."""
+    value: Any = model
     for word in key.split("."):
-        found = getattr(found, word)
-    return found
+        value = getattr(value, word)
+    return value
 
 
-def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
-    """Returns how many blocks come before the first that may have experts, from the list of those that have none."""
+def first_dense(config: HFConfig, key: str, values: Mapping[str, Any]) -> int:
+    """Return the number of leading blocks without experts, from their list of blocks without experts."""
     listed = config.get(key) or []
-    layers, every = found["layers"], found["experts.every"]
+    layers, every = values["layers"], values["experts.every"]
+    # Building the model section reports these mistakes.
     if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
-        return 0  # building the section reports the mistake
+        return 0
     if not isinstance(listed, list) or not all(isinstance(n, int) for n in listed):
         raise UserError(f"{key}={listed!r} in config.json must be a list of layers' numbers: correct it")
     mixed = [layer for layer in range(layers) if (layer + 1) % every == 0]
@@ -277,15 +287,15 @@ def first_dense(config: HFConfig, key: str, found: Mapping[str, Any]) -> int:
 
 
 def model_section(values: Mapping[str, Any]) -> ModelConfig:
-    """Builds a model section from plain values and checks every key."""
+    """Build a model section from plain values. Every key is checked as in a config file."""
     return config_from({"model": dict(values), "data": {"prefixes": ["none"]}}).model
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> bool:
-    """Whether two model sections compute the same."""
+    """Return whether two model sections compute the same function."""
     return computed(a) == computed(b)
 
 
 def computed(model: ModelConfig) -> dict[str, Any]:
-    """Returns the keys of a model section that decide what it computes."""
+    """Return the keys of a model section that determine the function that it computes."""
     return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}

@@ -1,4 +1,4 @@
-"""What a folder of a model holds. No torch."""
+"""The files in the folder of a Hugging Face model. No torch."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ SHARDED_INDEX = "model.safetensors.index.json"
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are weights beside the config.json."""
+    """Return whether the folder holds weights, and not only a config.json."""
     return any((folder / name).is_file() for name in (SINGLE_FILE, SHARDED_INDEX)) or any(folder.glob("*.bin"))

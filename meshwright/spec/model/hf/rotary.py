@@ -1,5 +1,7 @@
-"""Numbers in a config.json, which anybody may have edited, and rotary positions, as transformers 4 and 5 write them. No
-torch."""
+"""Numbers and rotary positions in a config.json, as transformers 4 and 5 write them. No torch.
+
+Users edit these files, so every value is checked.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from meshwright.config.blocks import ROPE_KEYS, RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 
-# Our keys of rotary scaling whose names differ there, and those that config.json must have.
+# The names in config.json of our keys of rotary scaling, where they differ, and the keys that config.json must have.
 ORIGINAL = "original_max_position_embeddings"
 THEIRS = {"low": "low_freq_factor", "high": "high_freq_factor", "original": ORIGINAL}
 REQUIRED = ("factor", "low", "high", "original")
 LONGEST = "max_position_embeddings"
 UNSCALED = RopeScalingConfig()
-PART = "partial_rotary_factor"  # of each head, which turns
+PART = "partial_rotary_factor"  # the fraction of each head that is rotated
 
 
 def read_number(fields: Mapping[str, Any], key: str) -> float | None:
-    """Returns the number under `key`; None where it is missing or null."""
+    """Return the number under `key`; None if it is missing or null."""
     value = fields.get(key)
     if value is None:
         return None
@@ -31,7 +33,7 @@ def read_number(fields: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_length(fields: Mapping[str, Any], key: str) -> int | None:
-    """Returns the number of tokens under `key`; None where it is missing or null."""
+    """Return the number of tokens under `key`; None if it is missing or null."""
     value = read_number(fields, key)
     if value is not None and (value < 1 or value != int(value)):
         raise UserError(
@@ -42,8 +44,11 @@ def read_length(fields: Mapping[str, Any], key: str) -> int | None:
 
 
 def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> dict[str, Any]:
-    """Returns the rotary keys of our model section. Outside of the rotary settings, config.json has the base under
-    `theta` and the part of each head that turns under `fraction`; None: whole heads turn in this family."""
+    """Return the rotary keys of our model section.
+
+    `theta` and `fraction` are the keys of the base and of the rotated fraction of each head outside of the rotary
+    settings of config.json. If `fraction` is None, this family rotates whole heads.
+    """
     given = _settings(config)
     base, part = read_number(given, "rope_theta"), read_number(given, PART)
     base = read_number(config, theta) if base is None else base
@@ -52,14 +57,16 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
         raise UserError(
             f"{PART}={part} in config.json can't be imported: only in a gpt_neox may a part of each head turn"
         )
-    turned = {} if fraction is None else {"rotary_fraction": part}
+    fraction_keys = {} if fraction is None else {"rotary_fraction": part}
     scaling = {f"rope_scaling.{key}": value for key, value in _read_scaling(config, given).items()}
-    return {"rope_theta": base, **scaling, **turned}
+    return {"rope_theta": base, **scaling, **fraction_keys}
 
 
 def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our section of rotary scaling from the rotary settings of config.json. A dynamic scaling begins beyond
-    max_position_embeddings; elsewhere the length of the first training stands in the settings."""
+    """Return our section of rotary scaling from the rotary settings of config.json.
+
+    The original training length is in these settings, except that a dynamic scaling uses max_position_embeddings.
+    """
     kind = given.get("rope_type") or given.get("type") or "default"
     ours = "none" if kind == "default" else kind
     if not isinstance(ours, str) or ours not in ROPE_KEYS:
@@ -68,38 +75,41 @@ def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
             f"rotary scaling of rope_type '{kind}' in config.json can't be imported: use a model with one of {known}, "
             "or with none"
         )
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key in ROPE_KEYS[ours]:
         name = THEIRS.get(key, key)
         if key == "original":
-            found[key] = read_length(*((config, LONGEST) if ours == "dynamic" else (given, name)))
+            values[key] = read_length(*((config, LONGEST) if ours == "dynamic" else (given, name)))
         elif key == "truncate":
-            found[key] = given.get(name)
-            if not isinstance(found[key], bool | None):
-                raise UserError(f"{name}={found[key]!r} in config.json must be true or false: correct it")
+            values[key] = given.get(name)
+            if not isinstance(values[key], bool | None):
+                raise UserError(f"{name}={values[key]!r} in config.json must be true or false: correct it")
         else:
-            found[key] = read_number(given, name)
-        if found[key] is None and key in REQUIRED:
+            values[key] = read_number(given, name)
+        if values[key] is None and key in REQUIRED:
             raise UserError(f"rotary scaling of rope_type '{kind}' in config.json lacks {name}: add it to the file")
-    return {"kind": ours} | {key: value for key, value in found.items() if value is not None}
+    return {"kind": ours} | {key: value for key, value in values.items() if value is not None}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary settings. Where both keys are given the older one counts, as in transformers."""
-    found: dict[str, Any] = {}
+    """Return the rotary settings. If both keys are given, the older one takes precedence, as in transformers."""
+    settings: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
             raise UserError(
                 f"{key}={value!r} in config.json must hold keys and values: correct it, or get the file again"
             )
-        found = value or found
-    return found
+        settings = value or settings
+    return settings
 
 
 def write_rotary(model: ModelConfig) -> dict[str, Any]:
-    """Returns the rotary settings under the keys of transformers 4, which transformers 5 reads too. Of a dynamic
-    scaling they compute the base for each length themselves, from the length that the model was first trained on."""
+    """Return the rotary settings under the keys of transformers 4, which transformers 5 reads too.
+
+    For a dynamic scaling, transformers computes the base for each length from the original training length, which it
+    takes from max_position_embeddings.
+    """
     ours = model.rope_scaling
     if ours.kind == "none":
         return {"rope_theta": model.rope_theta, "rope_scaling": None}

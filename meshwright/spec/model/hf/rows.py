@@ -1,4 +1,4 @@
-"""Where the rows of our tensors are in the tensors of a Hugging Face file. No torch."""
+"""The mapping of rows of our tensors to rows of the tensors in Hugging Face files ("theirs"). No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from meshwright.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class SourceRows:
-    """`count` rows of our tensor from row `start` on, which their tensor `source` holds: its row `source_start` and
-    every `step`-th row after it."""
+    """A run of `count` rows of our tensor from row `start` on, which their tensor `source` holds.
+
+    There, the run is row `source_start` and every `step`-th row after it.
+    """
 
     start: int
     count: int
@@ -23,18 +25,20 @@ class SourceRows:
 
     @property
     def theirs(self) -> slice:
-        """The rows of their tensor."""
+        """The rows of this run in their tensor."""
         return slice(self.source_start, self.source_start + (self.count - 1) * self.step + 1, self.step)
 
     def of_ours(self, low: int, high: int) -> SourceRows | None:
-        """Returns the part of this run that lies in rows [low, high) of our tensor."""
+        """Return the part of this run inside rows [low, high) of our tensor; None if it is empty."""
         return self._part(low - self.start, high - self.start)
 
     def of_theirs(self, low: int, high: int) -> SourceRows | None:
-        """Returns the part of this run that lies in rows [low, high) of their tensor."""
+        """Return the part of this run inside rows [low, high) of their tensor; None if it is empty."""
+        # The negated floor divisions round up: the first row of the run at or after `low`, and at or after `high`.
         return self._part(-((self.source_start - low) // self.step), -((self.source_start - high) // self.step))
 
     def _part(self, first: int, last: int) -> SourceRows | None:
+        # Numbers within the run, limited to its rows.
         first, last = max(0, first), min(self.count, last)
         if first >= last:
             return None
@@ -44,14 +48,17 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class Mapped:
-    """One of our global tensors in their names. With `transposed`, its rows are columns of theirs. With `stacked`, it
-    holds one matrix for each expert, and rows are counted through all of them."""
+    """One of our global tensors as runs of rows of their tensors.
+
+    With `transposed`, its rows are columns of theirs. With `stacked`, it holds one matrix per expert, and rows are
+    counted through all of them.
+    """
 
     shape: tuple[int, ...]
     runs: tuple[SourceRows, ...]
     transposed: bool = False
     stacked: bool = False
-    wide: bool = False  # in float32 at least, whatever the others are in
+    wide: bool = False  # stored in float32 at least, whatever the precision of the others
 
     @property
     def tail(self) -> tuple[int, ...]:
@@ -59,23 +66,23 @@ class Mapped:
         return self.shape[2:] if self.stacked else self.shape[1:]
 
     def sources(self) -> dict[str, list[SourceRows]]:
-        """Returns the runs of each of their tensors."""
-        found: dict[str, list[SourceRows]] = {}
+        """Return the runs by the name of their tensor."""
+        by_source: dict[str, list[SourceRows]] = {}
         for run in self.runs:
-            found.setdefault(run.source, []).append(run)
-        return found
+            by_source.setdefault(run.source, []).append(run)
+        return by_source
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: (sum(run.count for run in runs), *self.tail) for name, runs in self.sources().items()}
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
     def corner(self, row: int) -> tuple[int, ...]:
-        """Returns where a row begins in our tensor."""
+        """Return the first corner of a row in our tensor."""
         first = divmod(row, self.shape[1]) if self.stacked else (row,)
         return (*first, *(0 for _ in self.tail))
 
     def row_ranges(self, start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields the ranges of rows that the rectangle of our tensor at `start` lies in, in its order."""
+        """Yield the ranges of rows that contain the rectangle of our tensor that begins at `start`, in its order."""
         if not self.stacked:
             yield start[0], start[0] + shape[0]
             return
@@ -89,14 +96,16 @@ class Mapped:
 
 
 def in_order(counts: Sequence[int], sources: Sequence[str], first: int = 0) -> list[SourceRows]:
-    """Maps our rows from `first` on to whole tensors of theirs, one after another."""
+    """Map our rows from `first` on to whole tensors of theirs, one after another."""
     starts = accumulate(counts, initial=first)
-    return [SourceRows(*each, 0) for each in zip(starts, counts, sources, strict=False)]
+    return [SourceRows(*run, 0) for run in zip(starts, counts, sources, strict=False)]
 
 
 def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
-    """Maps our rows, which are all queries, all keys and all values, to theirs: query, key and value of head 0, of head
-    1, ..."""
+    """Map our rows to theirs if theirs are interleaved by head.
+
+    Ours are all queries, all keys and all values. Theirs are the query, key and value of head 0, of head 1, ...
+    """
     heads, d = model.heads, model.head_dim
     return [
         SourceRows((part * heads + head) * d, d, source, (head * 3 + part) * d)
@@ -106,24 +115,32 @@ def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
 
 
 def heads_in_pairs(model: ModelConfig, sources: Sequence[str]) -> list[SourceRows]:
-    """Maps our rows, which are all queries, all keys and all values, to three tensors of theirs. Of the heads of the
-    first two the first rows turn, in pairs that lie in two halves here, and side by side there."""
-    d, half, runs, at = model.head_dim, model.rotary_dim // 2, list[SourceRows](), 0
+    """Map our rows, which are all queries, all keys and all values, to three tensors of theirs.
+
+    In queries and keys, the first rows of a head are rotated in pairs. A pair is in two halves of the head in our
+    tensors, and side by side in theirs.
+    """
+    d, half = model.head_dim, model.rotary_dim // 2
+    runs: list[SourceRows] = []
+    at = 0
     for source, heads in zip(sources, (model.heads, model.kv_heads, model.kv_heads), strict=True):
         for first in range(0, heads * d, d):
-            turned = 2 * half if source != sources[-1] else 0
-            runs += [SourceRows(at + first + n * half, half, source, first + n, 2) for n in range(2) if turned]
-            runs.append(SourceRows(at + first + turned, d - turned, source, first + turned))
+            rotated = 2 * half if source != sources[-1] else 0
+            runs += [SourceRows(at + first + n * half, half, source, first + n, 2) for n in range(2) if rotated]
+            runs.append(SourceRows(at + first + rotated, d - rotated, source, first + rotated))
         at += heads * d
     return [run for run in runs if run.count]
 
 
 def in_pairs(rows: int, head: int, rope: int, source: str) -> list[SourceRows]:
-    """Maps heads of `head` rows each whose last `rope` rows turn with the position. A pair that turns together lies in
-    two halves here, and side by side there."""
-    half, runs = rope // 2, []
+    """Map heads of `head` rows each, whose last `rope` rows are rotated in pairs.
+
+    A pair is in two halves of these rows in our tensors, and side by side in theirs.
+    """
+    half = rope // 2
+    runs = []
     for first in range(0, rows, head):
-        turned = first + head - rope
+        rotated = first + head - rope
         runs.append(SourceRows(first, head - rope, source, first))
-        runs += [SourceRows(turned + n * half, half, source, turned + n, 2) for n in range(2)]
+        runs += [SourceRows(rotated + n * half, half, source, rotated + n, 2) for n in range(2)]
     return runs

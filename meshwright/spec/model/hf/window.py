@@ -1,4 +1,4 @@
-"""How far back attention looks, as config.json has it: one length, and which blocks have it. No torch."""
+"""Attention windows in a config.json: one length, and the blocks that have it. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ TYPES, FIRST = "layer_types", "max_window_layers"  # the kind of each block; the
 
 
 def read_window(config: Mapping[str, Any], key: str, switch: str, by_layer: bool, layers: object) -> dict[str, Any]:
-    """Returns our keys of the window. Its length is under `key`, and ignored unless `switch` is set, if there is one.
-    `by_layer`: config.json says which blocks have it."""
+    """Return our keys of the window from a config.json.
+
+    Its length is under `key`. If `switch` is not empty, the length is ignored unless that key is true. With `by_layer`,
+    config.json lists the blocks that have the window.
+    """
     window = read_length(config, key) if not switch or config.get(switch) else None
     if window is None or type(layers) is not int:
         return {"window": 0, "window_pattern": []}
@@ -26,24 +29,27 @@ def read_window(config: Mapping[str, Any], key: str, switch: str, by_layer: bool
 
 
 def _pattern(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Returns which blocks have the window: as listed, or all from one on; the shortest run of them that repeats."""
+    """Return the shortest repeating pattern of the blocks, with 1 for each block that has the window.
+
+    The blocks are listed, or all blocks from a first one on have the window.
+    """
     listed = config.get(TYPES)
     if listed is None:
         first = config.get(FIRST, 0)
         if type(first) is not int:
             raise UserError(f"{FIRST}={first!r} in config.json must be a whole number: correct it")
-        found = [int(layer >= first) for layer in range(layers)]
-    elif not isinstance(listed, list) or len(listed) != layers or any(str(each) not in KINDS for each in listed):
+        windowed = [int(layer >= first) for layer in range(layers)]
+    elif not isinstance(listed, list) or len(listed) != layers or any(str(kind) not in KINDS for kind in listed):
         kinds = " or ".join(KINDS)
         raise UserError(f"{TYPES} in config.json must name {kinds} for each of {layers} layers: correct it")
     else:
-        found = [KINDS[each] for each in listed]
-    shortest = next(n for n in range(1, layers + 1) if found == (found[:n] * layers)[:layers])
-    return found[:shortest]
+        windowed = [KINDS[kind] for kind in listed]
+    shortest = next(n for n in range(1, layers + 1) if windowed == (windowed[:n] * layers)[:layers])
+    return windowed[:shortest]
 
 
 def write_window(model: ModelConfig, key: str, switch: str, by_layer: bool) -> dict[str, Any]:
-    """Returns the keys of config.json for our window."""
+    """Return the keys of config.json for our window."""
     written: dict[str, Any] = {key: model.window or None}
     if switch:
         written[switch] = bool(model.window)
@@ -51,6 +57,6 @@ def write_window(model: ModelConfig, key: str, switch: str, by_layer: bool) -> d
         pattern = model.window_pattern or (1,)
         kinds = [pattern[layer % len(pattern)] for layer in range(model.layers)]
         names = {number: name for name, number in KINDS.items()}
-        written[TYPES] = [names[each] for each in kinds]
+        written[TYPES] = [names[kind] for kind in kinds]
         written[FIRST] = kinds.index(1) if 1 in kinds else model.layers
     return written

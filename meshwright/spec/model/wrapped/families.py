@@ -1,5 +1,9 @@
-"""What the comparison of every family's plan with one process found: which families may be cut, which plans lack
-something that can be added, and which are refused, with the reason. No torch."""
+"""The families of transformers whose tensor-parallel plans were compared with a single process, with the result. No
+torch.
+
+A family may be cut along the axes on which its gradients were right. Some plans lack styles, which are added. Other
+families are refused, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,18 @@ from meshwright.errors import UserError
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
 _TABLE: dict[str, Any] = read_yaml(Path(__file__).with_name("families.yaml"))
-VERIFIED: dict[str, list[str]] = _TABLE["verified"] or {}  # the axes that were found right
-REFUSED: dict[str, dict[str, str]] = _TABLE["refused"] or {}  # by axis: why
-ADDED: dict[str, dict[str, Any]] = _TABLE["added"] or {}  # styles that a plan lacks, and why it needs them
+VERIFIED: dict[str, list[str]] = _TABLE["verified"] or {}  # by family: the axes on which gradients were right
+REFUSED: dict[str, dict[str, str]] = _TABLE["refused"] or {}  # by family and axis: the reason
+ADDED: dict[str, dict[str, Any]] = _TABLE["added"] or {}  # by family: the styles that its plan lacks, and the reason
 
 
 def mended(family: str, plan: dict[str, str]) -> dict[str, str]:
-    """Returns a family's plan with what it lacks for gradients."""
+    """Return a family's plan with the styles added that its gradients need."""
     return {name: style for name, style in (plan | ADDED.get(family, {}).get("plan", {})).items() if style}
 
 
 def check_plan(model: PlannedModel, tp: int, pp: int) -> None:
-    """Refuses a layout on which a family's gradients are not those of one process, or were never compared."""
+    """Raise for a layout on which a family's gradients differ from those of one process, or were never compared."""
     family = model.family
     for axis, ranks in (("tp", tp), ("pp", pp)):
         if ranks > 1 and axis not in VERIFIED.get(family, ()):

@@ -1,8 +1,8 @@
-"""Parts whose parameters a plan places: the modules of a program that is not ours, cut by the styles of its plan.
+"""Parts of models that another program builds, cut over tp by the styles of its plan. No torch.
 
-A plan names a style for a module or a parameter: `colwise`, `rowwise` and so on, in the words of transformers. `STYLES`
-says what each means: which dimension of a parameter tp cuts, and what the module's input and output communicate.
-`models/planned` builds such modules and puts the same calls around them. No torch.
+A plan names a style for a module or a parameter, such as `colwise` or `rowwise` in the words of transformers. `STYLES`
+defines each style: the dimension of a parameter that tp cuts, and the communication at the module's input and output.
+`models/wrapped` builds such modules and puts the same calls around them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ After = Literal["", "sum", "gather", "rotary"]
 
 
 class Style(NamedTuple):
-    """What a word of a plan means. `cut`: the dimension that tp cuts: a product's outputs (a matrix's rows), its inputs
-    (the columns; a bias is then whole), or rows or columns of a table. `pieces`: that dimension holds so many tensors,
-    one after the other, each of which is cut. `partial`: it is whole, and each rank's gradient a part of a sum.
+    """The meaning of a style of a plan.
 
-    `before` is what happens to the input: copy (all ranks use it, and its gradient is a sum over them), slice (each
-    takes its part), ids (each looks up those of its rows), experts (copy, for all tensors that have gradients), share
-    (it is divided by the number of ranks). `after` is what happens to the output: sum, gather, or rotary: the last
-    elements are copied, as `before` would.
+    - `cut`: the dimension that tp cuts: the outputs of a product (`out`, rows of the matrix), its inputs (`in`,
+      columns; a bias is then whole), or the rows or columns of a table.
+    - `before`: the operation on the input. copy: all ranks read it, and its gradient is a sum over them. slice: each
+      rank takes its part. ids: each rank looks up the ids in its rows. experts: copy for all tensors that have
+      gradients. share: it is divided by the number of ranks.
+    - `after`: the operation on the output: sum, gather, or rotary (copy for its last elements).
+    - `pieces`: the number of tensors that are concatenated along the cut dimension. Each of them is cut.
+    - `partial`: the parameter is whole, and each rank has a partial sum of its gradient.
     """
 
     cut: Cut = ""
@@ -69,14 +71,14 @@ STYLES = {
     "moe_tp_experts": Style(before="experts", after="sum"),
     "moe_identity_expert": Style(before="share"),
     "replicate": Style(),
-    "local_params": Style(),  # parameters are local tensors here anyway
+    "local_params": Style(),  # nothing to do, since parameters are local tensors here anyway
     "": Style(),
 }
 
 
 class PlannedParameter(NamedTuple):
-    """A parameter of a unit: its name there, its shape, the style that places it, and the global name of the parameter
-    that it is one with, if any."""
+    """A parameter of a unit: its local name, its shape, the style that places it, and the global name of the parameter
+    that it is tied to, if any."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,8 +92,10 @@ class PlannedParameter(NamedTuple):
         cut, last = STYLES[self.style].cut, len(self.shape) - 1
         if cut in ("rows", "columns"):
             return 0 if cut == "rows" else 1
+        # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
         if cut == "in":
             return None if self.name.rpartition(".")[2] == "bias" or (self.packed and not last) else last
+        # Outputs are the second last dim of a matrix or of a stack of experts, and the only dim of a bias.
         return max(0, last - 1) if cut == "out" else None
 
     @property
@@ -99,9 +103,11 @@ class PlannedParameter(NamedTuple):
         return STYLES[self.style].pieces > 1
 
     def record(self, at: Coordinate, name: str) -> ParamRecord:
-        """Returns where the parameter lives; `name` is its global name."""
-        tp, index, dim, style = at.size("tp"), at.index("tp"), self.dim, STYLES[self.style]
-        shape, ends = self.shape, ("embedding",) if self.tied and at.size("embedding") > 1 else ()
+        """Return the record of the parameter. `name` is its global name."""
+        tp, index = at.size("tp"), at.index("tp")
+        dim, style = self.dim, STYLES[self.style]
+        shape = self.shape
+        ends = ("embedding",) if self.tied and at.size("embedding") > 1 else ()
         record = ParamRecord(
             name, shape, shape, (), PLACED, decay=len(shape) > 1, tied=self.tied, wide=self.wide, partial=ends,
             copies=ends,
@@ -113,10 +119,10 @@ class PlannedParameter(NamedTuple):
             return replace(record, boxes=(Box(zeros, shape, zeros),), partial=(*axes, *ends), copies=(*copies, *ends))
         count = shape[dim] // style.pieces // tp
         if count * style.pieces * tp != shape[dim]:
-            each = shape[dim] // style.pieces
+            size = shape[dim] // style.pieces
             raise UserError(
-                f"layout.tp={tp} does not divide the {each} that {name} is cut by ({self.style}): try "
-                f"layout.tp={either(divisors(each)[:6])}"
+                f"layout.tp={tp} does not divide the {size} that {name} is cut by ({self.style}): try "
+                f"layout.tp={either(divisors(size)[:6])}"
             )
 
         def sized(n: int) -> tuple[int, ...]:
@@ -125,6 +131,7 @@ class PlannedParameter(NamedTuple):
         def corner(n: int) -> tuple[int, ...]:
             return (*zeros[:dim], n, *zeros[dim + 1 :])
 
+        # Each concatenated tensor is cut by itself, and this rank's shards of them are concatenated locally.
         boxes = tuple(
             Box(corner((piece * tp + index) * count), sized(count), corner(piece * count))
             for piece in range(style.pieces)
@@ -136,7 +143,7 @@ PLACED = Init("placed")
 
 
 class PlannedCall(NamedTuple):
-    """A collective over tp in one micro-batch: `width` elements for each token."""
+    """A collective over tp in one micro-batch, of `width` elements per token."""
 
     phase: str
     op: str
@@ -145,14 +152,14 @@ class PlannedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedPart(Part):
-    """Modules of one unit as a plan places them: their parameters, and what they communicate over tp."""
+    """The modules of one unit as a plan cuts them, with their parameters and their communication over tp."""
 
     parameters: tuple[PlannedParameter, ...]
     calls: tuple[PlannedCall, ...] = ()
-    kept_whole: float = 0.0  # elements that are kept for each token, by every tp rank; measured
-    kept_cut: float = 0.0  # those that tp divides
-    used: int = 1  # experts of a token
-    logits: int = 0  # of a head: the vocabulary, of which every tp rank has all logits
+    kept_whole: float = 0.0  # measured elements per token that every tp rank saves
+    kept_cut: float = 0.0  # measured elements per token that are divided over tp
+    used: int = 1  # the number of experts per token
+    logits: int = 0  # of a head: the size of the vocabulary, since every tp rank has all logits
 
     __hash__ = hash_once
 
@@ -164,30 +171,30 @@ class PlannedPart(Part):
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        """Yields what was measured, and of a head its log-probabilities."""
+        """Yield the measured activations and, for a head, its log-probabilities."""
         tokens = batch.tokens(at)
         elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
         yield Kept("activations", tokens * elements * batch.element)
         yield Kept("log-probabilities", tokens * self.logits * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        """Returns the bytes of the logits and of their gradient, in the precision of sums."""
+        """Return the bytes of the logits and of their gradient, in accumulation precision."""
         return 2.0 * batch.tokens(at) * self.logits * batch.wide
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        """Returns the products of all matrices but tables; a stack of experts is used by some of the tokens."""
+        """Return the products of all matrices except tables. Each expert of a stack multiplies some of the tokens."""
         tokens, products = batch.tokens(at), []
-        for each in self.parameters:
-            if len(each.shape) >= 2 and STYLES[each.style].before != "ids":
-                *stack, n, k = each.record(at, each.name).local_shape
+        for parameter in self.parameters:
+            if len(parameter.shape) >= 2 and STYLES[parameter.style].before != "ids":
+                *stack, n, k = parameter.record(at, parameter.name).local_shape
                 rows = tokens * self.used // stack[0] if stack else tokens
-                products.append(Product(each.name, rows, n, k, stack[0] if stack else 1, defers=False))
+                products.append(Product(parameter.name, rows, n, k, stack[0] if stack else 1, defers=False))
         return Work(tuple(products), kernels=len(products))
 
 
 @dataclass(frozen=True)
 class PlannedBlock(BlockUnit):
-    """A block that is no pairs of norms and bodies: nothing is known of it but what its one part states."""
+    """A block without the structure of norms and bodies. All figures come from its only part."""
 
     __hash__ = hash_once
 
@@ -203,8 +210,11 @@ class PlannedBlock(BlockUnit):
 
 @dataclass(frozen=True)
 class PlannedModel(Model):
-    """A model whose blocks are a list inside a module: `path` is its name there, with which the blocks' parameters'
-    names begin. `beside` are parameters that are neither of the embedding nor in or after the blocks."""
+    """A model whose blocks are a list inside a module.
+
+    `path` is the name of the list in the module, and the prefix of the names of the blocks' parameters. `beside` are
+    the parameters that belong neither to the embedding nor to the blocks nor to the modules after them.
+    """
 
     path: str = ""
     family: str = ""
