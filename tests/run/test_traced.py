@@ -72,7 +72,7 @@ def _check_order(measured: dict[str, Any], pp: int, chunks: int) -> None:
     for (name, stage), event in at.items():
         before = at.get((name, stage + (1 if name[0] == "B" else -1)))
         if before is not None:
-            # A tolerance of 1 ms, since clocks are read separately..
+            # A tolerance of 1 ms, since clocks are read separately.
             assert before["ts"] + before["dur"] <= event["ts"] + 1e3, (name, stage)
     assert len(at) == pp * chunks * 2 * MICRO_BATCHES
 
