@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="run this case alone, and keep its folder")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     args = parser.parse_args()
     warm_up()
     numbers = range(args.first, args.first + args.cases) if args.case is None else range(args.case, args.case + 1)
