@@ -143,6 +143,7 @@ def fit(cases: list[published.Case], values: Values, rounds: int) -> Values:
     step = 0.2
     for _ in range(rounds):
         for constant in CONSTANTS:
+            # Only these rows depend on the constant, so only these are predicted again.
             rows = [i for i, case in enumerate(cases) if touches(constant, case)]
             best = sum(weight[i] * errors[i] for i in rows)
             for factor in (1 + step, 1 / (1 + step), 1 + step / 3, 1 / (1 + step / 3)):

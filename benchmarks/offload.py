@@ -64,6 +64,7 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
 
     def writes() -> None:
         for i in range(count):
+            # Half of the file is between the reader and the writer.
             file.write((i + count // 2) % count, 0, blocks[1])
 
     writes()

@@ -212,6 +212,7 @@ def network_gb_s(words: str, node: int) -> float:
     if not found:
         return 0.0
     count = int(found[1] or 1)
+    # The words state bits per second.
     rate = float(found[3]) * (1000 if found[4] == "T" else 1) / 8
     if re.search(r"per GPU", words):
         count = node

@@ -90,7 +90,7 @@ def first_step(folder: str, number: int) -> float:
 
 def main() -> int:
     parser = BenchParser(__doc__)
-    parser.add_argument("--limits", action="store_true", help="only the times with a limit, which decides the exit code")
+    parser.add_argument("--limits", action="store_true", help="only the times with limits, which decide the exit code")
     parser.add_argument("--tries", type=int, default=5)
     args = parser.parse(tries=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -45,7 +46,11 @@ def value(random: Random) -> Any:
 
 def places(found: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """List the paths to all values within a value."""
-    keys = list(found) if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ()
+    keys: Iterable[Any] = ()
+    if isinstance(found, dict):
+        keys = list(found)
+    elif isinstance(found, list):
+        keys = range(len(found))
     return [path, *(inner for key in keys for inner in places(found[key], (*path, key)))]
 
 

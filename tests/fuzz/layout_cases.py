@@ -180,6 +180,7 @@ def _layout(random: Random, case: Case) -> tuple[int, Sections]:
     model = case.sections["model"]
     world = random.choice([2, 2, 3, 4, 4, 4, 6, 8, 8])
     left, sizes = world, {"tp": 1, "cp": 1, "pp": 1}
+    # tp is listed twice, so that it is drawn more often.
     for axis in random.sample(["tp", "tp", "cp", "pp"], 4):
         most = min(left, model.get("layers", 2)) if axis == "pp" else left
         if sizes[axis] == 1 and random.random() < 0.45:

@@ -88,6 +88,7 @@ def _rank(rank: int, world: int, folder: Path, body: Any, args: tuple[Any, ...])
         text = "" if isinstance(ended.code, int) else str(ended.code)
     except BaseException:
         code, text = 1, traceback.format_exc()
+    # Other processes look for the final name, and must never see half a file.
     (folder / f"end-{rank}.tmp").write_text(json.dumps([code, text]))
     os.rename(folder / f"end-{rank}.tmp", folder / f"end-{rank}")
     sys.stdout.flush()
@@ -121,6 +122,7 @@ def run_forks(world: int, folder: Path, body: Any, *args: Any) -> Outcome:
                 if found:
                     codes[rank] = os.waitstatus_to_exitcode(status)
                     if codes[rank]:
+                        # The others wait for the failed rank, and may not end by themselves.
                         end = min(end, time.monotonic() + GRACE_S)
         time.sleep(0.01)
     left = [rank for rank in children if rank not in codes]

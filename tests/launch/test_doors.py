@@ -39,6 +39,7 @@ def listening(session: int) -> list[tuple[str, int]]:
     for table, wide in (("tcp", False), ("tcp6", True)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
+            # The kernel writes 0A for the state LISTEN, and an address as 32-bit words in the machine's byte order.
             if words[3] == "0A" and words[9] in inodes:
                 address, port = words[1].split(":")
                 groups = [bytes.fromhex(address[n : n + 8])[::-1] for n in range(0, len(address), 8)]

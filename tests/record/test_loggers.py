@@ -74,6 +74,7 @@ def records(text: bytes) -> Iterator[bytes]:
     """
     at, fragment = 7, b""
     while at + 7 <= len(text):
+        # No header of seven bytes fits into the rest of a block.
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue

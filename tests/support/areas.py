@@ -165,6 +165,7 @@ def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]
     with tempfile.TemporaryDirectory() as folder:
         failures = Path(folder) / "failures"
         command = [sys.executable, "-m", "pytest", *words, f"--failures={failures}"]
+        # In a separate session, the whole process group can be ended at once.
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         code: int | None = None
         try:

@@ -108,5 +108,6 @@ def _stacks(children: list[Any], folder: str) -> str:
     for child in children:
         if child.is_alive():
             os.kill(child.pid, signal.SIGUSR1)
+    # The ranks write their stacks when they handle the signal.
     time.sleep(0.5)
     return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(folder).glob("stack-*")))

@@ -57,7 +57,8 @@ def marked(tokenizer: Tokenizer, tokens: list[int], mask: list[int]) -> str:
     for token, learned in [*zip(tokens, mask, strict=True), (None, 0)]:
         if learned != inside or token is None:
             text += library.decode(run_of_tokens, skip_special_tokens=False)
-            text += "" if learned == inside else "«" if learned else "»"
+            if learned != inside:
+                text += "«" if learned else "»"
             run_of_tokens, inside = [], learned
         run_of_tokens += [token] if token is not None else []
     return text
