@@ -87,18 +87,18 @@ def test_what_is_off_is_named(change: Callable[[list[Facts]], None], name: str, 
 def test_one_rank_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--folder", str(tmp_path), "--json"]
     code = main(words)
-    found = json.loads(capsys.readouterr().out)
-    off = [check["name"] for check in found["checks"] if not check["ok"]]
+    result = json.loads(capsys.readouterr().out)
+    off = [check["name"] for check in result["checks"] if not check["ok"]]
     assert code == int(bool(off)) and off in ([], ["disk"]), "a busy disk may be slow"
-    assert len(found["checks"]) == 11 and list(tmp_path.iterdir()) == []
+    assert len(result["checks"]) == 11 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide
 def test_two_ranks_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "gpt2-124m", "--nproc", "2", "--seconds", "0.5", "run.device=cpu", f"run.dir={tmp_path}"]
     code = main([*words, "train.precision=fp32"])
-    said = capsys.readouterr().out
-    assert code in (0, 1) and "a checkpoint of 1.39 GiB" in said and "GB/s at least within a machine" in said
+    stdout = capsys.readouterr().out
+    assert code in (0, 1) and "a checkpoint of 1.39 GiB" in stdout and "GB/s at least within a machine" in stdout
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:

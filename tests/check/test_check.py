@@ -55,10 +55,10 @@ def config(tmp_path: Path) -> str:
 def test_a_right_layout_agrees(name: str, config: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     assert main(["check", config, *CASES[name], "--json", str(out)]) == 0
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    assert found["agree"] and found["complaints"] == [] and found["first"] is None
-    assert max(found["gradients"].values()) <= 1e-10 and len(found["gradients"]) > 10
-    assert found["memory"]["planned"] == pytest.approx(found["memory"]["measured"], rel=0.35)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    assert result["agree"] and result["complaints"] == [] and result["first"] is None
+    assert max(result["gradients"].values()) <= 1e-10 and len(result["gradients"]) > 10
+    assert result["memory"]["planned"] == pytest.approx(result["memory"]["measured"], rel=0.35)
 
 
 @pytest.mark.wide
@@ -266,16 +266,16 @@ def test_a_module_of_transformers_with_packed_documents(tmp_path: Path) -> None:
         "data: {prefixes: [made], reset_attention: true, reset_positions: true, eod: 0}\n", encoding="utf-8",
     )  # fmt: skip
     assert main(["check", str(path), "--model", folder, "--nproc", "2", "--json", str(out)]) == 0
-    found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["documents"] <= 1e-10 and found["memory"]["measured"] is None
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["documents"] <= 1e-10 and result["memory"]["measured"] is None
 
 
 @pytest.mark.wide
 def test_the_real_sizes_in_the_run_s_precision(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["model.layers=2", "model.hidden=64", "model.seq=32", "train.precision=fp32", "run.device=cpu"]
     assert main(["check", config, *sizes, "layout.tp=2", "--full", "--nproc", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "in fp32" in said and "within 0.0001 of one process's" in said
+    stdout = capsys.readouterr().out
+    assert "in fp32" in stdout and "within 0.0001 of one process's" in stdout
 
 
 def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None:

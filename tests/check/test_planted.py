@@ -136,8 +136,8 @@ def test_a_planted_bug_is_found_and_its_parameter_named(
     path.write_text(CONFIG, encoding="utf-8")
     monkeypatch.setattr(command, "start", starting(name))
     assert main(["check", str(path), "--nproc", "2", *planted.words]) == 1
-    said = capsys.readouterr().out
-    found = re.search(r"the first is (\S+) \(off by \S+\), the worst (\S+) \(off by", said)
-    assert found, said
-    assert ("documents of a sample see each other" in said) == (name == "documents-unmasked")
+    stdout = capsys.readouterr().out
+    found = re.search(r"the first is (\S+) \(off by \S+\), the worst (\S+) \(off by", stdout)
+    assert found, stdout
+    assert ("documents of a sample see each other" in stdout) == (name == "documents-unmasked")
     assert re.fullmatch(planted.first, found[1]) and re.fullmatch(planted.worst, found[2]), found[0]

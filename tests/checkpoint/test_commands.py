@@ -184,8 +184,8 @@ def test_folders_that_cannot_be_written(
     monkeypatch.chdir(folder)
     for word, name in (("checkpoint.dir=file/here", "file/here"), ("run.dir=file/run", "file/run")):
         assert main(["train", "config.yaml", word]) == 2
-        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
-        assert len(said) == 1 and name in said[0] and "Not a directory" in said[0]
+        (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
+        assert name in error and "Not a directory" in error
     assert steps(folder / "run") == []
 
 
@@ -193,16 +193,16 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tiny(folder / "run", train={"steps": 3, "precision": "bf16"}, layout={"tp": 2})
     run = complete(2, made)
     assert main(["inspect", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     index = fmt.read_index(run / "checkpoints" / "step-00000003")
-    assert (found["step"], found["consumed"], found["world"], found["precision"]) == (3, 24, 2, "bf16")
-    assert found["layout"]["tp"] == 2 and found["counters"]["updates"] == 3
-    assert set(found["states"]) == {"param", "exp_avg", "exp_avg_sq"}
+    assert (result["step"], result["consumed"], result["world"], result["precision"]) == (3, 24, 2, "bf16")
+    assert result["layout"]["tp"] == 2 and result["counters"]["updates"] == 3
+    assert set(result["states"]) == {"param", "exp_avg", "exp_avg_sq"}
     elements = sum(int(np.prod(t["shape"])) for n, t in index.tensors.items() if n.startswith("param/"))
-    assert found["states"]["param"]["elements"] == elements and found["states"]["param"]["dtypes"] == ["float32"]
-    assert found["tensor_bytes"] == found["verified_bytes"] == 12 * elements
-    assert found["tensors"] == len(index.tensors) and found["blocks"] == len(index.blocks)
-    assert set(found["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert result["states"]["param"]["elements"] == elements and result["states"]["param"]["dtypes"] == ["float32"]
+    assert result["tensor_bytes"] == result["verified_bytes"] == 12 * elements
+    assert result["tensors"] == len(index.tensors) and result["blocks"] == len(index.blocks)
+    assert set(result["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
     assert main(["inspect", f"{run}@2"]) == 0
     page = capsys.readouterr().out
     assert "step        2, after 16 samples" in page and "every checksum is right" in page and "tp=2" in page

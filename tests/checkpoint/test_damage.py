@@ -111,10 +111,10 @@ def test_the_one_before_is_used(name: str, run: Path, capsys: pytest.CaptureFixt
     damage(run / "checkpoints" / "step-00000002")
     trainer = trained(run)
     resume(trainer, None)
-    *said, last = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("meshwright: warning: ") and said[0].endswith("step-00000001")
+    warning, last = capsys.readouterr().err.strip().splitlines()
+    assert warning.startswith("meshwright: warning: ") and warning.endswith("step-00000001")
     assert last == f"continues {run} from step 1 of 50, checkpoint verified"
-    assert file in said[0] and "step-00000002" in said[0] and word in said[0]
+    assert file in warning and "step-00000002" in warning and word in warning
     assert (trainer.step_number, trainer.consumed) == (1, 4)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["lost-step-00000002", "step-00000001"], "kept for a look, and out of the way of the next save"
@@ -149,8 +149,8 @@ def test_inspect_names_the_file(name: str, run: Path, capsys: pytest.CaptureFixt
     damage(path)
     assert main(["inspect", str(run)]) == 2
     captured = capsys.readouterr()
-    said = captured.err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("meshwright: ") and file in said[0] and captured.out == ""
+    (error,) = captured.err.strip().splitlines()
+    assert error.startswith("meshwright: ") and file in error and captured.out == ""
 
 
 def test_flipped_bits_are_found_all_over_the_files(original: Path, tmp_path: Path) -> None:

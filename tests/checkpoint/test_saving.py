@@ -251,9 +251,9 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
         disk.fails = step == 1
         saver.save()
         saver.wait()
-    said = capsys.readouterr().err
-    assert said.startswith("meshwright: warning: the checkpoint can't be written to ") and said.count("\n") == 1
-    assert said.endswith("; it is tried once more with the next one\n")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("meshwright: warning: the checkpoint can't be written to ") and stderr.count("\n") == 1
+    assert stderr.endswith("; it is tried once more with the next one\n")
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
 
@@ -299,8 +299,8 @@ def test_the_last_save_is_made_again_if_it_fails(
     disk.fails = 1
     saver.save(last=True)
     saver.committed()
-    said = capsys.readouterr().err
-    assert "choose another checkpoint.dir; it is tried once more now\n" in said and "next" not in said
+    stderr = capsys.readouterr().err
+    assert "choose another checkpoint.dir; it is tried once more now\n" in stderr and "next" not in stderr
     assert same(tensors(fmt.list_checkpoints(tmp_path)[-1][1]), state_of(trainer))
 
 

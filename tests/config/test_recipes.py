@@ -102,8 +102,8 @@ def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-2]] == ["recipe", *NAMES] and max(map(len, lines)) <= 80
     assert main(["recipes", "bloom-176b", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["published"]["tflops"] == 150 and found["error"] == compared("bloom-176b").error
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["published"]["tflops"] == 150 and result["error"] == compared("bloom-176b").error
     assert main(["recipes", "blom-176b"]) == 2
     assert "did you mean 'bloom-176b'" in capsys.readouterr().err
 

@@ -62,8 +62,8 @@ def test_files_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     write_sequences(tmp_path / "b", [], np.int32)
     write_sequences(tmp_path / "c", [[[5], [6, 7]]], np.int32)
     assert main(["data", "merge", *(str(tmp_path / name) for name in "mabc"), "--json"]) == 0
-    said = capsys.readouterr()
-    assert "only their dtypes were compared" in said.err and json.loads(said.out)["documents"] == 4
+    captured = capsys.readouterr()
+    assert "only their dtypes were compared" in captured.err and json.loads(captured.out)["documents"] == 4
     file = TokenFile(tmp_path / "m")
     assert sequences(file) == [[1, 2], [3], [4], [5], [6, 7]]
     assert file.document_indices.tolist() == [0, 2, 2, 3, 5]
@@ -99,8 +99,8 @@ def test_what_does_not_go_together(
         ("m.bin a b", "OUT is a prefix"),
     ):
         assert main(["data", "merge", *words.split()]) == 2
-        said = capsys.readouterr()
-        assert sentence in said.err and said.err.count("\n") == 1 and said.out == ""
+        captured = capsys.readouterr()
+        assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert sorted(os.listdir()) == before
     with Path("b.idx").open("r+b") as file:  # the length of the first sequence
         file.seek(34)

@@ -238,10 +238,10 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
     assert main(["dryrun", *words]) == 0
     out, err = capsys.readouterr()
     assert "rank 0 of 8 (tp 0, dp 0, pp 0)" in err and "rank 7 of 8 (tp 1, dp 1, pp 1)" in err
-    found = json.loads(out)
-    assert set(found) == {"model", "world", "device", "equal", "ranks"} and found["equal"]
-    assert [one["rank"] for one in found["ranks"]] == [0, 7]
-    one = found["ranks"][1]
+    result = json.loads(out)
+    assert set(result) == {"model", "world", "device", "equal", "ranks"} and result["equal"]
+    assert [one["rank"] for one in result["ranks"]] == [0, 7]
+    one = result["ranks"][1]
     assert set(one) == {
         "rank", "coordinate", "layers", "micro_batches", "parameters", "bytes", "comm", "calls", "schedule", "most",
         "updated", "build_s", "run_s", "step_s", "equal",
@@ -327,9 +327,9 @@ MT_NLG = ["mt-nlg-530b", "--world", "4480", "--ranks", "0,2240,4479"]
 
 def check_large(words: list[str], parameters: list[int], micro_batches: int, capsys: Any) -> None:
     assert main(["dryrun", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"] and [one["parameters"]["ran"] for one in found["ranks"]] == parameters
-    for one in found["ranks"]:
+    result = json.loads(capsys.readouterr().out)
+    assert result["equal"] and [one["parameters"]["ran"] for one in result["ranks"]] == parameters
+    for one in result["ranks"]:
         assert one["micro_batches"] == micro_batches == one["schedule"]["backward"]["ran"]
         assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.001)
         assert one["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.1)
