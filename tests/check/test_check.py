@@ -1,4 +1,4 @@
-"""`meshwright check` on configs without a bug, and what it says of wrong input."""
+"""Tests of `meshwright check` on configs without a bug, and of its messages for wrong input."""
 
 from __future__ import annotations
 
@@ -64,16 +64,17 @@ def test_a_right_layout_agrees(name: str, config: str, tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "ranks_here", lambda: 8)  # the same twin on every machine
+    # Check the same twin on every machine.
+    monkeypatch.setattr(command, "ranks_here", lambda: 8)
     assert main(["check", name]) == 0
 
 
 def test_lossy_features_are_replaced_and_named(config: str) -> None:
-    found = exact_twin(load_config(config, CASES["lossy"]), 2, 8, given=False)
-    assert [sentence.split(":")[0] for sentence in found.changes[:3]] == [
+    exact = exact_twin(load_config(config, CASES["lossy"]), 2, 8, given=False)
+    assert [sentence.split(":")[0] for sentence in exact.changes[:3]] == [
         "train.precision", "dropout", "comm.reduce.kind=int8",
     ]  # fmt: skip
-    assert found.config.comm.reduce.kind == "plain" and not found.config.drops
+    assert exact.config.comm.reduce.kind == "plain" and not exact.config.drops
     replicas = exact_twin(load_config(config, CASES["replicas"]), 4, 8, given=False)
     assert any(sentence.startswith("layout.replicas: 2 ->") for sentence in replicas.changes)
     assert replicas.world == 4 and replicas.config.layout.replicas == 1
@@ -82,10 +83,10 @@ def test_lossy_features_are_replaced_and_named(config: str) -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_axis_of_a_recipe_stays(name: str) -> None:
     recipe, config = read_recipe(name), load_config(name)
-    found = exact_twin(config, recipe.devices, 8, given=False)
-    check(found.config, found.world, TRAINING_RULES)
+    exact = exact_twin(config, recipe.devices, 8, given=False)
+    check(exact.config, exact.world, TRAINING_RULES)
     for axis in ("tp", "pp", "cp", "ep"):
-        was, now = getattr(config.layout, axis), getattr(found.config.layout, axis)
+        was, now = getattr(config.layout, axis), getattr(exact.config.layout, axis)
         assert (was > 1) == (now > 1) and now <= was
 
 
@@ -107,7 +108,7 @@ def test_a_layout_that_fits_nproc_is_kept(tp: int, pp: int, ranks: int, dp: int)
 
 
 def checked(*words: str) -> Checked:
-    """Return what the command would run."""
+    """Return the config and the number of ranks that the command would run."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(words)
@@ -116,13 +117,13 @@ def checked(*words: str) -> Checked:
 
 
 def test_the_rules_are_asked_about_the_ranks_that_are_started(config: str) -> None:
-    """A batch of one sample is right on the 4 ranks of one replica, and wrong on those of two."""
+    """A batch of one sample is accepted on 4 ranks, which are one replica, and refused on 8 ranks, which are two."""
     small = ("layout.tp=4", "train.global_batch=1", "train.micro_batch=1")
     assert checked(config, *small, "--nproc", "4").world == 4
     assert checked(config, *small).world == 4
     with pytest.raises(UserError, match="train.global_batch=1 "):
         checked(config, *small, "--nproc", "8")
-    assert checked(config, "layout.tp=4", "layout.pp=2", "--nproc", "4").config.layout.tp == 2, "shrunk"
+    assert checked(config, "layout.tp=4", "layout.pp=2", "--nproc", "4").config.layout.tp == 2, "tp shrinks to fit"
 
 
 def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path: Path) -> None:
@@ -138,14 +139,14 @@ def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path:
     with pytest.raises(UserError, match="model.layers=2 and --model .* both describe the model"):
         command.config_of(args)
     verdict = Verdict(1e-10, ((1.0, 1.0),), ((1.0, 1.0),), {"a": 0.0}, {"a": 0.0}, None, {}, {})
-    found = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
-    assert f"with the model of {folder} on 2 ranks" in page(found | {"seconds": 1.0})
+    result = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
+    assert f"with the model of {folder} on 2 ranks" in page(result | {"seconds": 1.0})
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32, 64])
 def test_tp_divides_the_targets_of_a_t5(ranks: int) -> None:
-    found = exact_twin(load_config("t5-11b"), read_recipe("t5-11b").devices, ranks, given=False)
-    check(found.config, found.world, TRAINING_RULES)
+    exact = exact_twin(load_config("t5-11b"), read_recipe("t5-11b").devices, ranks, given=False)
+    check(exact.config, exact.world, TRAINING_RULES)
 
 
 def test_a_large_machine_checks_the_same_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +156,8 @@ def test_a_large_machine_checks_the_same_twin(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_changed_sizes_are_named(config: str) -> None:
-    found = exact_twin(load_config(config, ["model.layers=2"]), 2, 8, given=False)
-    (sizes,) = [sentence for sentence in found.changes if sentence.startswith("model:")]
+    exact = exact_twin(load_config(config, ["model.layers=2"]), 2, 8, given=False)
+    (sizes,) = [sentence for sentence in exact.changes if sentence.startswith("model:")]
     assert all(was != now for was, now in re.findall(r"(\d+) -> (\d+)", sizes)), sizes
 
 
@@ -200,7 +201,7 @@ def test_numbers_that_are_not_finite_never_agree(one: float, other: float) -> No
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["--nproc", "0"], "--nproc 0 must be at least 1"),
         (["--tolerance", "2"], "--tolerance 2 must be at least 0"),
@@ -208,9 +209,9 @@ def test_numbers_that_are_not_finite_never_agree(one: float, other: float) -> No
         (["layout.tp=3"], "tp=3 does not divide heads=8"),
     ],
 )
-def test_wrong_input_is_told(words: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_told(words: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 OWN = """
@@ -282,5 +283,5 @@ def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None
     pairs = load_config(config, CASES["preferences"])
     assert len(pairs.monitored) == 1
     plan = predict_step(pairs, 4, samples=16)
-    found = planned_bytes(pairs, 4, 16, monitored=1)
-    assert found == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}
+    planned = planned_bytes(pairs, 4, 16, monitored=1)
+    assert planned == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}
