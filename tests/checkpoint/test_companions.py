@@ -86,9 +86,9 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
     capsys.readouterr()
 
     assert train("run", "foreign", 1, "--from", "imported") == 2
-    said = capsys.readouterr().err
-    assert "data/foreign was made with another tokenizer than the model in imported" in said
-    assert "--tokenizer imported/tokenizer.json, or set data.any_tokenizer=true" in said
+    stderr = capsys.readouterr().err
+    assert "data/foreign was made with another tokenizer than the model in imported" in stderr
+    assert "--tokenizer imported/tokenizer.json, or set data.any_tokenizer=true" in stderr
     assert not (there / "run").exists(), "a refused run leaves nothing behind"
     assert train("run", "own", 1, "--from", "imported") == 0
     assert "begins run with the weights of imported, checkpoint verified" in capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
     assert train("run", "foreign", 3, "data.any_tokenizer=true") == 0
     newest = there / "run" / "checkpoints" / "step-00000003"
     assert (newest / "tokenizer.json").read_bytes() == (there / "other" / "tokenizer.json").read_bytes()
-    assert not (newest / "chat_template.jinja").exists(), "it was the other tokenizer's"
+    assert not (newest / "chat_template.jinja").exists(), "it belonged to the replaced tokenizer"
     assert json.loads((there / "run" / "companions" / "companions.json").read_text())["from"] == "imported"
     assert (newest / ORIGIN).exists(), "the family stays"
 

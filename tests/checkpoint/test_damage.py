@@ -117,7 +117,7 @@ def test_the_one_before_is_used(name: str, run: Path, capsys: pytest.CaptureFixt
     assert file in warning and "step-00000002" in warning and word in warning
     assert (trainer.step_number, trainer.consumed) == (1, 4)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["lost-step-00000002", "step-00000001"], "kept for a look, and out of the way of the next save"
+    assert names == ["lost-step-00000002", "step-00000001"], "the damaged one is kept, out of the way of the next save"
     trainer.step()
     Saver(trainer, run / "checkpoints", asynchronous=False, busy="wait", keep=0).save()
     again = trained(run)

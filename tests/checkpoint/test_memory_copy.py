@@ -175,7 +175,7 @@ def test_a_copy_is_whole_when_every_rank_of_one_generation_has_given_its_part(ke
         keepers[0].copies.put(10, rank, held(4))
     assert newest_whole(known) == 0
     keepers[1].copies.put(10, 3, held(4, generation=1))
-    assert newest_whole(known) == 0, "of another generation"
+    assert newest_whole(known) == 0, "the last shard is of another generation"
     keepers[1].copies.put(10, 3, held(4))
     assert newest_whole(known) == 10
     keepers[0].copies.put(20, 0, held(4))
@@ -213,10 +213,10 @@ class Overheard:
     """A socket that records all bytes that are sent with it, and replaces those in `put_in`."""
 
     def __init__(self, peer: socket.socket, put_in: dict[bytes, bytes]) -> None:
-        self.peer, self.put_in, self.said = peer, put_in, b""
+        self.peer, self.put_in, self.sent = peer, put_in, b""
 
     def sendall(self, data: bytes) -> None:
-        self.said += data
+        self.sent += data
         self.peer.sendall(self.put_in.get(data, data))
 
     def __getattr__(self, name: str) -> Any:
@@ -234,14 +234,14 @@ def refused(link: KeeperLink) -> bool:
 def test_what_was_overheard_is_good_for_nothing(keepers: list[Keeper]) -> None:
     """A signed request is refused when it is repeated, used on another connection, or sent with other bytes."""
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
-        heard = link.channel.peer = Overheard(link.peer, {})  # type: ignore[assignment]
+        overheard = link.channel.peer = Overheard(link.peer, {})  # type: ignore[assignment]
         link.ask(PUT, [b"list", b"data"])
-        assert heard.said.endswith(b"listdata")
-        link.peer.sendall(heard.said)
-        assert refused(link), "a second time"
+        assert overheard.sent.endswith(b"listdata")
+        link.peer.sendall(overheard.sent)
+        assert refused(link), "a repeated request is refused"
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
-        link.peer.sendall(heard.said)
-        assert refused(link), "on another connection"
+        link.peer.sendall(overheard.sent)
+        assert refused(link), "a request of another connection is refused"
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
         link.channel.peer = Overheard(link.peer, {b"data": b"DATA"})  # type: ignore[assignment]
         with pytest.raises(KeeperError):

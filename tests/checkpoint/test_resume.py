@@ -177,10 +177,10 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ours, fresh = run / "checkpoints", tmp_path / "new" / "checkpoints"
     assert resume._candidates(ours, None) == [1, 0, 40, 20] and resume._candidates(fresh, None) == [1, 0]
     assert resume._candidates(ours, f"{run}@20") == [0, 1] and resume._candidates(ours, str(run)) == [0, 1, 40]
-    assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "begun from others' weights: goes on"
+    assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "it continues from its own"
     assert resume._candidates(ours, str(base)) == [1, 0, 40, 20] and resume._candidates(fresh, str(base)) == [0, 0]
     assert resume._candidates(fresh, str(run)) == [0, 0, 40] and resume._candidates(fresh, str(twin)) == [0, 0, 7]
-    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "and not of the folder run@40"
+    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
@@ -211,8 +211,8 @@ def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path:
     tuned = tensors(newest(tmp_path / "other"))
     for name, values in again.items():
         if name.startswith("param/"):
-            assert values.tobytes() == tuned[name].tobytes(), "an update of nothing: the weights as they came"
-    assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "fresh moments"
+            assert values.tobytes() == tuned[name].tobytes(), "an idle update keeps the weights"
+    assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "new moments"
     assert steps(tmp_path / "other") == [1]
 
 

@@ -91,7 +91,7 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
     assert saver.save()
     for _ in range(3):
         trainer.step()
-    assert fmt.list_checkpoints(tmp_path) == [], "nothing counts before all is written"
+    assert fmt.list_checkpoints(tmp_path) == [], "no checkpoint exists before all is written"
     gate.open.set()
     saver.committed()
     ((step, path),) = fmt.list_checkpoints(tmp_path)
@@ -185,7 +185,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     states.append(state_of(trainer))
     threading.Timer(0.2, gate.open.set).start()
     saver.save()
-    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first save ends before the second begins"
     saver.committed()
     assert gate.most == 1
     checkpoints = fmt.list_checkpoints(tmp_path)
@@ -206,7 +206,7 @@ def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
     threading.Timer(0.2, gate.open.set).start()
     assert saver.save(last=True)
     saver.committed()
-    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped; where a run ends is saved"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped, the last state is saved"
     assert gate.most == 1
     trainer.step()
     assert saver.save(), "no save is in progress any longer"
@@ -255,7 +255,7 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
     assert stderr.startswith("meshwright: warning: the checkpoint can't be written to ") and stderr.count("\n") == 1
     assert stderr.endswith("; it is tried once more with the next one\n")
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no more"
 
 
 def test_a_save_under_way_may_end_before_the_watchdog_ends_the_process(
@@ -422,7 +422,7 @@ def test_any_precision_loads_into_any(of: str, to: str, tmp_path: Path) -> None:
     for buffer in target.data_parallel.buffers:
         for slot in buffer.slots:
             master = torch.from_numpy(found[f"param/{slot.record.name}"])
-            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the model follows"
+            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the weights are loaded too"
     assert (target.step_number, target.consumed, target.optimizer.updates) == (1, 4, source.optimizer.updates)
     assert target.step().loss == pytest.approx(source.step().loss, rel=0.02)
 
@@ -443,7 +443,7 @@ def test_the_loss_scale_is_part_of_it(tmp_path: Path) -> None:
     again = saved(plain, tmp_path / "plain")
     fresh = trainer_of("fp16", loss_scale=scaling)
     load_into(fresh, Reader(again))
-    assert fresh.loss_scale.value == 2.0**26, "a run in another precision has no scale to give"
+    assert fresh.loss_scale.value == 2.0**26, "a run in another precision saves no loss scale"
 
 
 def test_weights_alone(tmp_path: Path) -> None:
@@ -462,7 +462,8 @@ def test_imported_weights_in_the_run_s_own_folder_begin_a_run(tmp_path: Path) ->
     source.step()
     path = saved(source, tmp_path / "checkpoints")
     index = fmt.read_index(path)
-    index.state = {}  # as `meshwright import` writes it
+    # `meshwright import` writes an empty state.
+    index.state = {}
     fmt.write_index(path, index)
     target = trainer_of(run={"dir": str(tmp_path)})
     resume(target, str(path.rename(path.with_name("base"))))

@@ -32,7 +32,7 @@ def test_numbers_as_people_write_them() -> None:
     with pytest.raises(UserError, match="optimizer.lr=0.3x must be a number"):
         load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", "optimizer.lr=0.3x"])
     given = load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", *words])
-    assert given.model.seq == 8192 and given.train.steps == 10_000, "a context counts in units of 1,024"
+    assert given.model.seq == 8192 and given.train.steps == 10_000, "k is 1,024 in a context length"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from tests.support.token_files import write_documents
 
-ALL = (1, 0, 0)  # a split that leaves everything to training
+# A split that gives everything to training.
+ALL = (1, 0, 0)
 
 
 class Fixed:
@@ -141,7 +142,7 @@ def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
     samples = [epoch.sample(n) for n in range(epoch.samples)]
     labels = [sample["labels"][sample["loss_mask"] == 1].tolist() for sample in samples]
     seen = [label for part in labels for label in part]
-    assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the end token's mask stays"
+    assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the mask after the end token stays"
     if files == 1:
         assert set(seen) == set(range(1, length)) - {31} and epoch.samples == -(-(length - 1) // 8)
     assert OneEpoch(stream, 1).samples == 1

@@ -265,7 +265,7 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
         "calls", "payload_bytes", "wire_bytes",
     }  # fmt: skip
     assert one["bytes"]["gradients"]["ran"] == 2 * one["bytes"]["parameters"]["ran"]
-    assert one["bytes"]["master"]["ran"] == one["bytes"]["parameters"]["ran"] // 2, "remainders, divided by two ranks"
+    assert one["bytes"]["master"]["ran"] == one["bytes"]["parameters"]["ran"] // 2, "remainders, sharded over two ranks"
     assert one["schedule"]["forward"]["ran"] == 4 and set(one["most"]) == {"activations", "gathered", "peak"}
 
 
