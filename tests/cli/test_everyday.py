@@ -102,31 +102,31 @@ def test_ranks_have_names_and_end_when_their_launcher_is_killed(launcher: str, f
     process = begin(start, launcher, f"run.dir={name}", "checkpoint.every=0.5s")
     run = folder / name
     until(lambda: saved(run), process)
-    code, output = ended(start("--nproc", "2", f"run.dir={name}"))
-    assert code == 2 and f"run.dir={name} belongs to a run that is still training (process" in output, output
+    code, said = ended(start("--nproc", "2", f"run.dir={name}"))
+    assert code == 2 and f"run.dir={name} belongs to a run that is still training (process" in said, said
     assert sorted(named(name).values()) == [f"meshwright rank {rank}/2 {name}" for rank in (0, 1)]
     # The kernel's name of a rank is one word: Slurm's linuxproc plugin can't signal a process with a space in its name.
     assert all(" " not in Path(f"/proc/{pid}/comm").read_text().strip() for pid in named(name))
     os.kill(process.pid, signal.SIGKILL)
     waiting.until(lambda: not named(name), why="ranks outlived their launcher")
-    code, output = ended(process)
+    code, said = ended(process)
     reached, done = saved(run)[-1], steps(run)[-1]
 
     process = start("--nproc", "1", f"run.dir={name}", "checkpoint.every=auto")
     until(lambda: steps(run)[-1:] > [done + 2], process)
     os.killpg(process.pid, signal.SIGINT)
-    code, output = ended(process)
+    code, said = ended(process)
     # On a busy machine the first step takes long enough for a message about it.
     others = ("step", "validation", "meshwright ", "    ", "computing the first step")
-    messages = [line for line in output.splitlines() if not line.startswith(others)]
+    told = [line for line in said.splitlines() if not line.startswith(others)]
     last = steps(run)[-1]
-    assert code == 0 and len(messages) == 5, output
-    assert messages[0] == f"goes on with {name}, up to step 100000"
-    assert messages[1].startswith(f"{name} was left by a run that is gone (process ")
-    assert messages[2] == f"continues {name} from step {reached} of 100000, checkpoint verified"
-    assert messages[3].startswith("asked to stop: saves after this step (Ctrl-C again stops at once")
-    assert messages[4].startswith(f"stopped at step {last} of 100000, {last - reached} steps in ")
-    assert "run the same command" in messages[4]
+    assert code == 0 and len(told) == 5, said
+    assert told[0] == f"goes on with {name}, up to step 100000"
+    assert told[1].startswith(f"{name} was left by a run that is gone (process ")
+    assert told[2] == f"continues {name} from step {reached} of 100000, checkpoint verified"
+    assert told[3].startswith("asked to stop: saves after this step (Ctrl-C again stops at once")
+    assert told[4].startswith(f"stopped at step {last} of 100000, {last - reached} steps in ")
+    assert "run the same command" in told[4]
     assert saved(run)[-1] == last
 
 

@@ -39,7 +39,7 @@ def test_init_writes_what_was_planned(
     best = best_layout(config, devices, load_cluster(cluster), 0.94 * load_cluster(cluster).device.memory_gib)
     assert words_of(config, best) == [], "the planner would change nothing in the file"
     assert f"--nproc {devices}" in out.read_text() and "copies of the model (dp)" in out.read_text().splitlines()[0]
-    assert main(["init", *words]) == 2, "the file exists already"
+    assert main(["init", *words]) == 2  # it is there already
     capsys.readouterr()
     assert main(["memory", str(out), "--devices", str(devices), "--json"]) == 0
     peak = size(json.loads(capsys.readouterr().out)["peak"])

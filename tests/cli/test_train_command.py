@@ -156,6 +156,6 @@ def test_only_a_new_run_is_said_to_start(tmp_path: Path, capsys: pytest.CaptureF
     say_start(config, 2)
     (tmp_path / "checkpoints" / "step-00000060").mkdir(parents=True)
     say_start(config, 2)
-    started, continued = capsys.readouterr().err.splitlines()
+    started, goes_on = capsys.readouterr().err.splitlines()
     assert started == f"starts {tmp_path} with 2 ranks, 90 steps"
-    assert continued == f"goes on with {tmp_path} on 2 ranks, up to step 90"
+    assert goes_on == f"goes on with {tmp_path} on 2 ranks, up to step 90"
