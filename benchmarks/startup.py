@@ -53,7 +53,7 @@ def first_line(folder: str) -> tuple[float, float]:
     command, pipe = [sys.executable, "-m", "meshwright", *words], subprocess.PIPE
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=folder, stderr=pipe, stdout=subprocess.DEVNULL, text=True, env=ENV)
-    assert process.stderr is not None and process.stderr.readline().startswith(("starts", "goes on"))
+    assert process.stderr is not None and process.stderr.readline().startswith(("starts", "continues"))
     seconds = time.perf_counter() - begin
     fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     process.kill()
