@@ -47,10 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # `nohup` ignores SIGHUP, and children inherit that, so a request by SIGHUP would never reach the run under test.
-    # A handler is not inherited: children start with the default action, and pytest itself survives its terminal.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
+    # `nohup` ignores SIGHUP, and a shell ignores SIGINT in its background jobs. Children inherit that, so such a request
+    # would never reach a run under test. A handler is not inherited: children start with the default action.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     # Options are checked here because an error in a worker of pytest-xdist is reported as INTERNALERROR.
     if part := config.getoption("--shard"):
         shard_of(part)
