@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # `nohup` ignores SIGHUP, and a shell ignores SIGINT in its background jobs. Children inherit that, so such a request
+    # `nohup` ignores SIGHUP, and a shell ignores SIGINT in its background jobs. Children inherit that, so such a signal
     # would never reach a run under test. A handler is not inherited: children start with the default action.
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
