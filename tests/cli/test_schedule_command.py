@@ -24,13 +24,26 @@ def test_drawing_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out
 
 
+@pytest.mark.parametrize(
+    ("kind", "longest", "peak"), [("zb-h1", "27", 4), ("zb-h2", "24", 7), ("zb-v", "24", 4), ("dualpipev", "25.5", 4.5)]
+)
+def test_schedules_with_split_backwards(
+    kind: str, longest: str, peak: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SIZES, "--kind", kind, "--forward", "1", "--input-grad", "1", "--weight-grad", "1"]) == 0
+    out = capsys.readouterr().out
+    figures = f"longest rank      {longest} from", f"peak activations  {peak}"
+    for text in ("input gradient 1, weight gradient 1", *figures):
+        assert text in out
+
+
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg = tmp_path / "timeline.svg"
     options = ["--kind", "interleaved", "--chunks", "2", "--json", "--svg", str(svg)]
     assert main([*SIZES, *options]) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
-    assert list(document) == ["makespan", "bubble", "peak_activations", "actions"]
+    assert list(document) == ["makespan", "bubble", "active", "peak_activations", "actions"]
     assert document["bubble"] == pytest.approx(3 / 19, abs=1e-9)
     assert document["makespan"] == pytest.approx(28.5)
     assert document["peak_activations"] == [5.5, 4.5, 3.5, 2.5]
@@ -53,6 +66,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["--backward", "nan"], "backward time nan"),
         (["--send", "inf"], "send time inf"),
         (["--send", "fast"], "invalid float value"),
+        (["--input-grad", "1"], "give both, or --backward"),
         (["--svg", "no/such/folder/x.svg"], "there is no folder no: make it, or choose another file"),
     ],
 )

@@ -10,6 +10,8 @@ from typing import Any
 
 WORLDS = (1, 2, 4, 8)
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipev")  # Weight gradients apart from input gradients.
+TWO_CHUNKS = ("interleaved", "zb-v", "v-half", "dualpipev")  # Each rank has two stages.
 
 FAMILIES: dict[str, dict[str, Any]] = {
     # GPT-2's shape: layer norms, biases, learned positions.
@@ -65,7 +67,7 @@ class Case:
 
     def sections(self, precision: str) -> dict[str, dict[str, Any]]:
         """Return the config's sections, for `small_config`."""
-        chunks = 2 if self.schedule == "interleaved" else 1
+        chunks = 2 if self.schedule in TWO_CHUNKS else 1
         count = (FEWER if precision == "fp32" else MICRO_BATCHES)[self.pp]
         sections: dict[str, dict[str, Any]] = {
             "model": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.parity.cases import LLAMA, MUON, OFFLOAD, Case, cut, layouts, special
+from tests.parity.cases import LLAMA, MUON, OFFLOAD, SPLIT, TWO_CHUNKS, Case, cut, layouts, special
 
 MIXTURES: dict[str, dict[str, Any]] = {
     # DeepSeek-V3's: sigmoid scores, a balancing bias, groups, a shared expert, a dense block first.
@@ -34,7 +34,7 @@ def _mixture(
     keys |= {"layout.ep": ep, "layout.etp": etp, "model.layers": max(2, 2 * cut["pp"])}
     keys |= {key.replace("__", ".") if "__" in key else f"model.experts.{key}": value for key, value in extra.items()}
     words = [kind, f"ep{ep}", f"etp{etp}" if etp else "", label]
-    if cut.get("schedule") == "interleaved":
+    if cut.get("schedule") in TWO_CHUNKS:
         keys["model.layers"] = 2 * cut["pp"]
     label, made = "-".join(filter(None, words)), tuple((data or {}).items())
     return Case(**{**LLAMA, **cut}, label=label, extra=tuple(keys.items()), data=made)
@@ -61,6 +61,9 @@ def _mixtures() -> Iterator[Case]:
     for schedule in ("gpipe", "interleaved"):
         yield _mixture("deepseek", cut(2, 1, 2, schedule=schedule), ep=2)
     yield _mixture("mixtral", cut(1, 2, 2, sp=True, schedule="interleaved"), ep=2, etp=1, zero__stage=1)
+    for zero, schedule in enumerate(SPLIT):
+        yield _mixture("deepseek", cut(2, 1, 2, schedule=schedule), ep=2, label="split", zero__stage=zero % 4)
+        yield _mixture("olmoe", cut(1, 2, 2, sp=True, schedule=schedule), ep=2, etp=1, label="split")
     for mode, zero in (("full", 0), ("every:2", 3), ("selective", 2)):
         recompute: dict[str, Any] = {"recompute__mode": mode, "zero__stage": zero}
         yield _mixture("deepseek", cut(2, 2, 1, sp=True), 2, 1, mode.replace(":", ""), **recompute)

@@ -9,6 +9,7 @@ from tests.parity.context_cases import CONTEXTS
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.sharded_cases import SHARDED
 from tests.parity.special_cases import SPECIAL
+from tests.parity.split_cases import ZERO_BUBBLE
 
 # Without a pipeline the schedules differ only in the order of micro-batches, so a single cut is tried with all of them.
 MATRIX = [
@@ -19,7 +20,7 @@ MATRIX = [
     for family in FAMILIES
     for tied in (True, False)
 ]
-CASES = MATRIX + SPECIAL + SHARDED + CONTEXTS + EXPERTS
+CASES = MATRIX + SPECIAL + SHARDED + CONTEXTS + EXPERTS + ZERO_BUBBLE
 
 # The part that `make test` runs; the rest is marked wide.
 _QUICK_MATRIX = (
@@ -50,13 +51,17 @@ _QUICK_EXPERTS = (
     "dp1-tp2-pp2-sp-interleaved-llama-tied-mixtral-ep2-etp1",
     "dp2-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1-full",  # ep across tp while dp holds copies; recomputation
 )
+_QUICK_SPLIT = (
+    "dp1-tp1-pp2-zb-v-gpt-tied-split", "dp1-tp1-pp4-zb-h2-llama-tied-split", "dp1-tp2-pp2-sp-v-half-llama-tied-split",
+    "dp2-tp1-pp2-dualpipev-llama-tied-split-zero3",
+)  # fmt: skip
 
 
 def _quick() -> set[str]:
     """Return the names of the quick cases: the named ones, and for each chosen label its first case of at most four
     ranks.
     """
-    names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
+    names = {*_QUICK_MATRIX, *_QUICK_EXPERTS, *_QUICK_SPLIT}
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))
     names |= {next(case.name for case in CONTEXTS if case.label == label) for label in _QUICK_CONTEXTS}

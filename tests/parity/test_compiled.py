@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from tests.parity.cases import LLAMA, Case, cut, special
+from tests.parity.cases import LLAMA, SPLIT, Case, cut, special
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.test_grids import grid_case
 from tests.support.oracle import EXACT, gather_global, made_for, make_trainer, small_config, true_gradients, worst
@@ -38,6 +38,10 @@ CASES = [
     special("overlapped", cut(1, 2, 1, sp=True), comm__overlap__tensor=True, comm__overlap__piece_gflop=0),
     special("mlp-in-pieces", cut(1, 2, 1, sp=True, **LLAMA), recompute__pieces=3),
     special("lora", cut(2, 1, 1, **LLAMA), tune__kind="lora", tune__rank=3),
+    *(special("split", cut(1, 1, 2, schedule=schedule, **LLAMA)) for schedule in SPLIT),
+    *(special("split-zero3", cut(2, 1, 2, schedule=schedule), zero__stage=3) for schedule in SPLIT),
+    special("split-recomputed", cut(1, 1, 2, schedule="zb-v", **LLAMA), recompute__mode="full"),
+    *(_MIXTURES[f"dp1-tp2-pp2-sp-{schedule}-llama-tied-olmoe-ep2-etp1-split"] for schedule in ("zb-h2", "zb-v")),
     _MIXTURES["dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2"],
     _MIXTURES["dp1-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1"],
 ]  # fmt: skip

@@ -28,15 +28,36 @@ def job(schedule: str = "1f1b", chunks: int = 1, pp: int = 4) -> Job:
     return job_of(config, pp, host=False)
 
 
+TRIED = {"1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v", "v-half"}
+
+
 def test_every_kind_that_may_be_best_is_tried() -> None:
-    """gpipe takes as long as 1f1b and holds more activations. zb-h1 is faster and holds more."""
+    """gpipe takes as long as 1f1b and keeps more, and dualpipev keeps more than zb-v. The others are faster than a kind
+    that keeps less."""
     space = SearchSpace(pp=(4,), tp=(1,), chunks=(1, 2), micro_batch=(1,))
-    assert {shape.config.pipeline.schedule for shape in shapes(job(), space)} == {"1f1b", "zb-h1", "interleaved"}
+    assert {shape.config.pipeline.schedule for shape in shapes(job(), space)} == TRIED
     with mock.patch.dict(KINDS, V):
         found = {shape.config.pipeline.schedule for shape in shapes(job(), space)}
-    assert found == {"1f1b", "zb-h1", "interleaved", *V}
-    best = search(job(), A100, space=SearchSpace(pp=(4,), tp=(1,), chunks=(1,), micro_batch=(1,))).candidates[0]
-    assert best.job.config.pipeline.schedule == "zb-h1" and best.cost.simulated
+    assert found == {*TRIED, *V}
+
+
+def best(chunks: int, fit_gib: float) -> tuple[str, float]:
+    """Return the schedule of the fastest layout that fits, and its GiB."""
+    space = SearchSpace(pp=(4,), tp=(1,), chunks=(chunks,), micro_batch=(1,), recompute=("none",))
+    found = search(job(), A100, fit_gib, space).candidates[0]
+    assert found.cost.simulated
+    return found.job.config.pipeline.schedule, found.memory_gib
+
+
+def test_the_fastest_schedule_that_fits_is_chosen() -> None:
+    """Twice the activations are worth it if there is room for them, and only then."""
+    schedule, deep = best(1, 80)
+    assert schedule == "zb-h2"
+    schedule, shallow = best(1, 0.99 * deep)
+    assert schedule == "zb-h1" and shallow < 0.9 * deep
+    schedule, whole = best(2, 80)
+    assert schedule == "zb-v"
+    assert best(2, 0.99 * whole)[0] == "v-half"
 
 
 def test_a_kind_without_a_formula_is_timed_by_its_table() -> None:

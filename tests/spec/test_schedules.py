@@ -133,9 +133,9 @@ def test_the_largest_of_them() -> None:
     ("arguments", "says"),
     [
         (("1f1", 4, 8), "did you mean '1f1b'"),
-        (("zzz", 4, 8), "the kinds are gpipe, 1f1b, zb-h1, interleaved, forward_only"),
-        (("gpipe", 4, 8, 2), "use interleaved, or chunks=1"),
-        (("1f1b", 4, 8, 2), "use interleaved, or chunks=1"),
+        (("zzz", 4, 8), "the kinds are gpipe, 1f1b, zb-h1, zb-h2, interleaved, zb-v, v-half, dualpipev, forward"),
+        (("gpipe", 4, 8, 2), "use interleaved, zb-v, v-half or dualpipev, or chunks=1"),
+        (("1f1b", 4, 8, 2), "use interleaved, zb-v, v-half or dualpipev, or chunks=1"),
         (("1f1b", 0, 8), "pp=0"),
         (("1f1b", 4, 0), "micro_batches=0"),
         (("interleaved", 4, 8, 0), "chunks=0"),

@@ -24,6 +24,7 @@ from meshwright.spec.schedule.table import (
     Placement,
     Table,
 )
+from meshwright.spec.schedule.v_shaped import dual_pipe_v, v_half, v_placement, zero_bubble_v
 
 LARGEST_TABLE = 2**21  # the most stages x micro-batches of a table; a larger one would fill gigabytes of memory
 
@@ -32,6 +33,8 @@ def looped(pp: int, chunks: int) -> Placement:
     """Return the placement that goes round the ranks once per chunk: stage = chunk * pp + rank."""
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
 
+
+Seconds = Callable[[PhaseTimes], float]
 
 # A function from (pp, micro-batches, chunks, rank) to the computes of that rank, in order.
 Order = Callable[[int, int, int, int], list[Action]]
@@ -84,15 +87,28 @@ def zero_bubble_h1(pp: int, micro_batches: int, chunks: int, rank: int) -> list[
     A rank computes input gradients as early as 1F1B does, and each weight gradient `rank` micro-batches later. Every
     rank then has as many micro-batches in flight as the first rank of 1F1B. The bubble is (pp - 1) x (F + I - W).
     """
+    return _split_one_by_one(pp, micro_batches, rank, 1)
+
+
+def zero_bubble_h2(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
+    """Return the order of ZB-H2, which is ZB-H1 with twice the warm-up: 2 pp - 1 micro-batches are in flight.
+
+    From its first to its last compute a rank is idle for (pp - 1) x (F + I - 2 W), which is 0 if F = I = W.
+    """
+    return _split_one_by_one(pp, micro_batches, rank, 2)
+
+
+def _split_one_by_one(pp: int, micro_batches: int, rank: int, depth: int) -> list[Action]:
+    """Return 1F1B with `depth` times its warm-up, and weight gradients that follow depth x rank micro-batches later."""
     forwards, inputs, weights = (
         [Action(op, i, 0) for i in range(micro_batches)] for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
     )
-    warm_up = pp - rank - 1
+    warm_up = depth * (pp - rank - 1)
     due, order = iter(weights), []
     for action in _alternate(forwards, inputs, warm_up):
         order.append(action)
         # In the cool-down a weight gradient follows every input gradient, while the next input gradient is in transit.
-        if action.op is Op.INPUT_GRAD and action.micro_batch >= min(rank, micro_batches - warm_up):
+        if action.op is Op.INPUT_GRAD and action.micro_batch >= min(depth * rank, micro_batches - warm_up):
             order.append(next(due))
     return [*order, *due]
 
@@ -161,16 +177,56 @@ def _interleaved_seconds(ranks: Sequence[PhaseTimes], micro_batches: int, chunks
     return (micro_batches + gaps) * slowest + (sum(rank.whole for rank in ranks) - slowest) / chunks
 
 
-def _zero_bubble_seconds(ranks: Sequence[PhaseTimes], micro_batches: int, chunks: int) -> float:
-    """Return the seconds under ZB-H1: M x the slowest rank's time, plus F + I - W of every other rank.
+def _inputs(rank: PhaseTimes) -> float:
+    return rank.backward - rank.weights
 
-    With few micro-batches, a pass of F + I through all ranks takes longer and determines the time.
+
+def _split_seconds(idle: Seconds, behind: Seconds) -> Callable[[Sequence[PhaseTimes], int, int], float]:
+    """Return the formula of a schedule that splits backwards: M x the slowest rank's time, plus `idle` of every other.
+
+    With few micro-batches, a pass of F + I through all ranks takes longer and determines the time. Each further
+    micro-batch then follows after the time `behind`.
     """
-    slowest = max(ranks, key=lambda rank: rank.whole)
-    passing = [rank.whole - rank.weights for rank in ranks]
-    gaps = [max(0.0, rank.whole - 2 * rank.weights) for rank in ranks]
-    full = micro_batches * slowest.whole + sum(gaps) - max(0.0, slowest.whole - 2 * slowest.weights)
-    return max(full, sum(passing) + (micro_batches - 1) * max(passing) + ranks[0].weights)
+
+    def seconds(ranks: Sequence[PhaseTimes], micro_batches: int, chunks: int) -> float:
+        slowest = max(ranks, key=lambda rank: rank.whole)
+        gaps = sum(max(0.0, idle(rank)) for rank in ranks) - max(0.0, idle(slowest))
+        passing = sum(rank.forward + _inputs(rank) for rank in ranks)
+        few = passing + (micro_batches - 1) * max(map(behind, ranks)) + ranks[0].weights
+        return max(micro_batches * slowest.whole + gaps, few)
+
+    return seconds
+
+
+# The idle times of ZB-H1 and ZB-H2 are exact for equal ranks. That of ZB-H2 includes the wait for the last rank, which
+# begins F later than the one before it. Those of the V-shaped schedules were fitted to the simulated tables.
+_h1_seconds = _split_seconds(lambda r: r.forward + _inputs(r) - r.weights, lambda r: r.forward + _inputs(r))
+_h2_seconds = _split_seconds(
+    lambda r: max(r.forward, r.forward + _inputs(r) - 2 * r.weights), lambda r: r.forward + _inputs(r)
+)
+_v_seconds = _split_seconds(
+    lambda r: max(r.forward, _inputs(r), 2 * (_inputs(r) - r.weights)) / 2, lambda r: r.forward + r.weights
+)
+_dual_seconds = _split_seconds(
+    lambda r: max(r.forward, max(r.forward, _inputs(r)) + _inputs(r) - r.weights) / 2,
+    lambda r: r.forward + r.weights,
+)
+
+
+def _half_seconds(ranks: Sequence[PhaseTimes], micro_batches: int, chunks: int) -> float:
+    """Return the seconds under V-Half.
+
+    Where F, I and W differ, the pattern has a gap for every micro-batch: a chain of computes of two neighbours, each of
+    which waits for the one before it, is longer than the computes of one rank.
+    """
+
+    def gap(r: PhaseTimes) -> float:
+        inputs, weights = _inputs(r), r.weights
+        chains = (2 * r.forward - inputs - weights, 2 * inputs - r.forward - 2 * weights, r.forward - weights)
+        return max(0.0, *chains) / 2
+
+    ends = _split_seconds(lambda r: r.forward + _inputs(r) - r.weights / 2, lambda r: r.forward + r.weights)
+    return ends(ranks, micro_batches, chunks) + micro_batches * max(map(gap, ranks))
 
 
 KINDS = Registry("pipeline.schedule", {
@@ -178,9 +234,28 @@ KINDS = Registry("pipeline.schedule", {
     "1f1b": Kind(one_forward_one_backward, chunks=(1,), in_flight=_few_in_flight, seconds=_one_pass_seconds),
     "zb-h1": Kind(
         zero_bubble_h1, chunks=(1,), in_flight=lambda pp, micro_batches, *_: min(pp, micro_batches),
-        seconds=_zero_bubble_seconds,
+        seconds=_h1_seconds,
+    ),
+    "zb-h2": Kind(
+        zero_bubble_h2, chunks=(1,), in_flight=lambda pp, micro_batches, *_: min(2 * pp - 1, micro_batches),
+        seconds=_h2_seconds,
     ),
     "interleaved": Kind(interleaved, in_flight=_few_in_flight, seconds=_interleaved_seconds),
+    "zb-v": Kind(
+        zero_bubble_v, v_placement, chunks=(2,),
+        in_flight=lambda pp, m, _, rank: min(2 * pp, 2 * m, m + rank + 1),
+        seconds=_v_seconds,
+    ),
+    "v-half": Kind(
+        v_half, v_placement, chunks=(2,),
+        in_flight=lambda pp, m, _, rank: min(pp + 2, 2 * m, m + 1 + (rank + 1) // 2),
+        seconds=_half_seconds,
+    ),
+    "dualpipev": Kind(
+        dual_pipe_v, v_placement, chunks=(2,),
+        in_flight=lambda pp, m, _, rank: min(2 * pp + 1, 2 * m, m + rank + 1),
+        seconds=_dual_seconds,
+    ),
     "forward_only": Kind(forward_only, trains=False),
 })  # fmt: skip
 

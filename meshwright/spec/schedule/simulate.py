@@ -48,6 +48,16 @@ class Simulation:
     send: float = 0.0
 
     @cached_property
+    def active(self) -> tuple[float, ...]:
+        """The time of each rank from the start of its first compute to the end of its last one.
+
+        The longest is the time of a step if every rank begins the next step without waiting for the others. Formulas of
+        zero-bubble schedules count only the idle time in it.
+        """
+        rows = [[self.times[at] for at in self.times if at[2] == rank] for rank in range(self.table.pp)]
+        return tuple(max(end for _, end in row) - min(start for start, _ in row) for row in rows)
+
+    @cached_property
     def ranks(self) -> tuple[tuple[Timed, ...], ...]:
         """Every action with its times, by rank, except sharding operations."""
         return tuple(
