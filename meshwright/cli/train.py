@@ -106,12 +106,13 @@ def run(args: argparse.Namespace) -> int:
         warm_up()
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
-        prepare_tiny(config)
     # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
     known = args.nproc or (1 if config.run.device == "cpu" else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
+    if args.tiny:
+        prepare_tiny(config)
     unused = unused_tokens(config, datasets_of(config)[0])
     weights = first_weights(config, args.source)
     is_new = not list_checkpoints(checkpoint_folder(config))
@@ -142,7 +143,10 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
     command's ranks have begun leaves the folder as it was."""
     if not (Path(folder) / "run.json").is_file():
         return
-    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in read_events(folder))
+    events = read_events(folder)
+    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in events)
+    if events and events[-1].get("text") == text:
+        return  # The rank that writes the run has noted it.
     # A mistake that is only found while training is a failure of the run.
     if kind != "refusal" or began:
         write_event(folder, "failure" if kind == "refusal" else kind, text)

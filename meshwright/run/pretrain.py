@@ -45,7 +45,7 @@ from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
 from meshwright.record.checkpoint_format import checkpoint_folder, first_weights, model_folder
-from meshwright.record.run_folder import RunFolder, refuse_finished, what_is_lost
+from meshwright.record.run_folder import RunFolder, mostly_skipped, refuse_finished, what_is_lost
 from meshwright.record.run_notes import FaultNotes, provenance, write_event
 from meshwright.record.run_owner import owning
 from meshwright.record.speed import Speed
@@ -289,10 +289,18 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         done, steps = trainer.step_number, config.train.steps
         stopped = f"stopped on request at step {done} of {steps}"
         words = f"finished {plural(steps, 'step')}" if done == steps else stopped
-        write_event(folder.path, "end", words, done)
+        why = mostly_skipped(folder.path) if done == steps else ""
+        write_event(folder.path, "failure" if why else "end", why or words, done)
         folder.close()
+    agree(ctx, partial(refuse_skipped, why) if folder else None)
     if watcher:
         watcher.finished()
+
+
+def refuse_skipped(why: str) -> None:
+    """Raise a UserError if a run has ended without most of its updates. Its files and checkpoints stay."""
+    if why:
+        raise UserError(why)
 
 
 def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:

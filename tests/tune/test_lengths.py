@@ -95,3 +95,13 @@ def test_what_a_short_sample_cuts_is_told(there: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert not said.err and json.loads(said.out)["learned_kept"] == found.learned
     assert json.loads(said.out)["nothing_learned"] == 0
+
+
+def test_pairs_without_answers_do_not_end_as_complete(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(there, "pairs.jsonl", pairs())
+    chat = ["data", "chat", "pairs.jsonl", "--model", "base", "--out", "data/talks", "--seq", "64"]
+    assert main(chat) == 0
+    words = ["data.objective=preference", "tune.kind=lora", "tune.rank=2", "run.eval_samples=2"]
+    assert main(["train", "config.yaml", "--nproc", "1", *words]) == 2
+    said = capsys.readouterr().err
+    assert "2 of 2 updates were skipped, so run is not complete" in said and "raise model.seq" in said
