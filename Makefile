@@ -26,10 +26,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard,sentencepiece]'
 	touch $@
 
+# The last step finds tests, wide ones too, whose fixtures do not exist.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy meshwright benchmarks examples
 	$(BIN)/mypy --implicit-reexport --cache-dir .mypy_cache/tests tests
+	@$(PYTEST) --setup-plan -qq -p no:xdist >.pytest-plan 2>&1 || { grep '^E ' .pytest-plan | sort -u; exit 1; }
+	@rm -f .pytest-plan
 
 test: setup
 	$(PYTEST) -m 'not wide' $(PARALLEL)

@@ -1,13 +1,13 @@
 """Fits the planner's efficiency constants to published runs, and reports how well they predict held-out sources.
 
-    python benchmarks/calibrate.py published_runs.csv            # the errors of the constants as they are
+    python benchmarks/calibrate.py published_runs.csv            # the errors of the present constants
     python benchmarks/calibrate.py published_runs.csv --fit      # fit, and print the constants
     python benchmarks/calibrate.py published_runs.csv --fit --write     # and write them into the data files
-    python benchmarks/calibrate.py published_runs.csv --cross-validate  # fit without each source, test on it
+    python benchmarks/calibrate.py published_runs.csv --cross-validate  # fit without each source, and test on it
 
-The loss is the mean absolute error of the step time, rows of one source sharing a weight that grows with the square
+The loss is the mean absolute error of the step time. The rows of one source share a weight that grows with the square
 root of their number, so that no single source decides. Mixtures of experts are left out. The search changes one
-constant at a time and keeps what helps.
+constant at a time and keeps improvements.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ CONSTANTS = (
     Constant("stack", ("fsdp-compiled",), "passes", 0.5, 2.0),
 )
 
-# The two tables that planners are usually compared on weigh more.
+# The two tables on which planners are usually compared weigh more.
 IMPORTANT = {"Korthikanti": 8.0, "Narayanan": 2.0}
 
 Values = dict[Constant, float]
@@ -98,12 +98,12 @@ def current() -> Values:
 
 
 def start() -> Values:
-    """Returns the middle of each constant's range: a fit begins there, so that it depends on the table alone."""
+    """Return the middle of each constant's range. A fit starts there, so that it depends on the table alone."""
     return {constant: math.sqrt(constant.low * constant.high) for constant in CONSTANTS}
 
 
 def applied(case: published.Case, values: Values) -> tuple[Job, Cluster]:
-    """Returns the case's job and cluster with these values in place of their own."""
+    """Return the case's job and cluster with these values in place of the shipped ones."""
     cluster, stack = case.cluster, case.job.stack
     for_cluster = {c.field: v for c, v in values.items() if c.kind == "cluster" and cluster.name in c.names}
     for_stack: dict[str, Any] = {c.field: v for c, v in values.items() if c.kind == "stack" and stack.name in c.names}
@@ -125,7 +125,7 @@ def error_of(case: published.Case, values: Values) -> float:
 
 
 def family(case: published.Case) -> str:
-    """Returns the source without the name of its table: what is left out together in cross-validation."""
+    """Return the source without the name of its table. Cross-validation leaves out all rows of this family together."""
     return re.split(r"[ :/]", case.source)[0] + " " + case.gpu.split("-")[0]
 
 
@@ -143,6 +143,7 @@ def fit(cases: list[published.Case], values: Values, rounds: int) -> Values:
     step = 0.2
     for _ in range(rounds):
         for constant in CONSTANTS:
+            # Only these rows depend on the constant, so only these are predicted again.
             rows = [i for i, case in enumerate(cases) if touches(constant, case)]
             best = sum(weight[i] * errors[i] for i in rows)
             for factor in (1 + step, 1 / (1 + step), 1 + step / 3, 1 / (1 + step / 3)):
@@ -196,7 +197,7 @@ def main() -> None:
     args = parser.parse(csv=Path(__file__).parent / "published_mixtures.csv", rounds=1)
     cases = []
     for row in published.read_rows(args.csv):
-        if mixtures.is_mixture(row):  # what they do beside the planner's formulas would spoil the constants
+        if mixtures.is_mixture(row):  # their work beyond the planner's formulas would spoil the constants
             continue
         try:
             case = published.case_of(row)

@@ -1,8 +1,9 @@
-"""Saving and loading a checkpoint, against a plain torch.distributed.checkpoint save of the same tensors.
+"""Saving and loading a checkpoint, compared with a plain torch.distributed.checkpoint save of the same tensors.
 
-One rank, at least 500 MB of state, rounds in turn on the same disk. Reported: how long the training loop is blocked by
-an asynchronous save, as a share of a synchronous one (with checksums and fsync); how much slower the steps beside it
-are; and save and load bandwidth as ratios against torch.distributed.checkpoint (above 1: ours is faster).
+One rank with at least 500 MB of state takes both in turns on the same disk. The result has three parts: how long an
+asynchronous save blocks the training loop, as a share of a synchronous one (with checksums and fsync); how much slower
+the steps beside it are; and the bandwidth of saves and loads relative to torch.distributed.checkpoint (above 1: ours is
+faster).
 
     python benchmarks/checkpoint.py
 """
@@ -62,12 +63,12 @@ def with_each_file(folder: Path, call: Callable[[int], None]) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Forces the bytes to the disk, which a plain save leaves to the system."""
+    """Force the files to the disk, which a plain save leaves to the system."""
     with_each_file(folder, os.fsync)
 
 
 def forget(folder: Path) -> None:
-    """Drops these files, which are on the disk, from the system's page cache."""
+    """Drop these files, which are on the disk, from the system's page cache."""
     with_each_file(folder, lambda handle: os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED))
 
 
@@ -92,7 +93,7 @@ def main() -> None:
         saver = Saver(trainer, root / "ours", asynchronous=True, busy="wait", keep=0)
         for number in range(args.rounds + 1):
             found = measure(trainer, saver, tensors, root, theirs_first=number % 2 == 1)
-            if number:  # the first touches the staging memory
+            if number:  # the first round touches the staging memory
                 for key, seconds in found.items():
                     rows[key].append(seconds)
             print(f"  round {number}/{args.rounds}", end="\r", file=sys.stderr, flush=True)
@@ -102,8 +103,10 @@ def main() -> None:
 def measure(
     trainer: Trainer, saver: Saver, tensors: dict[str, torch.Tensor], root: Path, theirs_first: bool
 ) -> dict[str, float]:
-    """Runs one round with every way once. The loop is blocked while a save begins and while the next update waits for
-    it."""
+    """Run one round with every way once, and return the seconds of each.
+
+    The loop is blocked while a save begins, and while the next update waits for it.
+    """
     shutil.rmtree(root / "ours", ignore_errors=True)
     out = {"alone": timed(trainer.step)}
     saver.asynchronous = True
@@ -132,7 +135,7 @@ def measure(
     for name in sorted(saves, reverse=not theirs_first):
         out[name] = timed(saves[name])
     ours = root / "ours" / folder_name(trainer.step_number)
-    for folder in (ours, theirs):  # our writer does not leave its files in the cache: neither is read from there
+    for folder in (ours, theirs):  # our writer leaves no files in the cache, so neither load may read from there
         forget(folder)
     out["load"] = timed(load)
     out["dcp_load"] = timed(lambda: dcp.load(tensors, checkpoint_id=theirs, no_dist=True))

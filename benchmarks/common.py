@@ -1,7 +1,7 @@
-"""Options, tables, ranks and made-up text shared by all benchmarks.
+"""Options, tables, ranks and made-up text that all benchmarks share.
 
-A benchmark prints a table for people and, as its last line, its result as JSON; `--json FILE` writes that to a file
-too. With `--quick` it runs on tiny sizes, in seconds and without a GPU: to see that it works, not to measure.
+A benchmark prints a table for people and, as its last line, its result as JSON. `--json FILE` also writes that to a
+file. With `--quick` it runs on tiny sizes, in seconds and without a GPU, to show that it works and not to measure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BenchParser(argparse.ArgumentParser):
         self.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
 
     def parse(self, **quick: Any) -> argparse.Namespace:
-        """Return the arguments. With --quick these values are the defaults, and nothing is required."""
+        """Return the arguments. With --quick these values are the defaults, and no argument is required."""
         if "--quick" in sys.argv:
             for action in self._actions:
                 if action.dest in quick:
@@ -62,7 +62,7 @@ def _cell(value: Any) -> str:
 
 
 def gpu_or_leave(args: argparse.Namespace) -> None:
-    """End the benchmark with a sentence where there is no GPU: with exit code 0 under --quick."""
+    """End the benchmark with a sentence if there is no GPU. The exit code is then 0 under --quick."""
     import torch
 
     if not torch.cuda.is_available():
@@ -72,7 +72,7 @@ def gpu_or_leave(args: argparse.Namespace) -> None:
 
 @contextmanager
 def tokens(args: argparse.Namespace) -> Iterator[str]:
-    """Give the prefix of token files: the one that was named, or with --quick that of a few made-up words."""
+    """Yield the prefix of token files: the given one, or with --quick that of a few made-up words."""
     if args.prefix is not None:
         yield args.prefix
         return
@@ -108,7 +108,8 @@ def with_ranks(world: int, work: Callable[..., Any], *args: Any) -> Any:
     ranks = mp.start_processes(_rank, given, nprocs=world, join=False, start_method="spawn")
     text, have_ended = "", False
     while not have_ended:
-        # The first rank can't end before a result that is larger than a pipe holds is read. `join` raises if one dies.
+        # The first rank can't end before its result is read, if that is larger than a pipe holds. `join` raises if a
+        # rank dies.
         have_ended = ranks.join(timeout=0.1)
         if not text and not queue.empty():
             text = queue.get()

@@ -1,12 +1,12 @@
-"""A small mixture of experts beside the dense model with as many active parameters, on the demo's text.
+"""A small mixture of experts compared with the dense model of as many active parameters, on the demo's text.
 
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
     python benchmarks/experts_loss.py data-cache/stdlib --svg losses.svg
 
-Both see the same samples in the same order for the same number of steps, on one CPU core. Prints the validation losses
-and, for the mixture, the rows of the busiest expert over the mean (of the block where that is largest, and over all of
-the steps after the warm-up together), as Markdown. Draws the training losses, without the balance loss; no sample is
-seen twice.
+Both train on the same samples in the same order for the same number of steps, on one CPU core. The result, in Markdown,
+has the validation losses and, for the mixture, the rows of the busiest expert over the mean: per step in the block
+where that ratio is largest, and over all steps after the warm-up together. The drawing has the training losses without
+the balance loss. No sample is seen twice.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from common import BenchParser, finish, tokens
 from meshwright.show.chart import Chart, svg
 
 WARMUP = 100  # steps before balance is counted
-MEAN = 15  # steps that a point of the drawing is the mean of
+MEAN = 15  # steps over which each point of the drawing is averaged
 SHAPE = [
     "model.layers=4", "model.hidden=128", "model.heads=4", "model.vocab=2048", "model.seq=128", "model.ffn=384",
     "model.norm=rmsnorm", "model.mlp=swiglu", "model.position=rope", "model.bias=false", "train.global_batch=16",
     "train.micro_batch=16", "optimizer.lr=3e-3", "lr.warmup=30", "lr.min=3e-4", "data.split=0.9,0.1,0",
     "run.eval_samples=256", "run.device=cpu",
 ]  # fmt: skip
-# Three of eight experts and one for all tokens, each a quarter as wide as the dense MLP. With weights that add up to 3
-# they begin as large as it.
+# Three of eight experts and one for all tokens are used, each a quarter as wide as the dense MLP. With weights that add
+# up to 3, they begin as large as it.
 MIXTURE = ["count=8", "top_k=3", "shared=1", "ffn=96", "scale=3", "aux_loss=0.1"]
 
 TINY = [
@@ -45,7 +45,7 @@ Lines = list[dict[str, Any]]
 
 
 def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[Lines, Lines]:
-    """Trains, and returns the lines of metrics.jsonl and of validation.jsonl."""
+    """Train, and return the lines of metrics.jsonl and of validation.jsonl."""
     given = [f"data.prefixes={prefix}", f"train.steps={steps}", f"run.dir={folder}", f"run.eval_every={steps // 3}"]
     (folder.parent / "empty.yaml").write_text("")
     command = [sys.executable, "-m", "meshwright", "train", str(folder.parent / "empty.yaml"), *SHAPE, *given, *words]
@@ -56,7 +56,7 @@ def run(prefix: str, steps: int, folder: Path, words: list[str]) -> tuple[Lines,
 
 
 def averaged(metrics: Lines) -> list[tuple[float, float]]:
-    """Returns the loss of the next token in means over some steps, at the last of them, after the steep beginning."""
+    """Return (last step, mean loss of the next token) for groups of steps, after the steep beginning."""
     losses = [line.get("losses", line)["loss"] for line in metrics]
     return [(n + MEAN, statistics.mean(losses[n : n + MEAN])) for n in range(3 * MEAN, len(losses) - MEAN + 1, MEAN)]
 

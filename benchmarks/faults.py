@@ -1,14 +1,14 @@
-"""What the checks of `faults` cost at their defaults, as a share of a step; and whether a healthy run is left alone.
+"""The cost of the checks of `faults` at their defaults, as a share of a step, and their reports about a healthy run.
 
-All times are the processor's, so that other programs on the machine count little. `bad_steps` is that inside the checks
-of bad steps, over that of a step without them. One trainer takes steps with and without them in turns: `by_difference`
-has the quartiles of the ratios of neighbours, which a busy machine blurs. The comparison of replicas is timed alone,
-over all weights and states, and divided by the steps between two of them; what names slow ranks is timed for `--ranks`
-of them, on the one rank that does it. `total` is the sum of the three. The exit code is 1 if it is 1 % or more, or if
-something is noted of the healthy run.
+All times are processor times, so that other programs on the machine count little. `bad_steps` is the time inside the
+checks of bad steps, over that of a step without them. One trainer takes steps with and without them in turns:
+`by_difference` has the quartiles of the ratios of neighbouring steps, which a busy machine blurs. The comparison of
+replicas is timed alone, over all weights and states, and divided by the number of steps between two comparisons. The
+search for slow ranks is timed for `--ranks` of them, on the one rank that does it. `total` is the sum of the three. The
+exit code is 1 if it is 1 % or more, or if anything is reported about the healthy run.
 
     python benchmarks/faults.py                      # overheads, on one CPU core
-    python benchmarks/faults.py --healthy 2000       # a run of so many steps on two ranks: counts what is noted of it
+    python benchmarks/faults.py --healthy 2000       # reports about a run of 2000 steps on two ranks
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
 
 SIZES = {"layers": 4, "hidden": 256, "seq": 256, "batch": 4, "micro-batch": 2, "steps": 16, "ranks": 1024}
-MOST = 0.01  # of a step
+MOST = 0.01  # as a share of a step
 
 
 def trainer_of(args: argparse.Namespace) -> Trainer:
@@ -90,7 +90,7 @@ def overheads(args: argparse.Namespace) -> dict[str, Any]:
     trainer.gate.pass_on, guard.settle = timed(trainer.gate.pass_on), timed(guard.settle)  # type: ignore[method-assign]
     times: dict[bool, list[float]] = {True: [], False: []}
     for step in range(2 * args.steps + 4):
-        checked = step % 4 in (1, 2)  # on and off in turns, each as often first
+        checked = step % 4 in (1, 2)  # on and off in turns, each equally often first
         switch(checked)
         spent[0] = 0.0 if step == 4 else spent[0]
         begin = time.process_time()
@@ -116,7 +116,7 @@ def overheads(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def slow_ranks_s(ranks: int) -> float:
-    """Seconds of a step in which so many ranks' figures are compared."""
+    """Return the seconds per step that the comparison of all ranks' figures takes."""
     hook = SlowRanks(Layout(ranks), FaultsConfig(), FaultNotes("", 3, True))
     figures, spent = RankFigures([1.0] * ranks, [], [0.1] * ranks, []), []
     for step in range(1, 41):
@@ -128,7 +128,7 @@ def slow_ranks_s(ranks: int) -> float:
 
 
 def healthy(args: argparse.Namespace) -> dict[str, Any]:
-    """Counts what is noted of a run in which nothing is wrong."""
+    """Count the reports about a run in which nothing is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"train.steps={args.healthy}", "run.tensorboard=false", "faults.check_every=20", "checkpoint.every=0"]
         command = [sys.executable, "-m", "meshwright", "train", args.recipe, "--tiny", "--nproc", "2", *words, "--json"]
@@ -151,7 +151,7 @@ def main() -> int:
     found = healthy(args) if args.healthy else overheads(args)
     finish(args, found, rows=[found])
     if args.quick:
-        return 0  # of so short a step anything is a large share
+        return 0  # anything is a large share of such a short step
     return int(bool(found["noted"]) if args.healthy else found["total"] >= MOST)
 
 

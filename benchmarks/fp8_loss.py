@@ -3,8 +3,8 @@
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
     python benchmarks/fp8_loss.py data-cache/stdlib
 
-Prints the loss curves and, for each, the mean of the last ten steps against bf16's. The second bf16 run differs from
-the first in its rounding alone (its blocks are not compiled): what it is off by, any run may be off by.
+The result has the loss curves and, for each, the mean of the last ten steps against that of bf16. The second bf16 run
+differs from the first only in its rounding (its blocks are not compiled), so any run may deviate as much as it does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Generating with a key-value cache: what the last token costs against the first, with the cache and without it, and
-tokens/s against transformers' own greedy generation of the same weights.
+"""Generation with a key-value cache: the time of the last token against the first, with the cache and without it.
 
-The three take turns, round by round, in one process. With the cache the last token should cost little more than the
-first (it reads the keys and values of all tokens before it, beside all weights); without it, it costs the whole text.
+The benchmark also compares tokens/s with transformers' own greedy generation of the same weights. The three take turns,
+round by round, in one process. With the cache the last token should cost little more than the first, since it reads the
+keys and values of all tokens before it in addition to all weights. Without the cache it costs the whole text.
 
     python benchmarks/generate.py
     python benchmarks/generate.py --tokens 1024 --hidden 512 --json
@@ -33,11 +33,11 @@ from meshwright.models.graph_stage import GraphStage
 from meshwright.run.pretrain import build_modules
 
 VOCAB = 8192
-NEAR = 16  # tokens at either end whose times are taken together
+NEAR = 16  # tokens at either end, of whose times the median is taken
 
 
 def make_models(args: argparse.Namespace) -> tuple[GraphStage, Any]:
-    """Returns a Llama with random weights: ours, and transformers'."""
+    """Return a Llama with random weights, as our model and as transformers'."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -62,7 +62,7 @@ def make_models(args: argparse.Namespace) -> tuple[GraphStage, Any]:
 
 
 def with_cache(module: GraphStage, count: int) -> tuple[list[int], list[float]]:
-    """Returns a greedy text after token 1, and the seconds of each of its tokens."""
+    """Return a greedy text after token 1, and the seconds of each of its tokens."""
     generator = Generator(module, VOCAB, count + 1)
     tokens, seconds = [1], []
     for _ in range(count):
@@ -73,7 +73,7 @@ def with_cache(module: GraphStage, count: int) -> tuple[list[int], list[float]]:
 
 
 def whole(module: GraphStage, ids: list[int]) -> float:
-    """Returns the seconds of the token after `ids` without a cache."""
+    """Return the seconds of the token after `ids` without a cache."""
     begin = time.perf_counter()
     Generator(module, VOCAB, len(ids)).next_logits(ids).argmax()
     return time.perf_counter() - begin

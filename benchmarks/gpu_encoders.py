@@ -1,12 +1,13 @@
-"""The training step of an encoder and of an encoder-decoder on one GPU beside a plain compiled PyTorch loop of the same
-model, and beside its products timed alone, in one run.
+"""The training step of an encoder and of an encoder-decoder on one GPU.
+
+It is compared, in one run, with a plain compiled PyTorch loop of the same model, and with its products timed alone.
 
     python benchmarks/gpu_encoders.py                          # BERT-large and T5-large
     python benchmarks/gpu_encoders.py --cases bert-large:64    # preset:micro-batch
     python benchmarks/gpu_encoders.py --device cpu --tiny --steps 2    # the same calls without a GPU, of tiny models
 
-Every case prints one line of JSON. There is no dropout, since neither loop would be compiled with it. `host_ms` is what
-the host takes to launch one of our steps: where it is more than the kernels' sum, the device waits.
+There is no dropout, since neither loop would be compiled with it. `host_ms` is the time that the host takes to launch
+one of our steps: if it exceeds the sum of the kernels, the device waits.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def config_of(case: str, device: str, tiny: bool, together: str) -> Config:
 
 
 class Launches:
-    """Times the host's part of a trainer's steps."""
+    """A timer of the host's part of a trainer's steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds: list[float] = []
@@ -77,7 +78,10 @@ def peak_gib(device: Device) -> float | None:
 
 
 def floor_ms(config: Config, device: Device, elements: int) -> float:
-    """Every product timed alone, and the optimizer's bytes at the speed of a copy; without attention, a tenth of it."""
+    """Return the time of all products alone plus that of the optimizer's bytes at the speed of a copy.
+
+    Attention, about a tenth of this time, is not included.
+    """
     speed = copy_gb_s(device, elements, lambda copy: median_ms(device, copy) / 1e3)
     calls = floor.product_calls(products(config), device, torch.bfloat16)
     return floor.alone(device, calls) + parameters(config) * floor.OPTIMIZER_BYTES / speed / 1e6
@@ -96,10 +100,10 @@ def run(case: str, device: Device, steps: int, tiny: bool, together: str) -> dic
         ours = step.measure(trainer, steps)
     clean(device)
     least = floor_ms(config, device, 1 << (20 if tiny else 30))
-    told = {key: ours[key] for key in ("step_ms", "peak_gib", "kinds_ms", "losses")}
-    told["host_ms"] = 1e3 * statistics.median(launches.seconds)
+    figures = {key: ours[key] for key in ("step_ms", "peak_gib", "kinds_ms", "losses")}
+    figures["host_ms"] = 1e3 * statistics.median(launches.seconds)
     ratios = {"speedup": plain["plain_ms"] / ours["step_ms"], "floor_ms": least, "of_floor": least / ours["step_ms"]}
-    return {"case": case, **told, **plain, **ratios, "kernels": ours["kernels"][:25]}
+    return {"case": case, **figures, **plain, **ratios, "kernels": ours["kernels"][:25]}
 
 
 def main() -> None:

@@ -1,20 +1,22 @@
-"""Fine-tuning an 8B-shaped Llama on one GPU: ours beside Hugging Face's model with PEFT and Liger, in one run.
+"""Fine-tuning of an 8B-shaped Llama on one GPU, compared with Hugging Face's model with PEFT and Liger in one run.
 
     python benchmarks/gpu_finetune.py                                        # every case of CASES
     python benchmarks/gpu_finetune.py --cases ours:lora:mb=4 hf:lora:mb=4    # who:kind:setting=value:...
     python benchmarks/gpu_finetune.py --model tiny --device cpu --steps 2    # a try without a GPU
 
 Kinds: lora (rank 16 on every product of the blocks, over frozen bf16 weights), nf4 (the same over frozen weights in 4
-bits; of hf with bitsandbytes, where that is importable), full (fp32 masters and moments), and full-bf16 (weights,
-gradients and moments in bf16). Settings: `mb`, the sequences of a step; `recompute`, none or full
-(each block), of ours also any other recompute.mode; of ours any key of a config (recompute.pieces=4); of hf
-`documents`: 1 gives it the documents' positions, so that it masks them as ours always does; without, its sequences are
-plainly causal, which its attention computes faster.
+bits; for hf with bitsandbytes, if that is importable), full (fp32 master weights and moments), and full-bf16 (weights,
+gradients and moments in bf16).
 
-Every case is a process of its own, which prints one line of JSON: milliseconds of a step, tokens/s, the most memory
-that was allocated. transformers, peft and liger_kernel must be importable (PYTHONPATH); `liger` says whether Liger's
-kernels ran. The last lines compare cases of one kind: tokens/s and memory of ours over those of the other. Ours in 4
-bits is also compared with the other's LoRA over bf16 weights, which needs no bitsandbytes.
+Settings: `mb` is the number of sequences in a step. `recompute` is none or full (each block), and for ours also any
+other recompute.mode. Ours takes any key of a config too (recompute.pieces=4). hf takes `documents`: with 1 it gets the
+positions of the documents, and masks them as ours always does. Without it the sequences of hf are plainly causal, which
+its attention computes faster.
+
+Every case is a separate process, which prints one line of JSON: milliseconds of a step, tokens/s, and the largest
+amount of allocated memory. transformers, peft and liger_kernel must be importable (PYTHONPATH). `liger` says whether
+Liger's kernels ran. The last lines compare cases of one kind: tokens/s and memory of ours over those of hf. Ours in 4
+bits is also compared with hf's LoRA over bf16 weights, which needs no bitsandbytes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ Measured = dict[str, Any]
 
 
 def ours(kind: str, model: str, settings: dict[str, str], device: Device, steps: int) -> Measured:
-    """Our step, as `meshwright train` runs it on packed conversations."""
+    """Measure our step as `meshwright train` runs it on packed conversations."""
     micro_batch = int(settings.pop("mb", 1))
     sections: dict[str, Any] = {"data": {"prefixes": ["made"], "objective": "chat"}}
     sections["recompute"] = {"mode": settings.pop("recompute", "none")}
@@ -90,7 +92,7 @@ def ours(kind: str, model: str, settings: dict[str, str], device: Device, steps:
 
 
 def hf(kind: str, model: str, settings: dict[str, str], device: Device, steps: int) -> Measured:
-    """Hugging Face's step as its Trainer runs it: bf16 autocast, clipping, torch's fused AdamW."""
+    """Measure Hugging Face's step as its Trainer runs it: bf16 autocast, clipping, torch's fused AdamW."""
     liger = device.kind == "cuda" and importlib.util.find_spec("liger_kernel") is not None
     module, trained = hf_model(kind, model, settings.get("recompute", "none") == "full", liger, device)
     m, micro_batch = BENCH_MODELS[model], int(settings.get("mb", 1))
@@ -99,7 +101,7 @@ def hf(kind: str, model: str, settings: dict[str, str], device: Device, steps: i
 
     def batch(number: int) -> dict[str, torch.Tensor]:
         samples = [data.sample(number * micro_batch + n) for n in range(micro_batch)]
-        # Hugging Face shifts the labels itself, so it is given the tokens.
+        # Hugging Face shifts the labels itself, so the labels are the tokens.
         found = {"input_ids": torch.stack([torch.as_tensor(sample["tokens"]) for sample in samples])}
         found["labels"] = found["input_ids"]
         if settings.get("documents") == "1":
@@ -131,7 +133,7 @@ def hf(kind: str, model: str, settings: dict[str, str], device: Device, steps: i
 
 
 def hf_model(kind: str, name: str, recompute: bool, liger: bool, device: Device) -> tuple[Any, list[torch.Tensor]]:
-    """Returns the model and its trained parameters."""
+    """Return the model and its trained parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if liger:
@@ -164,7 +166,9 @@ def hf_model(kind: str, name: str, recompute: bool, liger: bool, device: Device)
 
 
 def in_four_bits(module: Any, device: Device) -> None:
-    """Replaces the blocks' linear layers by bitsandbytes' in NF4, as transformers does when it loads a model so."""
+    """Replace the blocks' linear layers by bitsandbytes' in NF4, as transformers does when it loads a model in 4
+    bits.
+    """
     import bitsandbytes as bnb
 
     for block in module.model.layers:
@@ -177,7 +181,7 @@ def in_four_bits(module: Any, device: Device) -> None:
                     )  # fmt: skip
                     made.weight = bnb.nn.Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4")
                     setattr(parent, name, made.to(device.torch))
-    module.is_loaded_in_4bit = True  # by which PEFT knows how to adapt them
+    module.is_loaded_in_4bit = True  # PEFT then knows how to adapt the layers
 
 
 WHO: dict[str, Callable[..., Measured]] = {"ours": ours, "hf": hf}
@@ -211,7 +215,9 @@ def in_its_own_process(case: str, args: argparse.Namespace) -> Measured:
 
 
 def compared(results: list[Measured]) -> list[Measured]:
-    """Cases of ours over the other's with the same kind and settings, and the fastest over the fastest of a kind."""
+    """Return our cases over hf's with the same kind and settings, and our fastest case over hf's fastest of each
+    kind.
+    """
     done = {result["case"]: result for result in results if "error" not in result}
     found = []
     pairs = [(case, f"hf:{case.removeprefix('ours:')}") for case in done if case.startswith("ours:")]

@@ -1,9 +1,11 @@
-"""What one rank of a job allocates on a GPU, against what `meshwright memory` says: single ranks, and ranks of worlds
-whose other ranks are not there. Uncompiled blocks; the most that was allocated over the second and third step.
+"""The memory that one rank of a job allocates on a GPU, compared with the answer of `meshwright memory`.
 
-    python benchmarks/gpu_memory.py              # all
-    python benchmarks/gpu_memory.py neox-20b     # one
-    python benchmarks/gpu_memory.py --compiled   # beside each, what it takes with compiled blocks
+The cases are single ranks, and ranks of worlds whose other ranks do not exist. Blocks are not compiled, and the result
+is the largest amount of allocated memory in the second and third step.
+
+    python benchmarks/gpu_memory.py              # all cases
+    python benchmarks/gpu_memory.py neox-20b     # one case
+    python benchmarks/gpu_memory.py --compiled   # also with compiled blocks
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def measure(name: str, compiled: bool = False) -> dict[str, Any]:
 
 
 def in_a_process(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Runs `work` in a process of its own, whose memory is released when it ends."""
+    """Run `work` in a separate process, whose memory is released when it ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *args).result()
 

@@ -1,5 +1,6 @@
-"""A model whose states don't fit on the device, trained with its optimizer states in host memory: step time, the rate
-at which states were moved, and what the bus gives in both directions at once.
+"""A model whose states don't fit on the device, trained with its optimizer states in host memory.
+
+The result has the step time, the rate at which states were moved, and the rate of the bus in both directions at once.
 
     python benchmarks/gpu_offload.py --layers 40
 """
@@ -22,7 +23,7 @@ from meshwright.run.pretrain import build_modules
 
 
 def bus_rate(device: torch.device, mib: int = 512) -> float:
-    """Returns the bytes per second and direction of copies in both directions at once."""
+    """Return the bytes per second and direction of copies in both directions at once."""
     host = [torch.zeros(mib << 18, pin_memory=True) for _ in range(2)]
     there = [torch.zeros(mib << 18, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -1,10 +1,10 @@
-"""What products in pieces (`comm.overlap.tensor`) cost on one device, without any link: evidence for their rule.
+"""The cost of products in pieces (`comm.overlap.tensor`) on one device without any link, as evidence for their rule.
 
     python benchmarks/gpu_pieces.py
 
-One rank's share of a step with and without pieces, in turns (`meshwright bench step --overlap both`): of a 3b model
-with tp 2 and tp 8 under the rule of spec/model/pieces.py, with tp 8 with all products cut, and of an 8b model (8
-layers) with tp 8 and twice the tokens, whose MLP the rule cuts. One line of JSON for each, and a summary.
+One rank's share of a step runs with and without pieces in turns (`meshwright bench step --overlap both`). The cases are
+a 3b model with tp 2 and tp 8 under the rule of spec/model/pieces.py, the same with tp 8 and all products cut, and an 8b
+model (8 layers) with tp 8 and twice the tokens, whose MLP the rule cuts.
 """
 
 from __future__ import annotations

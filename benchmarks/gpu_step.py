@@ -1,11 +1,11 @@
-"""Our training step on one GPU beside a plain compiled PyTorch loop and beside the floor, in one run.
+"""Our training step on one GPU, compared in one run with a plain compiled PyTorch loop and with the floor.
 
     python benchmarks/gpu_step.py                              # the table of docs/performance.md
     python benchmarks/gpu_step.py --cases 1b:bf16:1 3b:fp8:1   # model:precision:micro-batches per step
     python benchmarks/gpu_step.py --no-plain --cases 3b:bf16:1:tp2 3b:bf16:4:pp2   # the first rank's share
 
-Every case prints one line of JSON: what `meshwright bench step` finds, and the plain loop's step_ms and memory. The
-plain loop runs in bf16 autocast, once for each model and number of micro-batches.
+Every case has the result of `meshwright bench step`, and the plain loop's step_ms and memory. The plain loop runs in
+bf16 autocast, once for each model and number of micro-batches.
 """
 
 from __future__ import annotations

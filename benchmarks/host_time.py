@@ -1,11 +1,14 @@
-"""The host's work in a step: models with the layers of BERT-large, T5-large and a GPT whose tensors are so small that a
-CPU computes next to nothing, compiled as on an accelerator. No GPU is needed.
+"""The host's work in a step, measured without a GPU.
+
+The models have the layers of BERT-large, T5-large and a GPT. Their tensors are so small that a CPU computes next to
+nothing, and they are compiled as on an accelerator.
 
     python benchmarks/host_time.py                            # all cases
     python benchmarks/host_time.py --cases bert --plain       # and a plain compiled loop (it compiles for minutes)
 
-Every case prints one line of JSON: the CPU milliseconds of a forward and backward (the lower quartile; an update is one
-launch per bucket on a GPU, and something else on a CPU), of that the forward, and the Python functions called in them.
+Every case has the CPU milliseconds of a forward and backward (the lower quartile), those of the forward alone, and the
+number of Python functions called. The update is not included: it is one launch per bucket on a GPU, and something else
+on a CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ def quartile_ms(call: Callable[[], object], steps: int, warm: int = 5) -> float:
 
 
 def functions(call: Callable[[], object], steps: int = 5, top: int = 0) -> int:
-    """Returns the calls of functions in one call; with `top`, also prints where the time goes."""
+    """Return the number of function calls in one call. With `top`, also print where the time goes."""
     profile = cProfile.Profile()
     with profile:
         for _ in range(steps):
@@ -87,11 +90,11 @@ def ours(config: Config, steps: int, top: int) -> dict[str, float]:
             return found
 
         executor.forward_step = forward
-        told = {"host_ms": quartile_ms(trainer.gradients, steps)}
-        told["forward_ms"] = 1e3 * sorted(forwards[-steps:])[steps // 4]
-        told["functions"] = functions(trainer.gradients, top=top)
+        figures = {"host_ms": quartile_ms(trainer.gradients, steps)}
+        figures["forward_ms"] = 1e3 * sorted(forwards[-steps:])[steps // 4]
+        figures["functions"] = functions(trainer.gradients, top=top)
         release(trainer)
-    return told
+    return figures
 
 
 def main() -> None:
@@ -102,19 +105,19 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="blocks that are compiled as one graph")
     parser.add_argument("--plain", action="store_true", help="also time a plain compiled loop of BERT and T5")
     parser.add_argument("--compile", choices=["true", "false"], default="true", help="train.compile")
-    parser.add_argument("--top", type=int, default=0, help="print so many functions of a profile")
+    parser.add_argument("--top", type=int, default=0, help="print this many functions of a profile")
     args = parser.parse(cases=["gpt"], layers=2, steps=2, compile="false")
     torch.set_num_threads(1)
     rows = []
     for case in args.cases:
         config = config_of(case, args.layers, args.together, args.compile)
-        told: dict[str, Any] = {"case": case, "layers": args.layers, **ours(config, args.steps, args.top)}
+        figures: dict[str, Any] = {"case": case, "layers": args.layers, **ours(config, args.steps, args.top)}
         torch._dynamo.reset()
         if args.plain and case in ("bert", "t5"):
             work = plain_step(config.model, 1, torch.device("cpu"), update=False)
-            told |= {"plain_ms": quartile_ms(work, args.steps), "plain_functions": functions(work)}
+            figures |= {"plain_ms": quartile_ms(work, args.steps), "plain_functions": functions(work)}
             torch._dynamo.reset()
-        rows.append(told)
+        rows.append(figures)
     finish(args, rows, rows=rows)
 
 

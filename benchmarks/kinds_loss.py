@@ -3,7 +3,8 @@
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
     python benchmarks/kinds_loss.py data-cache/stdlib --svg docs/kinds_loss.svg
 
-Prints a table: the loss at the beginning and its means over 20 steps, and at the end that of the validation samples.
+The result is a table of the loss in the first step, its means over 20 steps, and the final loss of the validation
+samples.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEAN = 20
 
 
 def curve(prefix: str, model: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
-    """Returns the losses of all steps, and the loss of the validation samples with its other terms."""
+    """Return the losses of all steps, and the loss of the validation samples with its other terms."""
     config = config_from({
         "model": SIZES | model, "train": {"steps": steps, "global_batch": 32, "micro_batch": 32},
         "optimizer": {"lr": 2e-3}, "lr": {"schedule": "cosine", "warmup": 20, "min": 2e-4},

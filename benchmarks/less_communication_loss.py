@@ -1,12 +1,12 @@
-"""What sending less costs in loss: ways to compress gradients, and replicas that synchronise rarely, beside plain sums.
+"""The loss if ranks send less: compressed gradients and rare synchronisation of replicas, compared with plain sums.
 
     meshwright data prepare stdlib --out data-cache/stdlib --tokenizer train:2048
     python benchmarks/less_communication_loss.py data-cache/stdlib --results runs.jsonl --svg losses.svg
 
-A small GPT on real text, on four processes of a CPU, once for each seed and technique; a seed decides the weights and
-the order of the samples, and all techniques see the same samples. Prints a table: the validation loss after the last
-step, its difference to the plain run of the same seed, and what all ranks sent for gradients and parameters in the
-whole run. Runs that the file of results already holds are not repeated.
+A small GPT trains on real text, on four processes of a CPU, once for each seed and technique. A seed decides the
+weights and the order of the samples, and all techniques see the same samples. The result is a table: the validation
+loss after the last step, its difference to the plain run of the same seed, and the bytes that all ranks sent for
+gradients and parameters in the whole run. Runs that the file of results already holds are not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common import BenchParser, finish, tokens
 from meshwright.show.chart import Chart, svg
 
 RANKS, STEPS, SEEDS = 4, 600, (1, 2, 3)
-MEAN = 15  # steps that a point of the drawing is the mean of
+MEAN = 15  # steps over which each point of the drawing is averaged
 SHAPE = [
     "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab=2048", "model.seq=64", "model.norm=rmsnorm",
     "model.position=rope", "model.bias=false", "train.global_batch=16", "train.micro_batch=4", "optimizer.lr=3e-3",
@@ -49,7 +49,7 @@ TECHNIQUES: dict[str, list[str]] = {
         "train.local.compress.kind=int4",
     ],
 }  # fmt: skip
-# What is drawn, and how it is called there. (int8 would lie on the plain line.)
+# The techniques that are drawn, with their names in the drawing. (int8 would coincide with the plain line.)
 DRAWN = dict(zip(TECHNIQUES, ("plain", "", "PowerSGD 8", "one bit", "top-k 1 %", "averages, H = 20", "DiLoCo, H = 20"),
                  strict=False))  # fmt: skip
 SUMS = ("dp", "replicas")  # the axes over which gradients and parameters are summed
@@ -58,7 +58,7 @@ Run = dict[str, Any]
 
 
 def run(prefix: str, name: str, seed: int, steps: int) -> Run:
-    """Trains once, and returns its losses and bytes."""
+    """Train once, and return the losses and bytes of the run."""
     with tempfile.TemporaryDirectory() as folder:
         empty, out = Path(folder) / "empty.yaml", Path(folder) / "run"
         empty.write_text("")
@@ -93,7 +93,7 @@ def all_runs(prefix: str, args: argparse.Namespace) -> list[Run]:
 
 
 def spread(values: list[float]) -> str:
-    """A mean, and the standard deviation over the seeds."""
+    """Return a mean, and the standard deviation over the seeds, as text."""
     return f"{statistics.mean(values):+.4f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.4f}"
 
 
@@ -112,7 +112,7 @@ def table(runs: list[Run]) -> str:
 
 
 def averaged(runs: list[Run], name: str) -> list[tuple[float, float]]:
-    """The training loss, as the mean over seeds and some steps, after the steep beginning."""
+    """Return the training loss after the steep beginning, as means over the seeds and groups of steps."""
     losses = [statistics.mean(at) for at in zip(*(r["losses"] for r in runs if r["technique"] == name), strict=True)]
     return [(n + MEAN, statistics.mean(losses[n : n + MEAN])) for n in range(6 * MEAN, len(losses) - MEAN + 1, MEAN)]
 

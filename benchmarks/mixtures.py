@@ -1,5 +1,7 @@
-"""The shapes of published mixtures of experts, by the names that tables of runs give them: those have no columns for
-experts. No torch."""
+"""The shapes of published mixtures of experts, by the names in tables of runs.
+
+These tables have no columns for experts. The module does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from meshwright.config.load import config_from
 from meshwright.config.sections import ModelConfig
 
-# Keys of `model` for the first pattern that a model's name begins with.
+# Keys of `model` for the first pattern that matches the beginning of a model's name.
 MIXTURES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"Mixtral-8x7B", {"preset": "mixtral-8x7b"}),
     (r"Mixtral-8x22B", {
@@ -31,14 +33,16 @@ MIXTURES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def is_mixture(row: Mapping[str, str]) -> bool:
-    """Returns whether a line says in any way that its model has experts."""
+    """Return whether a line says in any way that its model has experts."""
     named = re.search(r"\bMoE\b", row.get("note", "")) or row.get("active_params_b")
     return bool(named) or row.get("ep", "") not in ("", "1")
 
 
 def mixture_of(row: Mapping[str, str]) -> ModelConfig | None:
-    """Returns the mixture that a line names, with the line's number of layers and length of sequences; None if its
-    shape is not known here."""
+    """Return the mixture that a line names, with the line's number of layers and length of sequences.
+
+    The result is None if the shape of that mixture is not known here.
+    """
     keys = next((keys for pattern, keys in MIXTURES if re.match(pattern, row.get("model", ""))), None)
     if keys is None:
         return None

@@ -1,6 +1,8 @@
-"""States in files, in a process that may not hold them: trains under a memory limit (a control group: Linux, as root)
-that is a fraction of weights, gradients and states, beside the same run without offload and limit, and compares the
-rate at which states were moved with what the disk gives to plain reads and writes of the same pieces.
+"""States in files, for a process that may not hold them in memory.
+
+The process trains under a memory limit (a control group: Linux, as root) that is a fraction of weights, gradients and
+states. It is compared with the same run without offload and limit. The rate at which states were moved is compared with
+the rate at which the disk reads and writes the same blocks.
 
     python benchmarks/offload.py --hidden 1536 --limit-gib 1.6
 """
@@ -22,12 +24,12 @@ from typing import Any
 
 from common import BenchParser, finish
 
-STATE_BYTES = 16  # of a parameter: weight and gradient in bf16, master and two moments in fp32
+STATE_BYTES = 16  # per parameter: weight and gradient in bf16, master and two moments in fp32
 
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """Creates a control group that may use `limit` bytes of memory, counting the pages of files."""
+    """Create a control group that may use `limit` bytes of memory, including the pages of files."""
     second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     folder = Path("/sys/fs/cgroup", "" if second else "memory", f"meshwright-{os.getpid()}")
     try:
@@ -45,7 +47,7 @@ def control_group(limit: int) -> Iterator[Path]:
 
 
 def disk_rate(folder: Path, piece: int, total: int) -> float:
-    """Returns the bytes per second, read and written together, of pieces that one thread reads and another writes."""
+    """Return the bytes per second, reads plus writes, of blocks that one thread reads and another one writes."""
     import torch
 
     from meshwright.engine.sharding.offload import StateFile, page_tensor
@@ -62,6 +64,7 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
 
     def writes() -> None:
         for i in range(count):
+            # Half of the file is between the reader and the writer.
             file.write((i + count // 2) % count, 0, blocks[1])
 
     writes()
@@ -73,7 +76,7 @@ def disk_rate(folder: Path, piece: int, total: int) -> float:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains in the limited process, or in the unlimited one for comparison."""
+    """Train in the limited process, or in the unlimited one for comparison."""
     import torch
 
     from meshwright.config.load import config_from
@@ -110,7 +113,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, place: str, group: Path | None) -> dict[str, Any] | int:
-    """Returns the result of a separate process, or the signal that ended it."""
+    """Return the result of a separate process, or the signal that ended it."""
 
     def enter() -> None:
         if group is not None:

@@ -1,5 +1,8 @@
-"""What a user would write instead, on one GPU: BERT and T5 in plain PyTorch, compiled, under autocast, with torch's
-fused AdamW. No clipping, so it does a little less than our step."""
+"""BERT and T5 as a user would write them for one GPU: plain PyTorch, compiled, under autocast, with torch's fused
+AdamW.
+
+There is no clipping, so a step does a little less than ours.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class BertBlock(nn.Module):
 
 
 class PlainBert(nn.Module):
-    """The loss of masked tokens and of the segments' order; both heads work on chosen rows."""
+    """The loss of masked tokens and of the segments' order. Both heads work on chosen rows."""
 
     def __init__(self, m: ModelConfig) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class PlainT5(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(32, m.heads) for _ in range(2))
         for number, length in enumerate(lengths):
             at = torch.arange(length)
-            distance = (at[None] - at[:, None]).clamp(-15, 15) + 15  # as many rows of the table, other bounds
+            distance = (at[None] - at[:, None]).clamp(-15, 15) + 15  # as many rows as the real table, with other bounds
             self.register_buffer(f"distances{number}", distance)
             later = torch.zeros(length, length).masked_fill(at[None] > at[:, None], -torch.inf)
             self.register_buffer(f"later{number}", later if number else torch.zeros(length, length))
@@ -102,7 +105,7 @@ class PlainT5(nn.Module):
 
     def bias(self, number: int) -> Tensor:
         found = self.tables[number](getattr(self, f"distances{number}")).permute(2, 0, 1)
-        # Fused attention takes a bias only where a row's keys are side by side in memory.
+        # Fused attention takes a bias only if the keys of a row are adjacent in memory.
         return (found + getattr(self, f"later{number}")).to(torch.bfloat16)[None].contiguous()
 
     def forward(self, ids: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
@@ -123,8 +126,10 @@ def _draw(model: nn.Module, m: ModelConfig) -> None:
 
 
 def plain_step(m: ModelConfig, micro_batch: int, device: torch.device, update: bool = True) -> Callable[[], Tensor]:
-    """Returns a step that trains on the same random samples every time, with or without its update; masters, gradients
-    and moments are in float32."""
+    """Return a step that trains on the same random samples every time, with or without its update.
+
+    Master weights, gradients and moments are in float32.
+    """
 
     def ids(*shape: int, high: int = m.vocab) -> Tensor:
         return torch.randint(0, high, (micro_batch, *shape), device=device)

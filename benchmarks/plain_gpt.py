@@ -58,8 +58,11 @@ class PlainGPT(nn.Module):
 
 
 class PlainLoop:
-    """A training loop with forward, backward (accumulating over micro-batches), clipping and fused AdamW. `wrap` is ""
-    for one process, "ddp" or "fsdp" for torch's DistributedDataParallel and fully_shard (each block and the rest)."""
+    """A training loop with forward, backward (accumulating over micro-batches), clipping and fused AdamW.
+
+    `wrap` is "" for one process, "ddp" for torch's DistributedDataParallel, or "fsdp" for its fully_shard (of each
+    block and of the rest).
+    """
 
     def __init__(self, c: ModelConfig, wrap: str = "") -> None:
         torch.manual_seed(1)
@@ -90,7 +93,7 @@ class PlainLoop:
 
 
 class DeepSpeedLoop:
-    """The same model with DeepSpeed's ZeRO stage 1 or 2 and its own AdamW."""
+    """The same model with DeepSpeed's ZeRO stage 1 or 2 and DeepSpeed's AdamW."""
 
     def __init__(self, c: ModelConfig, stage: int, micro_batch: int) -> None:
         import os

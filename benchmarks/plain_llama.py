@@ -1,5 +1,7 @@
-"""What a user would write instead, on one GPU: the same Llama in plain PyTorch, compiled, under autocast, with torch's
-fused AdamW. No clipping, so it does a little less than our step."""
+"""A Llama as a user would write it for one GPU: plain PyTorch, compiled, under autocast, with torch's fused AdamW.
+
+There is no clipping, so a step does a little less than ours.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,10 @@ class PlainLlama(nn.Module):
 
 
 def plain_step(m: ModelConfig, micro_batch: int, micro_batches: int, device: torch.device) -> Callable[[], Tensor]:
-    """Returns a step that trains on the same random tokens every time; masters, gradients and moments are in
-    float32."""
+    """Return a step that trains on the same random tokens every time.
+
+    Master weights, gradients and moments are in float32.
+    """
     with device:
         model = PlainLlama(m)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

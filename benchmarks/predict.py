@@ -1,9 +1,9 @@
-"""The planner against a table of published runs: predicted step time and memory beside what was measured.
+"""The step times and memory that the planner predicts, beside the measurements in a table of published runs.
 
     python benchmarks/predict.py --csv published_runs.csv --out predictions.csv
 
-Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads; an empty vocab
-is 51200, an empty ffn 4 x hidden, an empty precision fp16. Rows that can't be used say why in the column `reason`.
+Empty cp, ep, vpp and kv_heads mean 1, 1, 1 and as many as heads. An empty vocab is 51200, an empty ffn 4 x hidden, and
+an empty precision fp16. For rows that can't be used, the column `reason` says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from published import NEEDED, Prediction, predict_file, predictions_csv  # noqa:
 
 
 def summary(predictions: list[Prediction]) -> dict[str, Any]:
-    """Returns the errors by source and by device, and the outcomes of the rows about memory."""
+    """Return the errors by source and by device, and the outcomes of the rows about memory."""
     taken = [p for p in predictions if not p.reason]
     timed = [p for p in taken if p.error is not None]
     cases = [(p, p.case) for p in taken if p.case is not None]

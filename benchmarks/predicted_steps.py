@@ -1,10 +1,10 @@
-"""Predicted against measured training steps: `meshwright comm bench` profiles the machine, the planner predicts.
+"""Predicted and measured training steps: `meshwright comm bench` profiles the machine, and the planner predicts.
 
-Two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it, and then each shape is
-trained for a few steps, data-parallel and tensor-parallel; the profile of a round predicts the steps of that round.
-Printed are the medians over all rounds, so that changes of the machine's speed affect both equally. Nothing of the
-profile comes from these shapes. On a machine that others use too, `--calm` waits for idle moments and measures again
-what they disturbed.
+There are two CPU ranks (Gloo, fp32). In every round the machine is profiled as the command does it. Then each shape is
+trained for a few steps, data-parallel and tensor-parallel. The profile of a round predicts the steps of that round, and
+the result has the medians over all rounds, so that changes of the machine's speed affect both equally. Nothing in the
+profile comes from these shapes. On a machine that others use too, `--calm` waits for idle moments and repeats disturbed
+measurements.
 
     python benchmarks/predicted_steps.py            # 6 shapes, dp=2 and tp=2, about five minutes
     python benchmarks/predicted_steps.py --calm --json
@@ -49,7 +49,7 @@ from meshwright.spec.layout import Layout
 
 RANKS = 2
 WITHIN = 0.25
-QUIET = 0.06  # processors that others may use
+QUIET = 0.06  # processors that other programs may keep busy
 # layers, hidden, heads, seq, vocabulary, sequences of a micro-batch, micro-batches of a rank, the model's family
 SHAPES = (
     (2, 256, 4, 64, 4096, 4, 1, "gpt"),
@@ -91,23 +91,25 @@ def predicted(config: Config, cluster: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy_seconds() -> float:
-    """Returns the busy seconds of all cores since boot, by Linux's count; time taken by other guests of the host is
-    included."""
+    """Return the busy seconds of all cores since boot, as Linux counts them, with the time taken by the host's other
+    guests.
+    """
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _, _, *rest = (int(word) for word in file.readline().split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 class Calm:
-    """Runs work while no other program uses the machine: it waits for idle moments, and repeats what others
-    disturbed."""
+    """A runner of work while no other program uses the machine. It waits for idle moments, and repeats disturbed
+    work.
+    """
 
     def __init__(self, mesh: Mesh, device: Device, wanted: bool) -> None:
         self.mesh, self.device, self.wanted = mesh, device, wanted
         self.disturbed = 0
 
     def others(self, begin: tuple[float, float, float]) -> float:
-        """Returns how many cores other programs kept busy since `begin`, the same number on both ranks."""
+        """Return how many cores other programs kept busy since `begin`. Both ranks get the same number."""
         world, device = self.mesh.world, self.device.torch
         own = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64, device=device)
         world.all_reduce(own)
@@ -151,7 +153,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
             found = calm(lambda: measure(request, mesh, device, place.local_world, quiet=True))
             profiles.append({key: found[key] for key in ("links", "rates", "cluster")})
             for name, config in jobs.items():
-                # Before the first that counts, one that brings caches and allocator to this shape.
+                # The first step is not counted: it brings caches and the allocator to this shape.
                 results = calm(partial(steps_of, trainers[name], 1 + args.steps))[1:]
                 seen[name]["measured"] += [result.step_time_s for result in results]
                 seen[name]["phases"] += [result.phases for result in results]
@@ -182,8 +184,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=["dp", "tp"], default=["dp", "tp"])
     parser.add_argument("--sizes", default="1K,8K,64K,256K,1M,4M,16M,64M", help="as of the command")
     parser.add_argument("--seconds", type=float, default=0.05, help="as of the command")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the shapes")
-    parser.add_argument("--calm", action="store_true", help="measure while nobody else uses the machine (Linux)")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes to measure")
+    parser.add_argument("--calm", action="store_true", help="measure while no other program uses the machine (Linux)")
     args = parser.parse(rounds=1, steps=1, sizes="1K,64K", seconds=0.001, shapes=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -195,8 +197,8 @@ def main() -> None:
     while not ranks.join():
         pass
     rows = summary(found["rows"])
-    told = f", {found['disturbed']} measurements repeated because others used the machine" if args.calm else ""
-    print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps{told}")
+    repeated = f", {found['disturbed']} measurements repeated because others used the machine" if args.calm else ""
+    print(f"load before: {before[0]:.2f}; {args.rounds} rounds of {args.steps} steps{repeated}")
     print("     layers hidden  seq  vocab batch family  predicted  measured  ratio")
     for r in rows:
         layers, hidden, _, seq, vocab, batch, count, family = r["shape"]

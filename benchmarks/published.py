@@ -1,5 +1,7 @@
-"""Published runs: each fully described line of a table becomes a config and a software stack, and gets its predicted
-time and memory. No torch."""
+"""Published runs: each fully described line of a table becomes a config and a software stack with its predictions.
+
+The predictions are the time of a step and the memory. The module does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ WORDS = {
 }  # fmt: skip
 COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
 
-# The cluster of a device's name, first match.
+# The cluster of a device's name, by the first match.
 DEVICES = (
     (r"H100-96", "h100-96g-500w"), (r"H100", "h100-80g-dgx"), (r"H800", "h800-80g"), (r"H200", "h200-141g-dgx"),
     (r"B200", "b200-180g-dgx"), (r"A100.*40", "a100-40g-dgx"), (r"A100|A800", "a100-80g-dgx"),
@@ -66,9 +68,10 @@ DEFAULT_PRECISION = "fp16"  # of a row that names none: the mixed precision of t
 DEFAULT_VOCAB = 51200  # GPT-2's vocabulary as Megatron pads it
 VOCAB_UNIT = 128  # every program here pads its vocabulary to a multiple of this on each tp rank
 DROPOUT = 0.1  # Megatron's default, on in the runs of its papers
-FUSED_LOGIT_BYTES = 0.25  # a loss that makes its logits in pieces holds a small part of them at once
+FUSED_LOGIT_BYTES = 0.25  # a loss that computes its logits in pieces holds a small part of them at once
 
-# The stack that a row's source documents, first match. A run gets its stack from its source, never from its error.
+# The stack that a row's source documents, by the first match. It follows from the source, and never from the error of
+# the prediction.
 SOURCES: tuple[tuple[str, str], ...] = (
     (r"llm-foundry|FSDP VLDB", "fsdp"),
     (r"torchtitan|fms-fsdp", "fsdp-compiled"),
@@ -88,8 +91,8 @@ class Case:
     gpu: str
     job: Job
     cluster: Cluster
-    measured_s: float  # 0: not given
-    measured_gib: float  # 0: not given
+    measured_s: float  # 0 if not given
+    measured_gib: float  # 0 if not given
     memory_kind: str
     outcome: str
 
@@ -109,14 +112,14 @@ class Prediction:
 
 
 class CannotTake(Exception):
-    """Raised for a line that lacks something; the message says what."""
+    """A line lacks something, which the message names."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise UserError(f"there is no table '{path}': give the path of a CSV file of published runs")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet puts a mark first
+        with path.open(newline="", encoding="utf-8-sig") as file:  # a spreadsheet writes a byte-order mark first
             reader = csv.DictReader(file)
             names = reader.fieldnames or []
             rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
@@ -129,7 +132,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def case_of(row: Row) -> Case:
-    """Returns the job and cluster of a line; raises `CannotTake` with what is missing."""
+    """Return the job and cluster of a line. Raise `CannotTake` with the missing fields if it lacks any."""
     missing = [name for name in NEEDED if not row.get(name)]
     if missing:
         raise CannotTake(f"not given: {', '.join(missing)}")
@@ -143,14 +146,14 @@ def case_of(row: Row) -> Case:
 
 
 def stack_of_row(row: Row) -> Stack:
-    """Returns the stack that a row's source documents; if it says nothing, the usual one on that device."""
+    """Return the stack that a row's source documents, or else the usual one on that device."""
     zero, words = _int(row, "zero_stage", 0), f"{row['id']} {row.get('note', '')}"
     name = next((name for pattern, name in SOURCES if re.search(pattern, row.get("source", ""))), "")
     if not name and zero == 3:
         name = "fsdp"
     if not name:
         name = "unfused" if row["gpu"].startswith(("V100", "A100", "Ascend")) else "fused-overlap"
-    if name == "unfused" and zero == 3:  # of that time, stage 3 was DeepSpeed's alone
+    if name == "unfused" and zero == 3:  # at that time only DeepSpeed had stage 3
         name = "unfused-deepspeed"
     if name == "fsdp-compiled" and re.search(r"asyncTP", words) and "vanillaTP" not in words:
         return replace(STACKS[name], hide_tp=STACKS["fused-overlap"].hide_tp)
@@ -158,7 +161,7 @@ def stack_of_row(row: Row) -> Stack:
 
 
 def _check_numbers(row: Row) -> None:
-    """Checks that sizes are positive integers and measured values are positive numbers."""
+    """Check that sizes are positive integers, measured values are positive numbers, and words are known."""
     for key in SIZES:
         text = row.get(key, "")
         try:
@@ -185,7 +188,7 @@ def _check_numbers(row: Row) -> None:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """Returns the shipped cluster of the row's device, with the node and the network that the row names."""
+    """Return the shipped cluster of the row's device, with the node and the network that the row names."""
     name = next((cluster for pattern, cluster in DEVICES if re.search(pattern, row["gpu"])), "")
     if not name:
         raise CannotTake(f"no cluster file for the device {row['gpu']}")
@@ -201,12 +204,15 @@ def cluster_of(row: Row) -> Cluster:
 
 
 def network_gb_s(words: str, node: int) -> float:
-    """Returns the GB/s of a node from words such as `8x HDR InfiniBand 200Gb/s per node` or `RDMA 400Gb/s per GPU`; 0
-    if there are none."""
+    """Return the GB/s of a node, or 0 if the words do not name any.
+
+    The words are e.g. `8x HDR InfiniBand 200Gb/s per node` or `RDMA 400Gb/s per GPU`.
+    """
     found = re.search(r"(?:(\d+)x\s*)?([A-Za-z][A-Za-z -]*)?(\d+(?:\.\d+)?)\s*([GT])b/s", words)
     if not found:
         return 0.0
     count = int(found[1] or 1)
+    # The words state bits per second.
     rate = float(found[3]) * (1000 if found[4] == "T" else 1) / 8
     if re.search(r"per GPU", words):
         count = node
@@ -214,8 +220,11 @@ def network_gb_s(words: str, node: int) -> float:
 
 
 def model_of(row: Row, stack: Stack) -> ModelConfig:
-    """Returns the model; whether its MLP is gated and its embeddings are tied is what fits the stated parameters
-    best. A mixture of experts is the one of that name."""
+    """Return the model of a row.
+
+    The stated number of parameters decides whether its MLP is gated and its embeddings are tied. A mixture of experts
+    is looked up by its name.
+    """
     unit = VOCAB_UNIT * _int(row, "tp", 1)
     if is_mixture(row):
         known = mixture_of(row)
@@ -239,13 +248,13 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
             )  # fmt: skip
             plain = (ffn in (0, 4 * hidden)) != gated
             distance = abs(parameter_count(describe(model)) - params) / params if params else 1.0
-            # Without a parameter count, or with one that no shape meets, the width of the MLP decides.
+            # Without a parameter count, or with one that no shape matches, the width of the MLP decides.
             found.append((round(distance, 2) if distance < 0.1 else 1.0 + (not plain) + 0.1 * (tied == gated), model))
     return min(found, key=lambda item: item[0])[1]
 
 
 def job_of_row(row: Row, cluster: Cluster) -> Job:
-    """Returns the row as a config with its software stack."""
+    """Return the row as a config with its software stack."""
     stack = stack_of_row(row)
     text = " ".join((row.get("source", ""), row["id"], row.get("note", "")))
     gpus, tp, pp, cp = (_int(row, key, 1) for key in ("gpus", "tp", "pp", "cp"))
@@ -283,14 +292,15 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
 
 
 def _expert_tp(row: Row) -> int:
-    """Returns etp as the row or its note says; 0, which is tp, as programs had it before they could differ."""
+    """Return etp as the row or its note states it. The default of 0 means tp, since programs once had no other etp."""
     said = re.search(r"\bETP=(\d+)", row.get("note", ""))
     return _int(row, "etp", int(said[1]) if said else 0)
 
 
 def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
-    """Checks that every tp rank has whole heads, and every stage something to do: a layer, or an embedding that counts
-    as one."""
+    """Check that every tp rank has whole heads, and that every stage has a layer, or an embedding that counts as
+    one.
+    """
     if model.heads % tp:
         raise CannotTake(f"{model.heads} heads are not a multiple of tp={tp}")
     slots = model.layers + 2 if _ends_are_slots(model.layers, pp, text) else model.layers
@@ -299,7 +309,7 @@ def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
 
 
 def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
-    """Returns the chunks of a pipeline rank and their schedule, which is 1F1B unless the row names another."""
+    """Return the chunks of a pipeline rank and their schedule, which is 1F1B unless the row names another."""
     chunks, name = _int(row, "vpp", 1), row.get("schedule", "")
     if name.startswith(("zb", "dualpipe")):
         raise CannotTake(f"the schedule {name} is not modelled yet")
@@ -313,8 +323,9 @@ def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
 
 
 def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> None:
-    """Checks that the row's dp is the one that its devices leave, and that the replicas share the batch in whole
-    micro-batches."""
+    """Check that the row's dp follows from its devices, and that the replicas share the batch in whole
+    micro-batches.
+    """
     world, unit = devices
     if dp != world // unit:
         raise CannotTake(f"dp={dp} contradicts the devices: {world} / (tp x pp x cp = {unit}) is {world // unit}")
@@ -325,16 +336,16 @@ def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> N
 
 
 def _ends_are_slots(layers: int, pp: int, text: str) -> bool:
-    """Returns whether the embedding and the output layer each took the place of a layer in the split into stages."""
+    """Return whether the embedding and the output layer each take the place of a layer in the split into stages."""
     return "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0)
 
 
 def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:
-    """Returns the layers of each stage if the source says how they are split; else an even split."""
+    """Return the layers of each stage if the source says how they are split, or else () for an even split."""
     layers, stages = model.layers, pp * chunks
     if pp == 1:
         return ()
-    if "nanotron" in text and chunks == 1:  # it weighs blocks by their products, the output layer among them
+    if "nanotron" in text and chunks == 1:  # it weighs blocks by their products, and so the output layer
         return balanced_split(model, pp)
     if _ends_are_slots(layers, pp, text):
         slots = [(layers + 2) // stages + (i < (layers + 2) % stages) for i in range(stages)]
@@ -345,19 +356,20 @@ def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ..
 
 
 def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
-    """Returns the bytes of each state, as the source or its program documents."""
+    """Return the bytes of each state, as the source or its program documents them."""
     if re.search(r"mixed_precision=PURE", text):
         return States(param=2, grad=2, master=0, rule=(2, 2))
     offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
     away = "cpu" if re.search(r"offload of \w+/activations", text) else "device"
     if stack.name == "unfused-deepspeed":
-        # fp16: gradients in fp16, and the update's own part in fp32. bf16: beside them a whole sum in fp32.
+        # In fp16 the gradients are in fp16, and the update copies its own part to fp32. In bf16 the gradients have a
+        # whole sum in fp32 beside them.
         wide = precision == "bf16"
         return States(
             param=2, grad=4 if wide else 2, master=4, grad_copy=2 if wide else 0, step_copy=0 if wide else 4,
             buckets=True, optimizer_on=offload, checkpoints_on=away,
         )  # fmt: skip
-    if "distributed_fused_adam" in text:  # its gradients are summed in bf16, its masters are the missing 16 bits
+    if "distributed_fused_adam" in text:  # gradients are summed in bf16, and the masters are the missing 16 bits
         return States(param=2, grad=2, master=2)
     casts = zero >= 2 and bool(re.search(r"torchtitan|fms|llm-foundry|FSDP", text))  # FSDP keeps fp32 shards alone
     return States(
@@ -367,7 +379,7 @@ def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
 
 
 def measured_seconds(row: Row, job: Job) -> float:
-    """Returns the step's measured seconds: as given, or computed from what is given."""
+    """Return the measured seconds of a step, as given or computed from other columns, or 0 if neither is possible."""
     for key in ("step_time_s", "step_time_s_calc"):
         if row.get(key):
             return float(row[key])
@@ -385,7 +397,9 @@ def measured_seconds(row: Row, job: Job) -> float:
 
 
 def measured_memory(row: Row) -> float:
-    """Returns GiB; the table's GB from nvidia-smi and from plots are GiB as well, by the definition of their tools."""
+    """Return the measured GiB. The table's GB from nvidia-smi and from plots are GiB too, as these tools define
+    them.
+    """
     if not row.get("mem_gb"):
         return 0.0
     return float(row["mem_gb"])

@@ -1,10 +1,10 @@
-"""What recording a run costs: the share of a training step that its own files, its norms by layer and its loggers take,
-and what `meshwright watch` takes of a processor while it follows the run.
+"""The cost of recording a run: the shares of a step that its files, its norms by layer and its loggers take.
 
-One CPU rank trains a small GPT. Counted is the processor time of the thread that trains (what a step waits for), that
-of the loggers' thread and that of a thread that reads the run as the page's server does (these two compete for a
-processor only where there is none to spare). The first two are divided by the processor time of the same steps in the
-same thread, so other programs on the machine change the ratios little; of several runs the median counts.
+The benchmark also measures the share of a processor that `meshwright watch` takes while it follows the run. One CPU
+rank trains a small GPT. Counted are the processor time of the training thread (for which a step waits), that of the
+loggers' thread, and that of a thread that reads the run as the page's server does. The last two compete for a processor
+only if there is none to spare. The first two are divided by the processor time of the same steps in the same thread, so
+other programs on the machine change the ratios little. The result is the median of several runs.
 
     python benchmarks/recording.py [--json] [--runs 3]
 """
@@ -40,16 +40,16 @@ MODEL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 4096, "seq": 256}
 
 
 class Spent:
-    """Seconds of a thread's own processor time in some methods, by name."""
+    """The processor seconds that a thread itself spends in some methods, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.undo: list[Any] = []
-        self.begun: list[float] = []  # processor time of the thread that trains, whenever a step is recorded
+        self.begun: list[float] = []  # processor time of the training thread, whenever a step is recorded
 
     @property
     def step_s(self) -> float:
-        """Processor seconds of a step, with all that belongs to it; the first steps are left out."""
+        """The processor seconds of a step with everything that belongs to it. The first steps are left out."""
         return (self.begun[-1] - self.begun[4]) / (len(self.begun) - 5)
 
     def around(self, owner: Any, method: str, name: str) -> None:
@@ -69,7 +69,7 @@ class Spent:
 
 
 def follow(folder: Path, done: threading.Event, spent: list[float]) -> None:
-    """Reads the run as the page's server does, once per request of the page."""
+    """Read the run as the page's server does, once per request of the page."""
     while not (folder / "metrics.jsonl").exists():
         time.sleep(0.05)
     report = RunReport(folder)
@@ -115,7 +115,7 @@ def measure(names: list[str], steps: int) -> dict[str, Any]:
 
 
 def median_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every figure over several runs, and whether they keep to the limit."""
+    """Return the median of every figure over several runs, and whether these keep to the limit."""
     shares = {name: statistics.median(one["shares"][name] for one in found) for name in found[0]["shares"]}
     rest = {name: statistics.median(one[name] for one in found) for name in found[0] if name != "shares"}
     within = rest["training waits for"] < LIMIT and rest["watch, of a processor"] < LIMIT

@@ -1,10 +1,10 @@
-"""The table of docs/less-communication.md: what each technique saves on emulated links of two rates, on 4 and 8 ranks.
+"""The table of docs/less-communication.md: savings of each technique on emulated links of two rates, on 4 and 8 ranks.
 
     python benchmarks/savings.py [--ranks 4 8] [--steps 9]
 
 Each of the four settings is one `meshwright comm savings` of examples/slow-links.yaml: all techniques train on local
-ranks, in turns, and the planner predicts them. Printed are a table in Markdown, how many predictions are within 25 % of
-what was measured, and the load of the machine before each setting, since other work makes steps longer.
+ranks in turns, and the planner predicts them. The result is a table in Markdown, the number of predictions within 25 %
+of the measurement, and the load of the machine before each setting, since other work makes steps longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSE = 0.25
 
 
 def measure(ranks: int, rates: tuple[float, float], steps: int) -> dict[str, Any]:
-    """Returns each technique's figures by name."""
+    """Return each technique's figures by name."""
     link, network = rates
     words = [
         "comm", "savings", str(CONFIG), "--nproc", str(ranks), "--steps", str(steps), "--json", "comm.bucket_mib=2",
@@ -39,7 +39,7 @@ def measure(ranks: int, rates: tuple[float, float], steps: int) -> dict[str, Any
 
 
 def cell(found: dict[str, Any], name: str) -> tuple[str, float]:
-    """Returns one technique's figures in one setting, and how far the prediction is off."""
+    """Return one technique's figures in one setting, and the relative error of the prediction."""
     each, base = found[name], found["as configured"]["measured"]["step_s"]
     step, planned = each["measured"]["step_s"], each["predicted"]["step_s"]
     off = planned / step - 1.0
@@ -55,7 +55,7 @@ def main() -> None:
     parser = BenchParser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--rates", type=int, default=len(RATES), help="so many of the links' rates")
+    parser.add_argument("--rates", type=int, default=len(RATES), help="number of link rates to measure")
     args = parser.parse(ranks=[2], steps=1, rates=1)
     settings, found = [(ranks, rates) for ranks in args.ranks for rates in RATES[: args.rates]], []
     for ranks, rates in settings:

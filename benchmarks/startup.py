@@ -1,9 +1,10 @@
-"""How long a user waits: for `meshwright --help`, for the first line of `train`, and for the first step on 8 local
-ranks, with the bare interpreter and `import torch` for comparison. Seconds of the clock, and of a processor (user and
-system), which other programs on the machine change little.
+"""The time that a user waits for `meshwright --help`, for the first line of `train`, and for the first step of 8 ranks.
+
+The bare interpreter and `import torch` are measured for comparison. Times are seconds of the clock, and of a processor
+(user and system), which other programs on the machine change little.
 
     python benchmarks/startup.py
-    python benchmarks/startup.py --limits    # the first two alone; the exit code is 1 if one takes too long
+    python benchmarks/startup.py --limits    # only the first two; the exit code is 1 if one takes too long
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LIMITS = {"help": 0.3, "first line": 1.0}  # seconds of a processor
 
 
 def processor_s(command: list[str], cwd: str) -> float:
-    """Processor seconds of a command, with its children."""
+    """Return the processor seconds of a command and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, cwd=cwd, check=True, capture_output=True, env=ENV)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -47,12 +48,12 @@ def processor_s(command: list[str], cwd: str) -> float:
 
 
 def first_line(folder: str) -> tuple[float, float]:
-    """Returns the seconds until `train` says something, by the clock and by a processor (Linux)."""
+    """Return the seconds until `train` says something, by the clock and by a processor (Linux)."""
     words = ["train", "config.yaml", "--nproc", "4", f"run.dir={tempfile.mkdtemp(dir=folder)}"]
     command, pipe = [sys.executable, "-m", "meshwright", *words], subprocess.PIPE
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=folder, stderr=pipe, stdout=subprocess.DEVNULL, text=True, env=ENV)
-    assert process.stderr is not None and process.stderr.readline().startswith(("starts", "goes on"))
+    assert process.stderr is not None and process.stderr.readline().startswith(("starts", "continues"))
     seconds = time.perf_counter() - begin
     fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     process.kill()
@@ -60,8 +61,8 @@ def first_line(folder: str) -> tuple[float, float]:
     return seconds, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def told(folder: str, times: int = 5) -> dict[str, float]:
-    """The least processor seconds of several tries, one after the other in turns."""
+def least_seconds(folder: str, times: int = 5) -> dict[str, float]:
+    """Return the least processor seconds of several tries. The commands take turns."""
     python = [sys.executable, "-c", "pass"]
     help_ = [sys.executable, "-m", "meshwright", "--help"]
     found: dict[str, list[float]] = {"interpreter": [], "help": [], "first line": [], "first line, clock": []}
@@ -75,7 +76,7 @@ def told(folder: str, times: int = 5) -> dict[str, float]:
 
 
 def first_step(folder: str, number: int) -> float:
-    """Returns the seconds until metrics.jsonl has its first line."""
+    """Return the seconds until metrics.jsonl has its first line."""
     metrics = Path(folder) / f"run{number}" / "metrics.jsonl"
     command = [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "8", f"run.dir=run{number}"]
     begin = time.perf_counter()
@@ -89,7 +90,7 @@ def first_step(folder: str, number: int) -> float:
 
 def main() -> int:
     parser = BenchParser(__doc__)
-    parser.add_argument("--limits", action="store_true", help="only what has a limit, which decides the exit code")
+    parser.add_argument("--limits", action="store_true", help="only the times with limits, which decide the exit code")
     parser.add_argument("--tries", type=int, default=5)
     args = parser.parse(tries=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +99,7 @@ def main() -> int:
         (Path(folder) / "more.txt").write_text("words and more words " * 2000)
         prepare = [sys.executable, "-m", "meshwright", "data", "prepare", "text.txt", "more.txt", "--out", "tokens"]
         timed(prepare, folder)
-        found = told(folder, args.tries)
+        found = least_seconds(folder, args.tries)
         for name, value in found.items():
             limit = f"  (limit {LIMITS[name]} s)" if name in LIMITS else ""
             print(f"{name:<18} {value:6.3f} s{limit}")

@@ -1,9 +1,9 @@
-"""What the host does for a block whose products over tp run in pieces (`comm.overlap.tensor`), and without them.
+"""The host's work for a block whose products over tp run in pieces (`comm.overlap.tensor`), and without pieces.
 
     python benchmarks/tensor_pieces.py [--tp 2 4 8]
 
-One rank of a world that is not there runs on the CPU, with products so small that the host's own time is all there is:
-what a device must be busy for, so that it does not wait for the host. Printed are, per block and micro-batch, forward
+One rank of a world that does not exist runs on the CPU. Its products are so small that only the host's time remains: a
+device must be busy for longer than that, or it waits for the host. The result has, per block and micro-batch, forward
 and backward together: microseconds, calls of Python functions, ATen operators, and calls over tp.
 """
 

@@ -1,8 +1,8 @@
 """Tokens/s of our training step against plain PyTorch, side by side in one run.
 
-One process against a plain loop of the same model; two data-parallel ranks against torch's DDP, ZeRO stage 3 against
-its fully_shard, stages 1 and 2 against DeepSpeed's where that is installed. The two take turns, round by round, in the
-same processes on the same samples, so that noise affects both equally. A ratio above 1 means ours is faster.
+One process is compared with a plain loop of the same model, two data-parallel ranks with torch's DDP, ZeRO stage 3 with
+torch's fully_shard, and stages 1 and 2 with DeepSpeed's if that is installed. The two sides take turns, round by round,
+in the same processes on the same samples, so that noise affects both equally. A ratio above 1 means ours is faster.
 
     python benchmarks/train_step.py                # all
     python benchmarks/train_step.py --against ddp  # two ranks against torch's DDP only
@@ -69,7 +69,7 @@ def config_for(peer: Peer, args: argparse.Namespace) -> Config:
 
 
 def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callable[[], float]]:
-    """Returns one step of each, on the same samples."""
+    """Return one step of each side, on the same samples."""
     data = RandomTokens(config.model.vocab, config.model.seq)
     ctx = build_context(config, rank, world, Device("cpu"))
     trainer = Trainer(ctx, build_modules(ctx, model_provider), forward_step, data)
@@ -91,7 +91,7 @@ def sides(config: Config, peer: str, rank: int, world: int) -> dict[str, Callabl
 
 
 def measure(args: argparse.Namespace, peer: str) -> dict[str, Any]:
-    """Runs alternating rounds; returns the median ratio of tokens/s and its spread."""
+    """Run alternating rounds, and return the median ratio of tokens/s and its spread."""
     place = find_place()
     enter(place, "cpu", "gloo", 600.0)
     torch.set_num_threads(args.threads)  # after `enter`, which sets them to a rank's share of the cores
@@ -124,7 +124,7 @@ def main() -> None:
     parser = BenchParser(__doc__)
     parser.add_argument("--against", choices=list(PEERS), nargs="*", default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="steps a round and side")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round and side")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=2)

@@ -1,7 +1,7 @@
-"""What each ZeRO stage holds, moves and costs on two CPU ranks: the table of docs/zero.md.
+"""The memory, traffic and time of each ZeRO stage on two CPU ranks: the table of docs/zero.md.
 
-The stages take turns, round by round, in the same processes on the same samples; times are against stage 0's of the
-same round. Bytes are those of the ranks' own tensors and of the ledger.
+The stages take turns, round by round, in the same processes on the same samples. Times are relative to those of stage 0
+in the same round. Bytes are those of the ranks' tensors and of the ledger.
 
     python benchmarks/zero_stages.py
     python benchmarks/zero_stages.py --micro-batches 4

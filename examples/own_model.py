@@ -1,7 +1,7 @@
 """Bring your own model and data: a little recurrent network, split over the pipeline by layers, on made-up sequences.
 
-Nothing of Meshwright's model code is used; the mesh, the schedule, the data-parallel buffers, the optimizer, the
-metrics and the run folder are. The extra config section `gru` is the user's own.
+The program uses none of Meshwright's model code. It uses the mesh, the schedule, the data-parallel buffers, the
+optimizer, the metrics and the run folder. The extra config section `gru` belongs to the user.
 
     python examples/own_model.py [RUN_FOLDER [STEPS]]           # one process
     torchrun --nproc_per_node 4 examples/own_model.py           # dp=2 x pp=2
@@ -35,9 +35,9 @@ def drawn(seed: int, module: Callable[..., nn.Module], *args: Any, **more: Any) 
 
 
 class GRUStage(nn.Module):
-    """Some of the layers; the first stage embeds, the last one predicts.
+    """Some of the layers. The first stage embeds, and the last one predicts.
 
-    Each part is drawn from a seed of its own, so that every layout starts from the same weights.
+    Each part is drawn from a separate seed, so that every layout starts from the same weights.
     """
 
     def __init__(self, ctx: Any, stage: Any) -> None:
@@ -60,7 +60,7 @@ class GRUStage(nn.Module):
 
 
 class Periodic:
-    """Sample n: a sequence that repeats with a period; a pure function of n."""
+    """A dataset whose sample n is a sequence that repeats with a period. It is a pure function of n."""
 
     def __init__(self, vocab: int, seq: int, period: int) -> None:
         self.vocab, self.seq, self.period = vocab, seq, period
@@ -92,7 +92,7 @@ def forward_step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
 
 
 class Printed:
-    """A watcher: the rank that writes the run calls it."""
+    """A watcher, which is called on the rank that writes the run."""
 
     def started(self, ctx: Any) -> None:
         print(f"{ctx.layout.world} ranks: dp={ctx.layout.dp} pp={ctx.layout.pp}")

@@ -1,4 +1,4 @@
-"""The rules of the house, read from the source: who may talk to other ranks, who names devices, who imports whom."""
+"""Structural rules, read from the source: who may talk to other ranks, who names devices, who imports whom."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.waiting import HANG_S
 
 PACKAGE = Path(__file__).parent.parent / "meshwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LINES = 600  # of a file, which should be about one subject
+LINES = 600  # the longest file, since a file should be about one subject
 FUNCTION_LINES = 60
 
-# Outside of comm: what each file may use of torch.distributed, and nothing of it is a collective.
+# The names of torch.distributed that files outside comm may use. None of them is a collective.
 DISTRIBUTED = {
     "launch/processes.py": {
         "init_process_group", "destroy_process_group", "is_initialized", "get_rank", "get_world_size",
@@ -28,7 +28,7 @@ DISTRIBUTED = {
     "launch/launch.py": {"elastic", "launcher", "TCPStore", "DistError"},
 }  # fmt: skip
 
-# A folder imports only from folders below it. A folder of `spec` counts as one of its own.
+# A folder imports only from folders below it. Each folder of `spec` counts separately.
 LEVELS = {
     "errors": 0, "outside": 1, "disk": 1, "plugins": 1, "device": 2, "data": 2, "spec.layout": 2, "spec.schedule": 3,
     "kernels": 3, "config": 4, "spec.model": 5, "spec.traffic": 6, "record": 7, "show": 7, "comm": 8, "nn": 9,
@@ -36,7 +36,7 @@ LEVELS = {
     "infer": 17, "check": 18, "dryrun": 18, "watch": 18, "bench": 19, "cli": 20, "__main__": 21,
 }  # fmt: skip
 
-# Nothing in these folders loads torch when it is imported: planning, reading and drawing start at once.
+# Importing these folders must not load torch, so that planning, reading and drawing start at once.
 WITHOUT_TORCH = ("config", "data", "spec", "record", "show", "plan", "watch", "cli")
 
 
@@ -50,7 +50,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def dotted(node: ast.AST) -> str:
-    """`torch.distributed.x` of an attribute chain, or an empty string."""
+    """Return an attribute chain as text, such as `torch.distributed.x`, or an empty string for another expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (head := dotted(node.value)):
@@ -60,12 +60,12 @@ def dotted(node: ast.AST) -> str:
 
 @cache
 def words(module: ast.Module) -> set[str]:
-    """Every name and attribute chain of a file."""
+    """Return every name and attribute chain of a file."""
     return {text for node in ast.walk(module) if (text := dotted(node))}
 
 
 def imported(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """(full name, name here) of everything that a file imports, anywhere in it."""
+    """Yield (full name, local name) of everything that a file imports, anywhere in it."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -78,7 +78,7 @@ def imported(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 @cache
 def uses(module: ast.Module, package: str) -> set[str]:
-    """The first names below `package` that a file uses, however it imports them; `*` for one that we can't follow."""
+    """Return the first names below `package` that a file uses, however it imports them. `*` stands for unknown uses."""
     names = {here: full for full, here in imported(module)}
     reached = list(names.values())
     for text in words(module):
@@ -133,7 +133,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def function_lines(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the number of lines and the name of each function, also of those inside classes and functions."""
+    """Yield the number of lines and the name of each function, including those inside classes and functions."""
     for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
@@ -166,7 +166,7 @@ def test_only_the_device_file_names_devices() -> None:
 
 
 def folder_of(module: str) -> str:
-    """Return the folder, or the file beside the folders, that a module below meshwright counts to."""
+    """Return the folder that a module below meshwright counts to, or the file if it is beside the folders."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "spec" else parts[0]
 

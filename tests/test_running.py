@@ -1,4 +1,4 @@
-"""How the tests are run: in random orders, in parts, at other times of the clock, and by the areas of a change."""
+"""The running of tests: random orders, shards, shifted clocks, and the areas that a change touches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_file_is_in_one_shard_and_shards_are_alike() -> None:
 
 
 def test_the_clock_is_shifted_in_every_process() -> None:
-    """Also in the processes that a process starts; once, though two look at the environment."""
+    """The clock is shifted in processes that a process starts, and only once in each."""
     source = "import subprocess, sys, time; print(time.monotonic() - time.unshifted())"
     twice = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {source!r}]).returncode)"
     env = os.environ | {clock.VARIABLE: "1e6", "PYTHONPATH": str(Path(clock.__file__).parent)}
@@ -153,7 +153,7 @@ def test_the_recent_commits_of_the_main_branch_are_one_change(tmp_path: Path, mo
 
 
 class Pytest:
-    """Stands for `areas.run_pytest` and the clock: each call takes some seconds and has the next result."""
+    """A fake of `areas.run_pytest` and of the clock: each call takes some seconds and returns the next result."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, results: dict[str, list[tuple[int | None, list[str]]]]) -> None:
         self.results, self.seconds, self.now = results, 200.0, 0.0
@@ -204,7 +204,7 @@ def test_no_second_try_of_an_area_after_the_end(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_descendants_of_all_threads_are_found() -> None:
-    """A child that another thread than the main one has started, and a grandchild."""
+    """A child that was started by another thread than the main one is found, and so is a grandchild."""
     source = (
         "import subprocess, sys, threading, time\n"
         "def start(): subprocess.Popen(['sh', '-c', 'sleep 1000 & wait'])\n"
@@ -244,7 +244,7 @@ def test_sigterm_is_an_exception() -> None:
 def test_the_end_of_the_time_is_no_failure_and_failures_until_then_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real command on a file with one test that fails and one that never ends: there the time is up."""
+    """The real command runs a file with one test that fails and one that never ends, during which the time is up."""
     file, reached, real = tmp_path / "test_never.py", tmp_path / "reached", subprocess.Popen.wait
     file.write_text(
         "import pathlib, time\ndef test_a():\n    assert False\n"
@@ -287,7 +287,7 @@ def test_wrong_options_are_refused_in_one_sentence(words: tuple[str, str]) -> No
 
 
 def test_the_search_for_a_port_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the last port on the first ones are tried, and a file of another user is passed over."""
+    """The first ports are tried after the last one, and the file of another user is skipped."""
     monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(ports, "_LAST", ports._FIRST + 12)
     monkeypatch.setattr(ports.os, "getpid", lambda: 11)

@@ -1,4 +1,7 @@
-"""`meshwright doctor`: each thing that can be off is named, with whose it is, and nothing else; one rank for real."""
+"""Tests of `meshwright doctor`: each fault is reported with its rank or machine, and nothing else is.
+
+One test runs it on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ WANTED = Wanted(1e9, 2e9, 100.0, 10.0, "runs/mine")
 
 
 def world() -> list[Facts]:
-    """Four healthy ranks on two machines."""
-    found = []
+    """Return the facts of four healthy ranks on two machines."""
+    facts = []
     for rank in range(4):
         others = [other for other in (rank - 1, rank + 1) if 0 <= other < 4]
         links = {str(other): 9.0 if {rank, other} == {1, 2} else 90.0 for other in others}
-        found.append(Facts(
+        facts.append(Facts(
             rank, f"n{rank // 2}", "H100", 80e9, 79e9, 500e9, dict(VERSIONS), 0.001 * rank, True, 1e12,
             900.0 if rank % 2 == 0 else 0.0, "", links, [7, 7, 7], 0.1, "nccl", "eth0", "", 8,
         ))  # fmt: skip
-    return found
+    return facts
 
 
 def test_nothing_is_off_in_a_healthy_world() -> None:
@@ -37,13 +40,15 @@ def test_the_network_s_interface_is_named() -> None:
     facts = world()
     text = next(check.text for check in judge(facts, WANTED) if check.name == "network")
     assert text == "nccl chooses by itself, eth0 leads to rank 0: name one by NCCL_SOCKET_IFNAME=eth0"
-    for one in facts:
-        one.backend, one.named_interface = "gloo", "ib0"
+    for of_rank in facts:
+        of_rank.backend, of_rank.named_interface = "gloo", "ib0"
     text = next(check.text for check in judge(facts, WANTED) if check.name == "network")
     assert text == "gloo uses ib0 (GLOO_SOCKET_IFNAME)"
 
 
 def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
+    """Return a function that sets some facts of a rank."""
+
     def change(facts: list[Facts]) -> None:
         for name, value in values.items():
             setattr(facts[rank], name, value)
@@ -52,7 +57,7 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "said"),
+    ("change", "name", "message"),
     [
         (set_to(2, versions=VERSIONS | {"torch": "2.11"}), "versions", "rank 2 has torch 2.11, the others 2.13"),
         (set_to(3, device="A100"), "devices", "rank 3: A100, the others H100"),
@@ -77,31 +82,31 @@ def set_to(rank: int, **values: object) -> Callable[[list[Facts]], None]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_off_is_named(change: Callable[[list[Facts]], None], name: str, said: str) -> None:
+def test_what_is_off_is_named(change: Callable[[list[Facts]], None], name: str, message: str) -> None:
     facts = world()
     change(facts)
     off = [check for check in judge(facts, WANTED) if not check.ok]
-    assert [check.name for check in off] == [name] and said in off[0].text, off
+    assert [check.name for check in off] == [name] and message in off[0].text, off
 
 
 def test_one_rank_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "--nproc", "1", "--device", "cpu", "--seconds", "0.1", "--folder", str(tmp_path), "--json"]
     code = main(words)
-    found = json.loads(capsys.readouterr().out)
-    off = [check["name"] for check in found["checks"] if not check["ok"]]
+    result = json.loads(capsys.readouterr().out)
+    off = [check["name"] for check in result["checks"] if not check["ok"]]
     assert code == int(bool(off)) and off in ([], ["disk"]), "a busy disk may be slow"
-    assert len(found["checks"]) == 11 and list(tmp_path.iterdir()) == []
+    assert len(result["checks"]) == 11 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide
 def test_two_ranks_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "gpt2-124m", "--nproc", "2", "--seconds", "0.5", "run.device=cpu", f"run.dir={tmp_path}"]
     code = main([*words, "train.precision=fp32"])
-    said = capsys.readouterr().out
-    assert code in (0, 1) and "a checkpoint of 1.39 GiB" in said and "GB/s at least within a machine" in said
+    stdout = capsys.readouterr().out
+    assert code in (0, 1) and "a checkpoint of 1.39 GiB" in stdout and "GB/s at least within a machine" in stdout
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["--seconds", "0"], "--seconds 0 must be"), (["--nproc", "0"], "--nproc 0"),
+    for words, message in ((["--seconds", "0"], "--seconds 0 must be"), (["--nproc", "0"], "--nproc 0"),
                         (["--cluster", "nowhere"], "nowhere")):  # fmt: skip
-        assert main(["doctor", *words]) == 2 and said in capsys.readouterr().err
+        assert main(["doctor", *words]) == 2 and message in capsys.readouterr().err

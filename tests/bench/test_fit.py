@@ -1,4 +1,4 @@
-"""The fit behind `meshwright comm bench`: known links come back, factors are right, and what it makes is a cluster."""
+"""Tests of the fit of `meshwright comm bench`: it recovers known links, and its profile is a valid cluster file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ SIZES = parse_sizes("1K:64M")
 def times(
     latency: float, rate: float, ranks: int, per_node: int, near: float = 0.0, noise: float = 0.0
 ) -> list[Measurement]:
-    """All ops by the formula, reduce_scatter at a third of the rate; single times are four times too long."""
+    """Return times of all ops by the formula, with reduce_scatter at a third of the rate.
+
+    With noise, every eighth time is also four times too long.
+    """
     rng, points = random.Random(1), []
     for op in OPS:
         inside, across = hops(op, ranks, per_node)
@@ -65,14 +68,15 @@ def test_both_classes_of_links() -> None:
     assert across.error < 1e-3
     cluster = cluster_from(cluster_fields("two", RATES, 2, inside, across), "x")
     for p in near + far:
-        if p.op != "broadcast":  # which no step of the planner's has
+        # The planner's steps have no broadcast.
+        if p.op != "broadcast":
             seen = collective_seconds(cluster, p.op, p.payload, p.ranks, p.per_node)
             assert seen == pytest.approx(p.seconds, rel=0.12), p
 
 
 @pytest.mark.parametrize("fall", [1e-9, 0.0, -1e-12])
 def test_no_rate_is_above_what_was_measured(fall: float) -> None:
-    """Times that fall with the size, stay the same, or grow by less than the noise tell nothing of the link's rate."""
+    """The rate is near the best measured one if the times do not grow with the size, and so do not show the rate."""
     points = [Measurement("dp", "all_reduce", 2, 2, size, 1e-3 - fall * size) for size in (1024, 2048, 4096)]
     inside, _ = fit_links(points)
     assert inside is not None and inside.latency == pytest.approx(0.5e-3, rel=0.05)
@@ -81,7 +85,7 @@ def test_no_rate_is_above_what_was_measured(fall: float) -> None:
 
 
 def test_one_flat_op_keeps_to_its_own_measurements() -> None:
-    """The others' latency explains all of a broadcast's times: its rate is still its own best, not theirs or none."""
+    """A broadcast whose times are pure latency gets its own best measured rate, not that of other ops or none."""
     steady = times(200e-6, 1.5e9, 2, 2)
     flat = [replace(p, seconds=250e-6) for p in steady if p.op == "broadcast" and p.payload <= 2**16]
     inside, _ = fit_links([p for p in steady if p.op != "broadcast"] + flat)
@@ -117,7 +121,7 @@ def test_the_profile_is_a_cluster_whose_rates_are_the_measured_ones() -> None:
 
 
 def test_what_a_profile_knows_makes_steps_longer() -> None:
-    """Each of the fields that only a profile has, alone, and where its time goes."""
+    """Each field that only a measured profile has adds the expected time to a step."""
     link = Link(150e-6, {"all_reduce": 1e9}, 0.05, 0.2, 51)
     cluster = cluster_from(cluster_fields("here", replace(RATES, contention=0.0, kernel_us=0.0), 2, link, None), "x")
     words = ["train.precision=fp32", "train.global_batch=2"]
@@ -130,9 +134,9 @@ def test_what_a_profile_knows_makes_steps_longer() -> None:
         return predict_cost(job, replace(cluster, **parts)).step_s - predict_cost(job, cluster).step_s
 
     waits = {"node": replace(cluster.node, wait_us=1000.0)}
-    # Per micro-batch four in each of 12 blocks, two at the ends, three small ones; two once per step.
+    # Waits of 1 ms: per micro-batch four in each of 12 blocks, two at the ends and three small ones. Two once per step.
     assert longer(tensor, **waits) == pytest.approx(1e-3 * (2 * (4 * 12 + 2 + 3) + 2), rel=1e-6)
-    # Two small sums and 13 buckets of gradients, each hidden in part.
+    # Two small all-reduces and 13 buckets of gradients, each partly hidden.
     assert longer(data, **waits) == pytest.approx(1e-3 * (2 + 13 * (1 - 0.928 + 0.0743 * 0.928)), rel=1e-6)
     kernels = {"device": replace(cluster.device, kernel_us=10.0)}
     assert longer(tensor, **kernels) == pytest.approx(2 * 3 * 1e-5 * (24 * 12 + 8 + 4), rel=1e-6)
@@ -141,7 +145,8 @@ def test_what_a_profile_knows_makes_steps_longer() -> None:
         cluster, "all_reduce", 4 * 124e6, 2, 2
     )
     slow = {"efficiency": replace(cluster.efficiency, optimizer=0.06)}
-    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 32 / 6e9, rel=0.02)  # fp32: 4 + 4 + 8 + 16 bytes
+    # In fp32 an update moves 4 + 4 + 8 + 16 = 32 bytes per parameter.
+    assert longer(data, **slow) == pytest.approx(9 * 124e6 * 32 / 6e9, rel=0.02)
 
 
 def test_shipped_clusters_have_none_of_what_only_a_profile_knows() -> None:

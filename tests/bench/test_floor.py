@@ -1,4 +1,4 @@
-"""The floor of a step computes every product that the step computes."""
+"""The floor of a step's time includes every matrix product of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.device import Device
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-experts"])
 def test_every_product_is_timed_forward_and_both_gradients(model: str) -> None:
-    """The results of its calls have the elements of each product's result, input and weights."""
+    """The timed calls compute each product's output and the gradients of its input and weights."""
     wanted = products(bench_config(model, "fp32", micro_batch=1))
     calls = product_calls(wanted, Device("cpu"), torch.float32)
     sizes = [call().numel() for _, call in calls]

@@ -1,4 +1,4 @@
-"""`meshwright check` on configs without a bug, and what it says of wrong input."""
+"""Tests of `meshwright check` on configs without a bug, and of its messages for wrong input."""
 
 from __future__ import annotations
 
@@ -55,25 +55,26 @@ def config(tmp_path: Path) -> str:
 def test_a_right_layout_agrees(name: str, config: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     assert main(["check", config, *CASES[name], "--json", str(out)]) == 0
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    assert found["agree"] and found["complaints"] == [] and found["first"] is None
-    assert max(found["gradients"].values()) <= 1e-10 and len(found["gradients"]) > 10
-    assert found["memory"]["planned"] == pytest.approx(found["memory"]["measured"], rel=0.35)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    assert result["agree"] and result["complaints"] == [] and result["first"] is None
+    assert max(result["gradients"].values()) <= 1e-10 and len(result["gradients"]) > 10
+    assert result["memory"]["planned"] == pytest.approx(result["memory"]["measured"], rel=0.35)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "ranks_here", lambda: 8)  # the same twin on every machine
+    # Check the same twin on every machine.
+    monkeypatch.setattr(command, "ranks_here", lambda: 8)
     assert main(["check", name]) == 0
 
 
 def test_lossy_features_are_replaced_and_named(config: str) -> None:
-    found = exact_twin(load_config(config, CASES["lossy"]), 2, 8, given=False)
-    assert [sentence.split(":")[0] for sentence in found.changes[:3]] == [
+    exact = exact_twin(load_config(config, CASES["lossy"]), 2, 8, given=False)
+    assert [sentence.split(":")[0] for sentence in exact.changes[:3]] == [
         "train.precision", "dropout", "comm.reduce.kind=int8",
     ]  # fmt: skip
-    assert found.config.comm.reduce.kind == "plain" and not found.config.drops
+    assert exact.config.comm.reduce.kind == "plain" and not exact.config.drops
     replicas = exact_twin(load_config(config, CASES["replicas"]), 4, 8, given=False)
     assert any(sentence.startswith("layout.replicas: 2 ->") for sentence in replicas.changes)
     assert replicas.world == 4 and replicas.config.layout.replicas == 1
@@ -82,10 +83,10 @@ def test_lossy_features_are_replaced_and_named(config: str) -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_axis_of_a_recipe_stays(name: str) -> None:
     recipe, config = read_recipe(name), load_config(name)
-    found = exact_twin(config, recipe.devices, 8, given=False)
-    check(found.config, found.world, TRAINING_RULES)
+    exact = exact_twin(config, recipe.devices, 8, given=False)
+    check(exact.config, exact.world, TRAINING_RULES)
     for axis in ("tp", "pp", "cp", "ep"):
-        was, now = getattr(config.layout, axis), getattr(found.config.layout, axis)
+        was, now = getattr(config.layout, axis), getattr(exact.config.layout, axis)
         assert (was > 1) == (now > 1) and now <= was
 
 
@@ -110,7 +111,7 @@ def test_a_layout_that_fits_nproc_is_kept(tp: int, pp: int, ranks: int, dp: int)
 
 
 def checked(*words: str) -> Checked:
-    """Return what the command would run."""
+    """Return the config and the number of ranks that the command would run."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     args = parser.parse_args(words)
@@ -119,13 +120,13 @@ def checked(*words: str) -> Checked:
 
 
 def test_the_rules_are_asked_about_the_ranks_that_are_started(config: str) -> None:
-    """A batch of one sample is right on the 4 ranks of one replica, and wrong on those of two."""
+    """A batch of one sample is accepted on 4 ranks, which are one replica, and refused on 8 ranks, which are two."""
     small = ("layout.tp=4", "train.global_batch=1", "train.micro_batch=1")
     assert checked(config, *small, "--nproc", "4").world == 4
     assert checked(config, *small).world == 4
     with pytest.raises(UserError, match="train.global_batch=1 "):
         checked(config, *small, "--nproc", "8")
-    assert checked(config, "layout.tp=4", "layout.pp=2", "--nproc", "4").config.layout.tp == 2, "shrunk"
+    assert checked(config, "layout.tp=4", "layout.pp=2", "--nproc", "4").config.layout.tp == 2, "tp shrinks to fit"
 
 
 def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path: Path) -> None:
@@ -141,14 +142,14 @@ def test_a_folder_s_model_takes_the_place_of_the_config_s(config: str, tmp_path:
     with pytest.raises(UserError, match="model.layers=2 and --model .* both describe the model"):
         command.config_of(args)
     verdict = Verdict(1e-10, ((1.0, 1.0),), ((1.0, 1.0),), {"a": 0.0}, {"a": 0.0}, None, {}, {})
-    found = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
-    assert f"with the model of {folder} on 2 ranks" in page(found | {"seconds": 1.0})
+    result = as_json(config, folder, exact_twin(load_config(config), 2, 8, given=False), verdict)
+    assert f"with the model of {folder} on 2 ranks" in page(result | {"seconds": 1.0})
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32, 64])
 def test_tp_divides_the_targets_of_a_t5(ranks: int) -> None:
-    found = exact_twin(load_config("t5-11b"), read_recipe("t5-11b").devices, ranks, given=False)
-    check(found.config, found.world, TRAINING_RULES)
+    exact = exact_twin(load_config("t5-11b"), read_recipe("t5-11b").devices, ranks, given=False)
+    check(exact.config, exact.world, TRAINING_RULES)
 
 
 def test_a_large_machine_checks_the_same_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +159,8 @@ def test_a_large_machine_checks_the_same_twin(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_only_changed_sizes_are_named(config: str) -> None:
-    found = exact_twin(load_config(config, ["model.layers=2"]), 2, 8, given=False)
-    (sizes,) = [sentence for sentence in found.changes if sentence.startswith("model:")]
+    exact = exact_twin(load_config(config, ["model.layers=2"]), 2, 8, given=False)
+    (sizes,) = [sentence for sentence in exact.changes if sentence.startswith("model:")]
     assert all(was != now for was, now in re.findall(r"(\d+) -> (\d+)", sizes)), sizes
 
 
@@ -203,7 +204,7 @@ def test_numbers_that_are_not_finite_never_agree(one: float, other: float) -> No
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["--nproc", "0"], "--nproc 0 must be at least 1"),
         (["--tolerance", "2"], "--tolerance 2 must be at least 0"),
@@ -211,9 +212,9 @@ def test_numbers_that_are_not_finite_never_agree(one: float, other: float) -> No
         (["layout.tp=3"], "tp=3 does not divide heads=8"),
     ],
 )
-def test_wrong_input_is_told(words: list[str], said: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_told(words: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 OWN = """
@@ -269,21 +270,21 @@ def test_a_module_of_transformers_with_packed_documents(tmp_path: Path) -> None:
         "data: {prefixes: [made], reset_attention: true, reset_positions: true, eod: 0}\n", encoding="utf-8",
     )  # fmt: skip
     assert main(["check", str(path), "--model", folder, "--nproc", "2", "--json", str(out)]) == 0
-    found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["documents"] <= 1e-10 and found["memory"]["measured"] is None
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["documents"] <= 1e-10 and result["memory"]["measured"] is None
 
 
 @pytest.mark.wide
 def test_the_real_sizes_in_the_run_s_precision(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["model.layers=2", "model.hidden=64", "model.seq=32", "train.precision=fp32", "run.device=cpu"]
     assert main(["check", config, *sizes, "layout.tp=2", "--full", "--nproc", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "in fp32" in said and "within 0.0001 of one process's" in said
+    stdout = capsys.readouterr().out
+    assert "in fp32" in stdout and "within 0.0001 of one process's" in stdout
 
 
 def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None:
     pairs = load_config(config, CASES["preferences"])
     assert len(pairs.monitored) == 1
     plan = predict_step(pairs, 4, samples=16)
-    found = planned_bytes(pairs, 4, 16, monitored=1)
-    assert found == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}
+    planned = planned_bytes(pairs, 4, 16, monitored=1)
+    assert planned == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}

@@ -1,5 +1,8 @@
-"""`meshwright check` finds planted bugs: it exits with 1 and names the parameter. The bugs are planted into the real
-code of the ranks that the command starts; the reference and the judgement are the command's own."""
+"""`meshwright check` finds planted bugs: it exits with 1 and names the parameter.
+
+The bugs are planted into the real code of the ranks that the command starts. The reference and the comparison are those
+of the command itself.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,20 @@ MIXTURE = ("model.mlp=swiglu", "model.bias=false", "model.experts.count=8", "mod
 
 @dataclass(frozen=True)
 class Planted:
+    """A bug, the settings that it needs, and patterns of the parameters that the command must name.
+
+    `first` is the first differing parameter in the order of the model, `worst` the one with the largest difference.
+    """
+
     words: tuple[str, ...]
     plant: Plant
-    first: str  # a pattern of the first parameter that differs, in the order of the model
+    first: str
     worst: str = ".*"
 
 
 @contextmanager
 def _swapped_box(trainer: Trainer) -> Iterator[None]:
-    """Each of two ranks says that it holds the other's rows of one weight."""
+    """Let each of two ranks record that it holds the other rank's rows of one weight."""
     for buffer in trainer.data_parallel.buffers:
         for slot in buffer.slots:
             if slot.record.name == "layers.1.mlp.up.weight":
@@ -53,7 +61,7 @@ def _swapped_box(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _sum_over_cp_missing(trainer: Trainer) -> Iterator[None]:
-    """Gradients are not summed over the ranks that share sequences."""
+    """Leave out the all-reduce of gradients over the ranks that share sequences."""
     reducer = trainer.data_parallel.reducer
 
     def nothing(bucket: Any, grads: torch.Tensor, group: Any) -> Any:
@@ -65,7 +73,7 @@ def _sum_over_cp_missing(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _documents_unmasked(trainer: Trainer) -> Iterator[None]:
-    """Attention sees all tokens of a sample that come before."""
+    """Let attention see all earlier tokens of a sample, across its documents."""
     with mock.patch.object(TokenView, "documents", lambda *given: None):
         yield
 
@@ -101,7 +109,7 @@ QUICK = ("swapped-box", "expert-gradients-doubled", "documents-unmasked")
 
 
 def planted_rank(rank: int, world: int, name: str, args: Any) -> None:
-    """The body of a rank: that of the command, with the bug in its trainer."""
+    """Run a rank of the command with the bug planted into its trainer."""
     real = checking.Recorder
     with ExitStack() as inside:
 
@@ -114,7 +122,7 @@ def planted_rank(rank: int, world: int, name: str, args: Any) -> None:
 
 
 def starting(name: str) -> Any:
-    """Stands for the launcher of ranks."""
+    """Return a stand-in for the launcher that starts ranks with the bug, but an unchanged reference."""
 
     def start(ranks: int, body: Any, args: Any) -> int:
         if body is command.reference:
@@ -136,8 +144,8 @@ def test_a_planted_bug_is_found_and_its_parameter_named(
     path.write_text(CONFIG, encoding="utf-8")
     monkeypatch.setattr(command, "start", starting(name))
     assert main(["check", str(path), "--nproc", "2", *planted.words]) == 1
-    said = capsys.readouterr().out
-    found = re.search(r"the first is (\S+) \(off by \S+\), the worst (\S+) \(off by", said)
-    assert found, said
-    assert ("documents of a sample see each other" in said) == (name == "documents-unmasked")
-    assert re.fullmatch(planted.first, found[1]) and re.fullmatch(planted.worst, found[2]), found[0]
+    stdout = capsys.readouterr().out
+    match = re.search(r"the first is (\S+) \(off by \S+\), the worst (\S+) \(off by", stdout)
+    assert match, stdout
+    assert ("documents of a sample see each other" in stdout) == (name == "documents-unmasked")
+    assert re.fullmatch(planted.first, match[1]) and re.fullmatch(planted.worst, match[2]), match[0]

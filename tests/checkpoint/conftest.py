@@ -1,4 +1,4 @@
-"""Fixtures of these tests: a folder with a config, and `meshwright train` started in it."""
+"""Fixtures of these tests: a folder with a config, and a function that starts `meshwright train` in it."""
 
 from __future__ import annotations
 

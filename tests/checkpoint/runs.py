@@ -1,5 +1,8 @@
-"""Runs of `pretrain` on ranks that a test may kill: at a moment of its choice, or at one of their own calls that change
-the file system (in the middle of a save, of a rename, of a line)."""
+"""Runs of `pretrain` on ranks that a test may kill.
+
+A test kills a rank from outside at any moment, or plants a crash: the rank then kills itself at one of its calls that
+change the file system (in the middle of a save, of a rename, of a line).
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,17 @@ from tests.support.waiting import HANG_S, until
 Sections = dict[str, dict[str, Any]]
 
 TIMES = ("step_time_s", "tokens_per_s", "phases", "time", "tflops", "mfu", "exposed_s", "ranks", "memory")
-CHANGES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")  # calls of os after which the disk is another
+# The functions of `os` that change the file system and at which a rank may kill itself.
+CHANGES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")
 
 
 @dataclass(frozen=True)
 class Crash:
-    """`rank` kills itself at its n-th change of the file system: before it, after it, or (a file written) half-way; or
-    when it would validate what the last checkpoint holds."""
+    """A planted crash: `rank` kills itself at its n-th change of the file system, with n = `call`.
+
+    `when` is "before", "after" or "half" (of the file that is being written). With "last validation" the rank instead
+    kills itself when it is about to validate the last step, after the checkpoint of that step is committed.
+    """
 
     rank: int
     call: int
@@ -40,7 +47,7 @@ class Crash:
 
 
 def tiny(folder: Path, **sections: dict[str, Any]) -> Sections:
-    """A model of a few hundred parameters, with dropout, and a checkpoint at every step."""
+    """Return the config of a run: a model of a few hundred parameters, with dropout, and a checkpoint at every step."""
     base: Sections = {
         "model": {"layers": 2, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8, "dropout": 0.1},
         "train": {"precision": "fp32", "global_batch": 8, "micro_batch": 1, "steps": 8},
@@ -55,7 +62,7 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> Sections:
 
 
 def train(rank: int, world: int, sections: Sections, crash: Crash | None, source: str | None) -> tuple[int, int]:
-    """The body of a rank: the whole run, as the command does it."""
+    """Train a whole run on one rank, as the command does. Return the last step and the number of samples consumed."""
     from meshwright.engine.datasets import datasets_of
     from meshwright.engine.providers import forward_step, model_provider
     from meshwright.run.pretrain import pretrain
@@ -73,6 +80,7 @@ def train(rank: int, world: int, sections: Sections, crash: Crash | None, source
 
 
 def _plant(crash: Crash) -> None:
+    """Patch this process so that it kills itself as `crash` says."""
     import meshwright.checkpoint.tensor_file as tensor_file
     import meshwright.record.run_folder as run_folder
 
@@ -86,18 +94,20 @@ def _plant(crash: Crash) -> None:
         return
 
     def counted(call: Callable[..., Any], half: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Wrap a function that changes the file system. `half` does half of its work."""
+
         def changed(*args: Any, **more: Any) -> Any:
             nonlocal count
             count += 1
-            now = count == crash.call
-            if now and crash.when == "half" and half is not None:
+            dies_now = count == crash.call
+            if dies_now and crash.when == "half" and half is not None:
                 half(*args, **more)
-            if now and crash.when != "after":
+            if dies_now and crash.when != "after":
                 die()
             try:
                 return call(*args, **more)
             finally:
-                if now:
+                if dies_now:
                     die()
 
         return changed
@@ -119,6 +129,7 @@ def _plant(crash: Crash) -> None:
 
 
 def _plant_in_validation(die: Callable[[], None]) -> None:
+    """Patch the validation of the last step: wait for the step's checkpoint, then die."""
     from meshwright.engine.step import Trainer
 
     real = Trainer.validate
@@ -134,7 +145,7 @@ def _plant_in_validation(die: Callable[[], None]) -> None:
 
 
 class Attempt:
-    """Ranks that train `sections`, until they are done or one of them is dead."""
+    """A set of rank processes that train `sections` until they finish or one of them dies."""
 
     def __init__(self, world: int, sections: Sections, crash: Crash | None = None, source: str | None = None) -> None:
         self.world, self.run = world, Path(sections["run"]["dir"])
@@ -145,6 +156,7 @@ class Attempt:
             args = (train, rank, world, self._folder, (sections, crash, source), theirs)
             process = _SERVER.Process(target=_child, args=args, daemon=True)
             process.start()
+            # Close our copy of the writing end: otherwise the death of the rank would not give an EOFError here.
             theirs.close()
             self._pipes.append(ours)
             self.ranks.append(process)
@@ -153,17 +165,18 @@ class Attempt:
         os.kill(self.ranks[rank].pid, signal.SIGKILL)
 
     def until(self, ready: Callable[[], bool], deadline: float = HANG_S) -> bool:
-        """Waits; False if the ranks came to an end first."""
+        """Wait until `ready()` is true. Return False if a rank finished or died first."""
         end = time.monotonic() + deadline
         while not ready():
             assert time.monotonic() < end, "the ranks make no progress"
+            # A rank sends nothing before its result or error. A dead rank's pipe is readable as well.
             if any(pipe.poll() for pipe in self._pipes):
                 return False
             time.sleep(0.002)
         return True
 
     def finish(self, deadline: float = HANG_S) -> list[Any] | None:
-        """What each rank returned, or None if one of them died. In either case nobody is left."""
+        """Return the results of all ranks, or None if one of them was killed. No rank is left running."""
         results: dict[int, Any] = {}
         end = time.monotonic() + deadline
         try:
@@ -178,7 +191,8 @@ class Attempt:
                     except EOFError:
                         return None
                     if kind == "error":
-                        if self._victim():
+                        # A rank also raises when another one dies in the middle of a collective.
+                        if self._was_killed():
                             return None
                         raise AssertionError(value)
                     results[waiting[pipe]] = value
@@ -186,9 +200,10 @@ class Attempt:
         finally:
             self.stop()
 
-    def _victim(self) -> bool:
-        """Whether a rank was killed, which others may notice before we do."""
-        end = time.monotonic() + 20.0  # only a test that fails waits for all of it
+    def _was_killed(self) -> bool:
+        """Return whether a rank was killed. Other ranks may notice its death before this process does."""
+        # Only a failing test waits this long.
+        end = time.monotonic() + 20.0
         while time.monotonic() < end:
             if any(process.exitcode == -signal.SIGKILL for process in self.ranks):
                 return True
@@ -204,7 +219,7 @@ class Attempt:
 
 
 def complete(world: int, sections: Sections, source: str | None = None) -> Path:
-    """Trains to the end; the run's folder."""
+    """Train to the end and return the run's folder."""
     attempt = Attempt(world, sections, source=source)
     assert attempt.finish() is not None
     return attempt.run
@@ -215,12 +230,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run that may have been killed in the middle of one."""
+    """Return the complete lines of a file whose writer may have been killed in the middle of a line."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file without the values that depend on the speed of the machine."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines(path)]
 
 
@@ -233,7 +249,7 @@ def saved(run: Path) -> list[int]:
 
 
 def ended(run: Path, last: int) -> bool:
-    """Whether nothing is left to do: the last step is saved and validated."""
+    """Return whether a run is complete: its last step is saved and validated."""
     return last in saved(run) and last in [line["step"] for line in whole_lines(run / "validation.jsonl")]
 
 
@@ -242,7 +258,7 @@ def newest(run: Path) -> Path:
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, put together, and its checksums compared."""
+    """Return every tensor of a checkpoint, assembled from its blocks. All checksums are verified."""
     from meshwright.checkpoint.load import Reader
 
     reader = Reader(path)
@@ -260,7 +276,10 @@ def tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same(run: Path, reference: Path) -> None:
-    """Two finished runs are equal to the bit: metrics but for the times, and all that the last checkpoint holds."""
+    """Assert that two finished runs are bit-identical.
+
+    The metrics must agree apart from times, and the last checkpoints in all tensors and counters.
+    """
     for name in ("metrics.jsonl", "validation.jsonl"):
         assert timeless(run / name) == timeless(reference / name), name
     ours, theirs = newest(run), newest(reference)

@@ -1,4 +1,7 @@
-"""`meshwright train` asked to stop, killed, started again, with a damaged checkpoint or a full disk; `inspect`."""
+"""Tests of `meshwright train` when it is stopped, killed or restarted, or finds a damaged checkpoint or a full disk.
+
+Also tests `meshwright inspect`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from tests.support.waiting import until
 
 
 def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: int) -> None:
-    """Exit 0, and a complete checkpoint at the step that the run came to."""
-    code, said = ended(process)
-    assert code == 0 and "Traceback" not in said, said
+    """Assert that the command ends with exit code 0 and a complete checkpoint of the last step in the metrics."""
+    code, output = ended(process)
+    assert code == 0 and "Traceback" not in output, output
     done = steps(run)
     assert done == list(range(1, len(done) + 1)) and len(done) > at_least
     assert saved(run)[-1] == done[-1]
@@ -35,7 +38,7 @@ def assert_stopped_cleanly(run: Path, process: subprocess.Popen[str], at_least: 
 
 
 def test_the_command_is_asked_to_stop_and_goes_on_when_it_is_started_again(folder: Path, start: Any) -> None:
-    """First all of its processes, as a scheduler does, then the command alone."""
+    """The signal first goes to all of its processes, as a scheduler sends it, and then to the command alone."""
     run = folder / "run"
     process = start("--nproc", "2")
     until(lambda: len(steps(run)) >= 3, process)
@@ -83,33 +86,33 @@ def test_a_request_that_comes_before_the_first_step(folder: Path, start: Any) ->
 
 @pytest.mark.wide
 def test_restarts(folder: Path, start: Any) -> None:
-    """A rank is killed twice; the launcher starts again from the last checkpoint, to the undisturbed run's end."""
+    """The launcher restarts all ranks after each of two kills, and the run ends like an undisturbed one."""
     run = folder / "run"
     process = start("--nproc", "2", "train.steps=16", "checkpoint.every=4", "--restarts", "3")
     for attempt, goal in ((0, 5), (1, 9)):
         until(lambda goal=goal: len(steps(run)) >= goal and saved(run), process)
         until(lambda attempt=attempt: attempt in ranks(folder, attempt), process)
         os.kill(ranks(folder, attempt)[attempt], signal.SIGKILL)
-    code, said = ended(process)
-    assert code == 0, said
+    code, output = ended(process)
+    assert code == 0, output
     for attempt in (0, 1):
         again = f"all ranks start again (restart {attempt + 1} of 3, from the newest checkpoint)"
-        assert f"rank {attempt} was killed by SIGKILL; the other ranks were stopped; {again}\n" in said, said
+        assert f"rank {attempt} was killed by SIGKILL; the other ranks were stopped; {again}\n" in output, output
     assert_same(run, complete(2, sections(folder, "straight", 16, checkpoint={"every": 4})))
     assert len(ranks(folder)) == 0, "the launcher removes its files"
 
 
 @pytest.mark.wide
 def test_restarts_of_a_run_from_other_weights(folder: Path, start: Any) -> None:
-    """The ranks that are started again go on from their own checkpoint, not from the other run's weights."""
+    """Restarted ranks resume from their own checkpoint, not from the other run's weights."""
     assert ended(start("--nproc", "2", "train.steps=4", "run.dir=base"))[0] == 0
     words = ("--nproc", "2", "train.steps=16", "checkpoint.every=2", "--from", "base")
     assert ended(start(*words, "run.dir=straight"))[0] == 0
     process = start(*words, "--restarts", "1")
     until(lambda: len(steps(folder / "run")) >= 8 and saved(folder / "run"), process)
     os.kill(ranks(folder)[0], signal.SIGKILL)
-    code, said = ended(process)
-    assert code == 0, said
+    code, output = ended(process)
+    assert code == 0, output
     assert_same(folder / "run", folder / "straight")
     assert not list((folder / "run" / "checkpoints").glob("lost-*"))
 
@@ -121,13 +124,13 @@ def test_no_restarts_left(folder: Path, start: Any) -> None:
         until(lambda attempt=attempt: len(ranks(folder, attempt)) == 2, process)
         time.sleep(0.5)
         os.kill(ranks(folder, attempt)[1], signal.SIGKILL)
-    code, said = ended(process)
-    assert code == 1 and "rank 1 was killed by SIGKILL" in said and "Traceback" not in said
+    code, output = ended(process)
+    assert code == 1 and "rank 1 was killed by SIGKILL" in output and "Traceback" not in output
 
 
 @pytest.mark.wide
 def test_a_damaged_checkpoint_is_passed_over(folder: Path, start: Any) -> None:
-    """By the ranks together, though one alone reads the damaged file; its sentence is said once."""
+    """All ranks skip it together, though only one of them reads the damaged file. The warning is printed once."""
     more: dict[str, dict[str, Any]] = {"layout": {"tp": 2}, "checkpoint": {"every": 2, "keep": 0}}
     run = complete(2, sections(folder, "run", 4, **more))
     path = run / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
@@ -135,10 +138,10 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Path, start: Any) -> None:
     data[-5] ^= 16
     path.write_bytes(bytes(data))
     words = ("--nproc", "2", "layout.tp=2", "checkpoint.every=2", "checkpoint.keep=0", "train.steps=6")
-    code, said = ended(start(*words))
-    assert code == 0, said
-    warnings = [line for line in said.splitlines() if "warning" in line]
-    assert len(warnings) == 1 and "step-00000004/rank-00000.safetensors is damaged" in warnings[0], said
+    code, output = ended(start(*words))
+    assert code == 0, output
+    warnings = [line for line in output.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "step-00000004/rank-00000.safetensors is damaged" in warnings[0], output
     assert "going back to step-00000002" in warnings[0]
     assert steps(run) == [1, 2, 3, 4, 5, 6] and saved(run) == [2, 4, 6]
 
@@ -150,39 +153,39 @@ def test_all_checkpoints_are_damaged(folder: Path, start: Any) -> None:
     for step in (2, 4):
         path = run / "checkpoints" / fmt.folder_name(step) / "rank-00001.safetensors"
         os.truncate(path, path.stat().st_size - 1)
-    code, said = ended(start("--nproc", "2", "layout.tp=2", "--restarts", "2"))
-    told = [line for line in said.splitlines() if "no checkpoint that can be used" in line]
-    assert code == 2 and len(told) == 1 and "rank-00001.safetensors" in told[0] and "Traceback" not in said
+    code, output = ended(start("--nproc", "2", "layout.tp=2", "--restarts", "2"))
+    errors = [line for line in output.splitlines() if "no checkpoint that can be used" in line]
+    assert code == 2 and len(errors) == 1 and "rank-00001.safetensors" in errors[0] and "Traceback" not in output
     assert saved(run) == [2, 4], "nothing was set aside"
 
 
 def limit_files(size: int) -> Callable[[], None]:
-    """A disk that is full as soon as a file has `size` bytes."""
+    """Return a function that limits the size of files, which acts like a disk that is full at `size` bytes."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.wide
 def test_a_full_disk(folder: Path, start: Any) -> None:
     words = ("--nproc", "2", "checkpoint.every=1", "--restarts", "1")
-    code, said = ended(start(*words, preexec_fn=limit_files(20_000)))
-    told = [line for line in said.splitlines() if line.startswith("meshwright: ")]
-    warned = [line for line in told if "warning" in line]
-    assert code == 2 and 1 <= len(warned) <= 2 and len(told) - len(warned) in (1, 2), said
+    code, output = ended(start(*words, preexec_fn=limit_files(20_000)))
+    messages = [line for line in output.splitlines() if line.startswith("meshwright: ")]
+    warnings = [line for line in messages if "warning" in line]
+    assert code == 2 and 1 <= len(warnings) <= 2 and len(messages) - len(warnings) in (1, 2), output
     failed = r"the checkpoint can't be written to \S+checkpoints\S* \(File too large\): .*choose another checkpoint.dir"
-    assert any(re.search(failed, line) for line in warned), said
+    assert any(re.search(failed, line) for line in warnings), output
     assert saved(folder / "run") == []
 
 
 def test_folders_that_cannot_be_written(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found before the first step, not at the first checkpoint."""
+    """They are reported before the first step, not at the first checkpoint."""
     (folder / "file").write_text("")
     monkeypatch.chdir(folder)
     for word, name in (("checkpoint.dir=file/here", "file/here"), ("run.dir=file/run", "file/run")):
         assert main(["train", "config.yaml", word]) == 2
-        said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
-        assert len(said) == 1 and name in said[0] and "Not a directory" in said[0]
+        (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
+        assert name in error and "Not a directory" in error
     assert steps(folder / "run") == []
 
 
@@ -190,20 +193,21 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tiny(folder / "run", train={"steps": 3, "precision": "bf16"}, layout={"tp": 2})
     run = complete(2, made)
     assert main(["inspect", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     index = fmt.read_index(run / "checkpoints" / "step-00000003")
-    assert (found["step"], found["consumed"], found["world"], found["precision"]) == (3, 24, 2, "bf16")
-    assert found["layout"]["tp"] == 2 and found["counters"]["updates"] == 3
-    assert set(found["states"]) == {"param", "exp_avg", "exp_avg_sq"}
+    assert (result["step"], result["consumed"], result["world"], result["precision"]) == (3, 24, 2, "bf16")
+    assert result["layout"]["tp"] == 2 and result["counters"]["updates"] == 3
+    assert set(result["states"]) == {"param", "exp_avg", "exp_avg_sq"}
     elements = sum(int(np.prod(t["shape"])) for n, t in index.tensors.items() if n.startswith("param/"))
-    assert found["states"]["param"]["elements"] == elements and found["states"]["param"]["dtypes"] == ["float32"]
-    assert found["tensor_bytes"] == found["verified_bytes"] == 12 * elements
-    assert found["tensors"] == len(index.tensors) and found["blocks"] == len(index.blocks)
-    assert set(found["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert result["states"]["param"]["elements"] == elements and result["states"]["param"]["dtypes"] == ["float32"]
+    assert result["tensor_bytes"] == result["verified_bytes"] == 12 * elements
+    assert result["tensors"] == len(index.tensors) and result["blocks"] == len(index.blocks)
+    assert set(result["files"]) == {"rank-00000.safetensors", "rank-00001.safetensors"}
     assert main(["inspect", f"{run}@2"]) == 0
     page = capsys.readouterr().out
     assert "step        2, after 16 samples" in page and "every checksum is right" in page and "tp=2" in page
-    assert "  counters    updates 2\n" in page  # without a loss scale there are no steps since it changed
+    # The counter of steps since the last change is only shown with a loss scale.
+    assert "  counters    updates 2\n" in page
     assert main(["inspect", str(run / "checkpoints" / "step-00000002"), "--no-verify"]) == 0
     assert "not verified" in capsys.readouterr().out
     assert main(["inspect", f"{run}@1"]) == 2

@@ -1,4 +1,7 @@
-"""What travels with a model: from its data or the folder it was imported from into runs, checkpoints and exports."""
+"""Tests of the files that travel with a model, such as its tokenizer and chat template.
+
+They go from its data, or from the folder that it was imported from, into runs, checkpoints and exports.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SIZES = ["model.layers=1", "model.hidden=16", "model.heads=2", "model.seq=16"]
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with text, and two tokenizers that give the same words other ids."""
+    """A folder with text, and two tokenizers that give the same words different ids."""
     monkeypatch.chdir(tmp_path)
     for number in range(4):
         (tmp_path / "text").mkdir(exist_ok=True)
@@ -46,7 +49,7 @@ def train(run: str, data: str, steps: int, *more: str) -> int:
 def test_text_goes_in_and_out_wherever_the_run_is(
     tokenizer: str, there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though the data and the tokenizer's own file are gone, and from another folder."""
+    """Text still works after the data and the tokenizer's file are deleted, and from another working directory."""
     prepare("made", tokenizer)
     assert train("run", "made", 1, *SIZES, "model.vocab=300") == 0
     ends = json.loads((there / "data" / "made.json").read_text())["eod"]
@@ -65,7 +68,10 @@ def test_text_goes_in_and_out_wherever_the_run_is(
 
 
 def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Family, chat template and generation settings, through training and a resume; and where it came from is noted."""
+    """The family, the chat template and the generation settings survive training and a resume.
+
+    The run records the folder that its weights were imported from.
+    """
     hf = there / "hf"
     save("mistral", hf, std=0.1)
     shutil.copytree(there / "tok", hf, dirs_exist_ok=True)
@@ -80,9 +86,9 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
     capsys.readouterr()
 
     assert train("run", "foreign", 1, "--from", "imported") == 2
-    said = capsys.readouterr().err
-    assert "data/foreign was made with another tokenizer than the model in imported" in said
-    assert "--tokenizer imported/tokenizer.json, or set data.any_tokenizer=true" in said
+    stderr = capsys.readouterr().err
+    assert "data/foreign was made with another tokenizer than the model in imported" in stderr
+    assert "--tokenizer imported/tokenizer.json, or set data.any_tokenizer=true" in stderr
     assert not (there / "run").exists(), "a refused run leaves nothing behind"
     assert train("run", "own", 1, "--from", "imported") == 0
     assert "begins run with the weights of imported, checkpoint verified" in capsys.readouterr().err
@@ -102,13 +108,14 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
         assert refused == 2 and "data/foreign was made with another tokenizer" in capsys.readouterr().err, words
     for word, code in (("other", 2), ("bytes", 2), ("hf", 0)):
         assert main(["generate", "run", "--prompt", "a", "--max-tokens", "1", "--tokenizer", word]) == code
-        told = f"--tokenizer {word}" in (said := capsys.readouterr().err) and "is another tokenizer than that" in said
-        assert told == (code == 2), said
+        stderr = capsys.readouterr().err
+        is_named = f"--tokenizer {word}" in stderr and "is another tokenizer than that" in stderr
+        assert is_named == (code == 2), stderr
     assert main(["eval", "run", "--data", "data/foreign", "data.any_tokenizer=true"]) == 0
     assert train("run", "foreign", 3, "data.any_tokenizer=true") == 0
     newest = there / "run" / "checkpoints" / "step-00000003"
     assert (newest / "tokenizer.json").read_bytes() == (there / "other" / "tokenizer.json").read_bytes()
-    assert not (newest / "chat_template.jinja").exists(), "it was the other tokenizer's"
+    assert not (newest / "chat_template.jinja").exists(), "it belonged to the replaced tokenizer"
     assert json.loads((there / "run" / "companions" / "companions.json").read_text())["from"] == "imported"
     assert (newest / ORIGIN).exists(), "the family stays"
 

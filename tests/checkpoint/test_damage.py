@@ -1,4 +1,4 @@
-"""Damaged checkpoints: found, named, passed over for the one before; and no file is ever executed."""
+"""Damaged checkpoints are detected, named, and replaced by the one before; and no file is ever executed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_of(run: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 1 and 2."""
+    """Make a run with checkpoints of steps 1 and 2, once for all tests."""
     run = tmp_path_factory.mktemp("original")
     trainer = make_trainer(config_of(run))
     saver = Saver(trainer, run / "checkpoints", asynchronous=False, busy="wait", keep=0)
@@ -63,7 +63,7 @@ def header_size(path: Path) -> int:
 
 
 def sealed(folder: Path, **changes: Any) -> None:
-    """An index that says something else, with a right checksum: another program wrote it."""
+    """Change values of the index and give it a correct checksum, as another program might write it."""
     value = json.loads((folder / fmt.INDEX).read_text()) | changes
     value.pop("crc32")
     head = json.dumps(value).encode()[:-1]
@@ -71,11 +71,11 @@ def sealed(folder: Path, **changes: Any) -> None:
 
 
 def _number(folder: Path, key: str) -> int:
-    """Where a number of the index stands in its file."""
+    """Return the offset of the value of `key` in the index file."""
     return (folder / fmt.INDEX).read_bytes().index(f'"{key}": '.encode()) + len(key) + 4
 
 
-# Name: what is done to a checkpoint's folder, the file that must be named, a word of the sentence.
+# By name: the damage to a checkpoint's folder, the file that the message must name, and some of its words.
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a part is truncated": (lambda f: os.truncate(f / PART, 1000), PART, "1000 bytes where"),
     "a part is empty": (lambda f: os.truncate(f / PART, 0), PART, "0 bytes where"),
@@ -111,13 +111,13 @@ def test_the_one_before_is_used(name: str, run: Path, capsys: pytest.CaptureFixt
     damage(run / "checkpoints" / "step-00000002")
     trainer = trained(run)
     resume(trainer, None)
-    *said, last = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("meshwright: warning: ") and said[0].endswith("step-00000001")
+    warning, last = capsys.readouterr().err.strip().splitlines()
+    assert warning.startswith("meshwright: warning: ") and warning.endswith("step-00000001")
     assert last == f"continues {run} from step 1 of 50, checkpoint verified"
-    assert file in said[0] and "step-00000002" in said[0] and word in said[0]
+    assert file in warning and "step-00000002" in warning and word in warning
     assert (trainer.step_number, trainer.consumed) == (1, 4)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["lost-step-00000002", "step-00000001"], "kept for a look, and out of the way of the next save"
+    assert names == ["lost-step-00000002", "step-00000001"], "the damaged one is kept, out of the way of the next save"
     trainer.step()
     Saver(trainer, run / "checkpoints", asynchronous=False, busy="wait", keep=0).save()
     again = trained(run)
@@ -149,12 +149,12 @@ def test_inspect_names_the_file(name: str, run: Path, capsys: pytest.CaptureFixt
     damage(path)
     assert main(["inspect", str(run)]) == 2
     captured = capsys.readouterr()
-    said = captured.err.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("meshwright: ") and file in said[0] and captured.out == ""
+    (error,) = captured.err.strip().splitlines()
+    assert error.startswith("meshwright: ") and file in error and captured.out == ""
 
 
 def test_flipped_bits_are_found_all_over_the_files(original: Path, tmp_path: Path) -> None:
-    """One bit of each of some hundreds of bytes, by the verifier and by a reader of all blocks."""
+    """Both the verifier and a reader of all blocks detect one flipped bit, in each of some hundreds of bytes."""
     source = original / "checkpoints" / "step-00000002"
     folder = tmp_path / "step-00000002"
     shutil.copytree(source, folder)
@@ -176,7 +176,7 @@ def test_flipped_bits_are_found_all_over_the_files(original: Path, tmp_path: Pat
 
 
 class Malicious:
-    """Unpickled, it makes a file."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -190,7 +190,8 @@ def test_a_pickle_is_never_executed(place: str, run: Path, capsys: pytest.Captur
     marker = run / "executed"
     data = pickle.dumps(Malicious(marker))
     pickle.loads(data)
-    assert marker.exists(), "it works"
+    # Without this check, the test would also pass with a pickle that does nothing.
+    assert marker.exists(), "unpickling runs its code"
     marker.rmdir()
     folder = run / "checkpoints" / "step-00000002"
     size = (folder / PART).stat().st_size

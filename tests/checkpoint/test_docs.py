@@ -1,4 +1,4 @@
-"""docs/checkpoints.md: its reader works, and the tests that it names are there."""
+"""Tests of docs/checkpoints.md: the reader that it shows works, and the tests that it names exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_anyone_can_read_it_with_safetensors_and_json(tmp_path: Path) -> None:
 
 
 def test_every_promise_names_tests_that_exist() -> None:
-    """Each of its paragraphs that begins with a guarantee names one or more, by file (and folder) and function."""
+    """Each paragraph of the page that begins with a guarantee names one or more tests, by file and function."""
     tests = Path(__file__).parents[1]
     promises = PAGE.split("## Guarantees")[1].split("A folder that not all ranks share")[0]
     paragraphs = [text for text in promises.split("\n\n") if text.startswith("**")]

@@ -1,5 +1,7 @@
-"""A killed run of an encoder-decoder goes on to the bit, and one that moves to another split of its pipeline goes on as
-one process would."""
+"""An encoder-decoder run resumes from checkpoints.
+
+A killed run continues bit-identically. A run that changes the split of its pipeline continues as one process would.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.support.oracle import EXACT
 
 MODEL = {"kind": "t5", "layers": 5, "heads": 2, "seq": 16, "t5": {"encoder_layers": 2, "decoder_seq": 8}}
 PLACES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "pp2": (2, {"pp": 2}, {}),  # the first rank also begins the decoder
+    "pp2": (2, {"pp": 2}, {}),  # The first rank also holds the start of the decoder.
     "pp4": (4, {"pp": 4}, {"encoder_stages": 1}),
     "chunks": (2, {"pp": 2, "chunks": 2}, {"schedule": "interleaved", "encoder_stages": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"encoder_stages": 1}),
@@ -42,7 +44,7 @@ def test_a_killed_run_goes_on_to_the_bit(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_a_run_moves_to_other_splits_of_the_pipeline(tmp_path: Path) -> None:
-    """From one split to the next, and at the end everything is what one process has."""
+    """A run that moves through several splits ends with the tensors of a run in one process."""
     exact = {"train": {"precision": "fp64"}, "model": {**MODEL, "dropout": 0.0}}
     done, run = 0, tmp_path / "moving"
     for place in PLACES:

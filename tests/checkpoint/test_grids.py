@@ -1,4 +1,4 @@
-"""Checkpoints go from one axis of tensor parallelism to grids, between grids and back, bit for bit; grids read them."""
+"""Checkpoints move bit for bit between one axis of tensor parallelism and grids, and between grids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.token_files import write_documents
 
 @dataclass(frozen=True)
 class GridPlace(Place):
-    """A layout with a grid."""
+    """A layout with a grid of tensor-parallel ranks."""
 
     kind: str = "2d"
     grid: tuple[int, ...] = (2, 2)
@@ -41,7 +41,10 @@ SHARDED = GridPlace(8, tp=4, micro=2, zero=3)
 
 
 def check_chain(tmp_path: Path, places: list[Place]) -> None:
-    """Every layout loads what the one before it saved, and saves it; the first has trained."""
+    """Train in the first layout, then let each layout load and save the checkpoint of the one before it.
+
+    All these checkpoints must be bit-identical.
+    """
     jobs = []
     for number, place in enumerate(places):
         source = f"{jobs[-1].target}/step-{BEFORE:08d}" if jobs else ""
@@ -54,9 +57,9 @@ def check_chain(tmp_path: Path, places: list[Place]) -> None:
         same.append(job)
     launch(same)
     first, *others = (tensors(Path(job.target) / f"step-{BEFORE:08d}") for job in jobs)
-    for job, found in zip(jobs[1:], others, strict=True):
-        assert found.keys() == first.keys()
-        assert all(found[name].tobytes() == values.tobytes() for name, values in first.items()), job.place.name
+    for job, loaded in zip(jobs[1:], others, strict=True):
+        assert loaded.keys() == first.keys()
+        assert all(loaded[name].tobytes() == values.tobytes() for name, values in first.items()), job.place.name
 
 
 @pytest.mark.wide
@@ -71,7 +74,7 @@ def test_from_one_axis_to_a_cube_to_one_process_and_back(tmp_path: Path) -> None
 
 @pytest.mark.wide
 def test_runs_go_on_in_other_layouts(tmp_path: Path) -> None:
-    """As one process would have gone on, samples included."""
+    """A run continues in another layout as one process would have, samples included."""
     pairs = [(TP4, FLAT, True), (FLAT, CUBE, True), (CUBE, ONE, False), (ONE, STACK, True), (STACK, SHARDED, True),
              (SHARDED, TP4, False)]  # fmt: skip
     check_pairs(tmp_path, pairs, after=2)
@@ -79,19 +82,20 @@ def test_runs_go_on_in_other_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_what_a_grid_trained_is_read_by_eval_and_generate(tmp_path: Path) -> None:
-    """The loss on a grid is that of one process; text is written by one process, or along one axis."""
+    """`eval` on a grid gives the loss of one process. `generate` runs in one process or along one axis."""
     launch([Job(FLAT, True, BEFORE, "", str(tmp_path / "run"))])
     source, vocab = str(tmp_path / "run" / f"step-{BEFORE:08d}"), FLAT.config(True).model.vocab
     write_documents(tmp_path / "tokens", [np.random.default_rng(0).integers(0, vocab, 400)])
 
-    def told(*words: str) -> dict[str, float]:
-        # Ranks that this process starts print where its first ones did, which another test may have captured.
+    def json_of(*words: str) -> dict[str, float]:
+        # A new process, because the forkserver of this one prints to the stdout that it had when it started, which may
+        # be that of an earlier test.
         ran = subprocess.run([sys.executable, "-m", "meshwright", *words, "--json"], capture_output=True, check=True)
-        found: dict[str, float] = json.loads(ran.stdout)
-        return found
+        values: dict[str, float] = json.loads(ran.stdout)
+        return values
 
     words = ["eval", source, "--data", str(tmp_path / "tokens"), "--samples", "4"]
     grid = ["--nproc", "4", "layout.tp=4", "layout.tp_grid=[2,2]", "train.micro_batch=2"]
-    assert told(*words, *grid)["loss"] == pytest.approx(told(*words)["loss"], abs=1e-6)
+    assert json_of(*words, *grid)["loss"] == pytest.approx(json_of(*words)["loss"], abs=1e-6)
     prompt = ["generate", source, "--prompt-tokens", "5,3", "--max-tokens", "6", "--temperature", "0"]
-    assert told(*prompt)["tokens"] == told(*prompt, "--nproc", "2")["tokens"]
+    assert json_of(*prompt)["tokens"] == json_of(*prompt, "--nproc", "2")["tokens"]

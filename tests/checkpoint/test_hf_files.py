@@ -1,4 +1,7 @@
-"""Hugging Face folders without transformers: what is refused, the tokenizer that goes along, the stream of a file."""
+"""Tests of import from and export to Hugging Face folders without the transformers library.
+
+They cover refused folders, dtypes, the tokenizer that is exported with the model, and the streaming file writer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from tests.support.oracle import make_trainer, small_config
 
 
 def saved(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A checkpoint of a new model."""
+    """Save a checkpoint of an untrained model and return its folder."""
     trainer = make_trainer(small_config(**sections))
     saver = Saver(trainer, folder, asynchronous=False, busy="wait", keep=0)
     saver.save()
@@ -34,14 +37,14 @@ def saved(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    """Its pieces may be cut anywhere and lie in memory anyhow; each one's checksum is told."""
+    """Its bytes may be passed in chunks of any size and memory layout. The writer returns each chunk's checksum."""
     a, b = torch.arange(12, dtype=torch.float32).view(3, 4), torch.randn(5).bfloat16()
     entries = [TensorEntry.of("a", a), TensorEntry("b", "BF16", (5,)), TensorEntry("c", "F32", (4, 3))]
-    pieces = [a[:2], a[2:], b, *a.t().split(1)]
-    sums = write_tensors(tmp_path / "x.safetensors", entries, iter(pieces), {"format": "pt"})
-    assert sums == [checksum(piece) for piece in pieces]
-    found = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(found["a"], a) and torch.equal(found["b"], b) and torch.equal(found["c"], a.t())
+    chunks = [a[:2], a[2:], b, *a.t().split(1)]
+    sums = write_tensors(tmp_path / "x.safetensors", entries, iter(chunks), {"format": "pt"})
+    assert sums == [checksum(chunk) for chunk in chunks]
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(loaded["a"], a) and torch.equal(loaded["b"], b) and torch.equal(loaded["c"], a.t())
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     with pytest.raises(AssertionError, match="bytes written of"):
@@ -102,7 +105,10 @@ def test_import_of_a_damaged_config(
 
 
 def test_our_own_model_there_and_back(tmp_path: Path) -> None:
-    """Weights, bit by bit, also read straight from the folder; the model section; an earlier export is not lost."""
+    """An export and an import keep the model section and every bit of the weights.
+
+    The weights are equal too when they are read straight from the folder. A second export into it is refused.
+    """
     checkpoint = saved(tmp_path / "run", train={"precision": "fp32"})
     written = export_folder(checkpoint, tmp_path / "hf")
     assert (written["family"], written["beside"]) == ("gpt2", [])
@@ -125,7 +131,7 @@ def test_our_own_model_there_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["", "fp16"])
 @pytest.mark.parametrize("given", [{"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}, {}], ids=str)
 def test_config_json_names_the_dtype_that_was_written(given: dict[str, Any], dtype: str, tmp_path: Path) -> None:
-    """Whatever the folder says that it shall be like; else transformers would round what it loads."""
+    """The dtype in the config of `like` is replaced. Otherwise transformers would round the weights on loading."""
     checkpoint = saved(tmp_path / "run", train={"precision": "fp32"})
     export_folder(checkpoint, tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -141,7 +147,7 @@ def test_config_json_names_the_dtype_that_was_written(given: dict[str, Any], dty
 
 @pytest.mark.parametrize("origin", [True, False], ids=["like it came", "a file of ours"])
 def test_weights_of_several_dtypes(origin: bool, tmp_path: Path) -> None:
-    """A folder's own word on them comes back; ours is the dtype that holds them all."""
+    """The `torch_dtype` of an imported folder is exported again. Otherwise it is the widest dtype of the weights."""
     export_folder(saved(tmp_path / "run", train={"precision": "fp32"}), tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["transformer.ln_f.weight"] = tensors["transformer.ln_f.weight"].double()

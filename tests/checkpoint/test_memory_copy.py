@@ -1,4 +1,7 @@
-"""Copies of ranks' shares in the memory of keepers: what is kept, what is loaded, and what strangers can do."""
+"""Tests of the copies of ranks' shards in the memory of keepers.
+
+They cover which copies are kept, how a run resumes from them, and that strangers can neither read nor change them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def keepers() -> Iterator[list[Keeper]]:
-    """Two, in threads of this process."""
+    """Two keepers that serve in threads of this process."""
     made = [Keeper("127.0.0.1") for _ in range(2)]
     for one in made:
         one.key = SECRET
@@ -65,8 +68,11 @@ def held(world: int = 2, generation: int = 0) -> Held:
 def test_a_run_goes_on_from_memory_without_a_disk(
     keepers: list[Keeper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both nodes hold all of it; one is lost, and so is every checkpoint on disk. What is loaded is what was saved, bit
-    for bit; a copy with one wrong bit is not."""
+    """A run resumes from memory after the loss of one of two nodes and of every checkpoint on disk.
+
+    The keepers of both nodes hold the whole copy. The loaded state is bit-identical to the saved one. A copy with one
+    wrong bit is refused.
+    """
     sections = tiny(tmp_path / "run", train={"steps": 4}, checkpoint={"every": 4, "memory_every": 2, "keep": 0})
     sections["faults"] = {"elastic": True}
     for name, value in environment(keepers, node=1).items():
@@ -107,15 +113,15 @@ def test_a_run_goes_on_from_memory_without_a_disk(
 
 
 def test_a_copy_goes_into_the_same_memory_each_time_and_is_that_of_its_step(tmp_path: Path) -> None:
-    """Training may change the state as soon as the copy is made, and the next copy waits until this one is sent."""
+    """Training may change the state as soon as the copy is made. The next copy waits until this one is sent."""
     trainer = make_trainer(small_config(**tiny(tmp_path)))
     copies = MemoryCopies(trainer, Keepers([("", 0)], 1, 0, 0, b""))
-    held, sent, go = list[set[int]](), list[list[bytes]](), threading.Event()
+    addresses, sent, go = list[set[int]](), list[list[bytes]](), threading.Event()
 
     def send(index: Any, snapshot: Any) -> None:
         assert go.wait(60)
         values = [plain(values) for _, _, values in snapshot.blocks]
-        held.append({each.data_ptr() for each in values})
+        addresses.append({each.data_ptr() for each in values})
         sent.append([bytes(raw(each.contiguous())) for each in values])
 
     copies._send = send  # type: ignore[method-assign]
@@ -125,10 +131,11 @@ def test_a_copy_goes_into_the_same_memory_each_time_and_is_that_of_its_step(tmp_
         go.clear()
         copies.save()
         expected.append([bytes(raw(plain(v).detach().contiguous())) for _, _, v in Snapshot(trainer).blocks])
+        # Change the state before the copy may be sent.
         trainer.step()
         go.set()
     copies.wait()
-    assert sent == expected and held[0] == held[1] and copies.bytes == sum(map(len, sent[1]))
+    assert sent == expected and addresses[0] == addresses[1] and copies.bytes == sum(map(len, sent[1]))
 
 
 BF16 = {"precision": "bf16", "global_batch": 8, "micro_batch": 1}
@@ -141,15 +148,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def copied(rank: int, world: int, cases: list[dict[str, Any]]) -> list[int]:
-    """The bytes that this rank passes on with one copy."""
-    found = []
+    """Return the bytes that this rank sends with one copy, in each case."""
+    sizes = []
     for sections in cases:
         copies = MemoryCopies(make_trainer(small_config(**sections), rank, world), Keepers([("", 0)], 1, 0, 0, b""))
         copies._send = lambda index, values: None  # type: ignore[method-assign]
         copies.save()
         copies.wait()
-        found.append(copies.bytes)
-    return found
+        sizes.append(copies.bytes)
+    return sizes
 
 
 @pytest.mark.wide
@@ -161,14 +168,14 @@ def test_the_plan_knows_the_bytes_of_a_copy_on_every_layout(tmp_path: Path) -> N
 
 
 def test_a_copy_is_whole_when_every_rank_of_one_generation_has_given_its_part(keepers: list[Keeper]) -> None:
-    """And not before: a run never goes on from the parts of two states."""
+    """Until then it is not loaded: a run never resumes from shards of two different states."""
     known = Keepers.known(environment(keepers, node=0))
     assert known is not None and newest_whole(known) == 0
     for rank in range(3):
         keepers[0].copies.put(10, rank, held(4))
     assert newest_whole(known) == 0
     keepers[1].copies.put(10, 3, held(4, generation=1))
-    assert newest_whole(known) == 0, "of another generation"
+    assert newest_whole(known) == 0, "the last shard is of another generation"
     keepers[1].copies.put(10, 3, held(4))
     assert newest_whole(known) == 10
     keepers[0].copies.put(20, 0, held(4))
@@ -191,7 +198,8 @@ def test_what_is_forgotten() -> None:
         copies.put(step, 0, held())
     copies.put(6, 1, held())
     assert copies.found() == [[4, 0, 2, 0], [6, 0, 2, 0], [6, 1, 2, 0]]
-    copies.put(3, 0, held(1, generation=1))  # the run went back, with fewer ranks
+    # The run went back to an earlier step, with fewer ranks.
+    copies.put(3, 0, held(1, generation=1))
     assert copies.found() == [[3, 0, 1, 1]], "later steps of an earlier generation would be loaded otherwise"
 
 
@@ -202,13 +210,13 @@ SIGNED: list[Any] = [
 
 
 class Overheard:
-    """A socket that notes all that is sent by it, and may pass on other bytes."""
+    """A socket that records all bytes that are sent with it, and replaces those in `put_in`."""
 
     def __init__(self, peer: socket.socket, put_in: dict[bytes, bytes]) -> None:
-        self.peer, self.put_in, self.said = peer, put_in, b""
+        self.peer, self.put_in, self.sent = peer, put_in, b""
 
     def sendall(self, data: bytes) -> None:
-        self.said += data
+        self.sent += data
         self.peer.sendall(self.put_in.get(data, data))
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +224,7 @@ class Overheard:
 
 
 def refused(link: KeeperLink) -> bool:
-    """Whether the keeper ends the connection without a word."""
+    """Return whether the keeper closes the connection without an answer."""
     try:
         return link.peer.recv(1) == b""
     except ConnectionError:
@@ -224,16 +232,16 @@ def refused(link: KeeperLink) -> bool:
 
 
 def test_what_was_overheard_is_good_for_nothing(keepers: list[Keeper]) -> None:
-    """A signed request is refused a second time, on another connection, and with other bytes of the same sizes."""
+    """A signed request is refused when it is repeated, used on another connection, or sent with other bytes."""
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
-        heard = link.channel.peer = Overheard(link.peer, {})  # type: ignore[assignment]
+        overheard = link.channel.peer = Overheard(link.peer, {})  # type: ignore[assignment]
         link.ask(PUT, [b"list", b"data"])
-        assert heard.said.endswith(b"listdata")
-        link.peer.sendall(heard.said)
-        assert refused(link), "a second time"
+        assert overheard.sent.endswith(b"listdata")
+        link.peer.sendall(overheard.sent)
+        assert refused(link), "a repeated request is refused"
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
-        link.peer.sendall(heard.said)
-        assert refused(link), "on another connection"
+        link.peer.sendall(overheard.sent)
+        assert refused(link), "a request of another connection is refused"
     with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link:
         link.channel.peer = Overheard(link.peer, {b"data": b"DATA"})  # type: ignore[assignment]
         with pytest.raises(KeeperError):
@@ -242,7 +250,7 @@ def test_what_was_overheard_is_good_for_nothing(keepers: list[Keeper]) -> None:
 
 
 def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
-    """Nor does it keep the keeper from answering others, meanwhile and afterwards."""
+    """Malformed requests change no copy, and the keeper answers others while they are open and afterwards."""
     keepers[0].copies.put(5, 0, held(1))
     open_ones = []
     for header in SIGNED:
@@ -266,7 +274,8 @@ def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
 def test_the_process_listens_on_its_address_alone_and_ends_with_its_launcher() -> None:
     with KeeperProcess("127.0.0.1") as process:
         with pytest.raises(KeeperError, match="does not answer"):
-            KeeperLink("127.0.0.1", process.port, SECRET)  # it has no key yet
+            # The keeper answers no request before it has its key.
+            KeeperLink("127.0.0.1", process.port, SECRET)
         process.tell(SECRET.hex())
 
         def answers() -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint has no layout: written by one, read by another, the run goes on as one process would have gone on."""
+"""A checkpoint does not depend on a layout: a run resumes in any other layout and continues as one process would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import run_ranks
 BEFORE, BATCH = 2, 8
 
 
-# As DeepSeek-V3 has them: the bias that balances the experts is state without a gradient.
+# Experts as in DeepSeek-V3: the bias that balances them is saved state without a gradient.
 MIXTURE = {
     "count": 8, "top_k": 3, "ffn": 16, "shared": 1, "first_dense": 1, "router": "sigmoid", "bias_balance": 0.01,
     "groups": 4, "groups_used": 2, "aux_loss": 0.05,
@@ -36,7 +36,7 @@ OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
 
 @dataclass(frozen=True)
 class Place:
-    """A layout to train in, and how the same global batch is cut."""
+    """A layout to train in, and the micro-batch size that the same global batch is divided into."""
 
     world: int = 1
     tp: int = 1
@@ -65,7 +65,7 @@ class Place:
         return "-".join(word for word in words if word)
 
     def config(self, tied: bool) -> Config:
-        """Two key-value heads: tp=4 holds copies of them. 53 tokens: the vocabulary is padded."""
+        """Return the config. With its 2 key-value heads, tp=4 holds copies. Its vocabulary of 53 needs padding."""
         return small_config(
             model={
                 "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 53, "seq": 16, "norm": "rmsnorm",
@@ -105,7 +105,8 @@ ONE_EXPERTS, EP2 = Place(micro=8, experts=True), Place(2, experts=True, ep=2)
 EP4, EP_TP = Place(4, experts=True, ep=4, zero=1, micro=2), Place(4, tp=2, sp=True, experts=True, ep=4, etp=1)
 ETP2, EP_PP = Place(4, tp=2, experts=True, ep=2, zero=3), Place(8, pp=2, tp=2, experts=True, ep=2, etp=1, zero=2)
 
-# Tied embeddings have one tensor on two stages, untied ones two.
+# (layout to save in, layout to load in, whether the embeddings are tied). Tied embeddings are one tensor that the first
+# and the last stage share.
 PAIRS = [
     (ONE, DP8, True), (ONE, CUBE, True), (ONE, TP4, False), (ONE, ONE, True),
     (DP8, ONE, True), (CUBE, ONE, True), (COPIES8, ONE, False), (CUBE_CHUNKS, ONE, True),
@@ -122,22 +123,22 @@ QUICK = [0, 5, 10, 14, 21, 24, 31]
 
 
 class Noted(Made):
-    """Remembers which samples were asked for."""
+    """A dataset that records which samples were requested."""
 
     def __init__(self) -> None:
         super().__init__(53, 16)
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def sample(self, n: int) -> dict[str, np.ndarray]:
-        self.asked.append(n)
+        self.requested.append(n)
         return super().sample(n)
 
     def taken(self, consumed: int) -> list[int]:
-        """What was asked for up to sample `consumed`; what is read ahead for the next step stays for that."""
-        found = [n for n in self.asked if n < consumed]
-        for n in found:
-            self.asked.remove(n)
-        return found
+        """Return and forget the requested samples below `consumed`. Prefetched ones belong to a later step."""
+        taken = [n for n in self.requested if n < consumed]
+        for n in taken:
+            self.requested.remove(n)
+        return taken
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Job:
 
 
 def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
-    """The body of a rank: for each job the samples it read, step by step."""
+    """Run the jobs on one rank. Return the samples that it read, by job and step."""
+    # Jobs of the same layout share their process groups.
     groups: dict[Layout, dict[str, Any]] = {}
     layouts = [layout_of(job.place.config(job.tied), world) for job in jobs]
     for layout in dict.fromkeys(layouts):
@@ -165,7 +167,7 @@ def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
         if job.source:
             load_into(trainer, Reader(Path(job.source)))
         by_step = []
-        data.asked.clear()
+        data.requested.clear()
         for _ in range(job.steps):
             trainer.step()
             by_step.append(data.taken(trainer.consumed))
@@ -173,13 +175,14 @@ def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
         saver = Saver(trainer, Path(job.target), asynchronous=False, busy="wait", keep=0)
         saver.save()
         saver.committed()
+        # Free the memory of this trainer before the next one is made.
         del trainer, saver
         gc.collect()
     return read
 
 
 def launch(jobs: list[Job]) -> dict[str, list[list[int]]]:
-    """Runs the jobs, those of one number of ranks in one launch; by target: the samples of each step, in order."""
+    """Run the jobs, with one launch per number of ranks. Return the sorted samples of each step, by target."""
     samples = {}
     for world in sorted({job.place.world for job in jobs}):
         same = [job for job in jobs if job.place.world == world]
@@ -194,11 +197,11 @@ def launch(jobs: list[Job]) -> dict[str, list[list[int]]]:
 def undisturbed(
     tied: bool, steps: int, experts: bool = False, optimizer: str = "adamw"
 ) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-    """What one process has after all steps, and the samples it read."""
+    """Train on one process without interruption. Return its final state and the samples of each step."""
     data = Noted()
     trainer = make_trainer(replace(ONE_EXPERTS if experts else ONE, optimizer=optimizer).config(tied), data=data)
     read = []
-    data.asked.clear()
+    data.requested.clear()
     for _ in range(steps):
         trainer.step()
         read.append(data.taken(trainer.consumed))
@@ -211,7 +214,11 @@ def undisturbed(
 
 
 def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> tuple[float, str]:
-    """By the trunk's measure, tensors of one kind (weights, first moments, second moments) apart."""
+    """Return the largest relative error of all tensors, and the tensor's name.
+
+    An error is relative to the tensor's largest element, but at least to 1e-6 of the largest element among all tensors
+    of the same kind (weights, first moments, second moments).
+    """
     assert found.keys() == wanted.keys()
     largest: dict[str, float] = {}
     for name, b in wanted.items():
@@ -222,11 +229,16 @@ def worst(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> tuple[
         assert found[name].shape == b.shape, name
         scale = max(float(np.abs(b).max()), 1e-6 * largest[name.split("/")[0]])
         errors.append((float(np.abs(found[name] - b).max()) / scale, name))
+    # max() would pass over a NaN.
     assert all(error == error for error, _ in errors)
     return max(errors)
 
 
 def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]], after: int) -> None:
+    """Train and save in the first layout of each pair, continue `after` steps in the second, compare with one process.
+
+    Both the samples of each step and the final state must agree.
+    """
     first: dict[tuple[Place, bool], Job] = {}
     second = []
     for number, (a, b, tied) in enumerate(pairs):
@@ -235,17 +247,17 @@ def check_pairs(tmp_path: Path, pairs: list[tuple[Place, Place, bool]], after: i
         source = f"{job.target}/step-{BEFORE:08d}"
         second.append(Job(b, tied, after, source, str(tmp_path / f"pair{number}")))
     samples = launch(list(first.values())) | launch(second)
-    found = []
+    errors = []
     for (a, b, tied), job in zip(pairs, second, strict=True):
         wanted, read = undisturbed(tied, BEFORE + after, a.experts, a.optimizer)
         label = f"{a.name} -> {b.name}"
         before = samples[first[a, tied].target]
         assert before + samples[job.target] == [sorted(step) for step in read], f"{label}: the samples of each step"
         error, name = worst(tensors(Path(job.target) / f"step-{BEFORE + after:08d}"), wanted)
-        found.append((error, label, name))
-    bad = [f"{label}: {name} is off by {error:.1e}" for error, label, name in found if not error <= EXACT]
+        errors.append((error, label, name))
+    bad = [f"{label}: {name} is off by {error:.1e}" for error, label, name in errors if not error <= EXACT]
     assert not bad, bad
-    print(f"reshard: {len(pairs)} pairs, largest error {max(found)[0]:.1e}")
+    print(f"reshard: {len(pairs)} pairs, largest error {max(errors)[0]:.1e}")
 
 
 @pytest.mark.wide

@@ -1,4 +1,7 @@
-"""The regions that checkpoints are cut into: ranges of flat tensors as rectangles, and where rectangles meet."""
+"""Tests of the regions that checkpoints are divided into.
+
+A range of a flat tensor is covered by rectangles, rectangles are intersected, and large boxes are cut into blocks.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,18 @@ def ranges(draw: st.DrawFn, size: int) -> tuple[int, int]:
 
 @st.composite
 def records(draw: st.DrawFn) -> ParamRecord:
-    """A parameter cut along dim 0 into parts (as fused matrices are) with padding behind, and along dim 1 too."""
+    """Draw a rank's shard of a parameter: several row ranges, as of a fused matrix, and one column range.
+
+    In the local tensor there is padding before, between and after the row ranges.
+    """
     rows, columns = draw(st.integers(2, 12)), draw(st.integers(1, 6))
     left = draw(st.integers(0, columns - 1))
     width = draw(st.integers(1, columns - left))
     cuts = sorted(draw(st.sets(st.integers(0, rows), min_size=2, max_size=4)))
     boxes, top = [], 0
     for low, high in zip(cuts[::2], cuts[1::2], strict=False):
-        top += draw(st.integers(0, 2))  # padding before it
+        # Padding before this row range.
+        top += draw(st.integers(0, 2))
         boxes.append(Box((low, left), (high - low, width), (top, 0)))
         top += high - low
     local = (top + draw(st.integers(0, 3)), width)
@@ -100,7 +107,7 @@ def test_overlap_moves_the_common_part(data: st.DataObject, record: ParamRecord)
 
 @st.composite
 def slices(draw: st.DrawFn, shape: tuple[int, int]) -> ParamRecord:
-    """A part of a matrix, as one reader of some layout holds it."""
+    """Draw a slice of a matrix, as a rank of some layout reads it."""
     (top, bottom), (left, right) = draw(ranges(shape[0])), draw(ranges(shape[1]))
     boxes = (Box((top, left), (bottom - top, right - left), (0, 0)),) if bottom > top and right > left else ()
     return ParamRecord("p", shape, (bottom - top, right - left), boxes, ZEROS)
@@ -111,7 +118,7 @@ def slices(draw: st.DrawFn, shape: tuple[int, int]) -> ParamRecord:
 def test_what_any_number_of_writers_cut_any_reader_puts_together(
     data: st.DataObject, rows: int, columns: int, writers: int
 ) -> None:
-    """A matrix whose elements are split among writers, cut into blocks, and read into a part of it."""
+    """A reader gets every element of its slice of a matrix whose elements are split among writers and into blocks."""
     shape = (rows, columns)
     values = np.random.default_rng(0).permutation(rows * columns).reshape(shape)
     writer = ParamRecord("p", shape, shape, (Box((0, 0), shape, (0, 0)),), ZEROS)
@@ -135,13 +142,13 @@ def test_what_any_number_of_writers_cut_any_reader_puts_together(
 @FEW
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple), st.integers(1, 2**22))
 def test_blocks_are_small_and_cover_their_box(shape: tuple[int, ...], element: int) -> None:
-    """In order; and a block that is too large is one row of a matrix."""
-    met = np.zeros(shape, dtype=int)
-    numbers = np.arange(met.size).reshape(shape)
+    """Blocks are in order and cover each element once. Only a block of a single row may exceed the limit."""
+    covered = np.zeros(shape, dtype=int)
+    numbers = np.arange(covered.size).reshape(shape)
     found = []
     for start, size in fmt.blocks_of(shape, element):
-        met[at(start, size)] += 1
+        covered[at(start, size)] += 1
         found.append(numbers[at(start, size)].ravel())
         large = element * math.prod(size) > fmt.BLOCK_BYTES
         assert not large or (size[:-1] == (1,) * (len(shape) - 1) if len(shape) > 1 else size == (1,))
-    assert (met == 1).all() and (np.concatenate(found) == numbers.ravel()).all()
+    assert (covered == 1).all() and (np.concatenate(found) == numbers.ravel()).all()

@@ -1,5 +1,8 @@
-"""Runs of replicas in checkpoints: on the same layout a run goes on to the bit, in whatever it is; another layout, with
-any number of replicas, loads the same model."""
+"""Checkpoints of runs whose replicas synchronise rarely.
+
+On the same layout a run continues bit-identically, also with outer all-reduces in flight. Any other layout, with any
+number of replicas, loads the same model.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,11 @@ def run_of(number: int, local: Sections, **more: Any) -> Sections:
 
 
 def twice(rank: int, world: int, cases: list[Sections], folder: str, steps: int) -> list[tuple[list[float], Any, Any]]:
-    """Losses of more steps after a save, and after a load of it by a run that was elsewhere; and what both hold."""
-    found = []
+    """Save a run after some steps, and load the checkpoint into a second run that has trained differently.
+
+    Return, for each case, pairs of the losses of further steps of both runs, and the final state of both.
+    """
+    results = []
     for number, sections in enumerate(cases):
         first, again = (make_trainer(small_config(**sections), rank, world) for _ in range(2))
         for _ in range(steps):
@@ -40,8 +46,8 @@ def twice(rank: int, world: int, cases: list[Sections], folder: str, steps: int)
         again.step()
         load_into(again, reader)
         pairs = [(first.step().loss, again.step().loss) for _ in range(4)]
-        found.append((pairs, bytes_of(first), bytes_of(again)))
-    return found
+        results.append((pairs, bytes_of(first), bytes_of(again)))
+    return results
 
 
 def bytes_of(trainer: Trainer) -> list[tuple[str, list[bytes]]]:
@@ -72,7 +78,7 @@ def test_runs_go_on_to_the_bit(steps: int, tmp_path: Path) -> None:
 
 
 def model_of(trainer: Trainer, name: str) -> Whole:
-    """This rank's part of one kind of state: rows of zeros elsewhere; of replicas their own."""
+    """Return this rank's shard of one kind of state as full tensors, with NaN in place of other ranks' elements."""
     into: Whole = {}
     for state in (state for state in trainer.states() if state.name == name):
         placed([(slot.record, value) for slot, value in whole_locals(trainer, state.buffer, list(state.tensors))], into)
@@ -80,8 +86,8 @@ def model_of(trainer: Trainer, name: str) -> Whole:
 
 
 def moved(rank: int, world: int, cases: list[Sections], folder: str) -> list[dict[str, Whole]]:
-    """What the first run saved, and what the others found."""
-    found = []
+    """Train and save in the first case, and load the checkpoint in the others. Return the state of each by kind."""
+    states = []
     for number, sections in enumerate(cases):
         trainer = make_trainer(small_config(**sections), rank, world)
         if number == 0:
@@ -90,13 +96,13 @@ def moved(rank: int, world: int, cases: list[Sections], folder: str) -> list[dic
             reader = saved(trainer, folder)
         else:
             load_into(trainer, reader)
-        found.append({name: model_of(trainer, name) for name in {state.name for state in trainer.states()}})
+        states.append({name: model_of(trainer, name) for name in {state.name for state in trainer.states()}})
         assert np.isfinite(trainer.step().loss)
-    return found
+    return states
 
 
 def row(reader: Reader, name: str) -> np.ndarray:
-    """A whole tensor of a checkpoint."""
+    """Return a whole tensor of a checkpoint, assembled from its blocks."""
     out = np.full(reader.index.tensors[name]["shape"], np.nan)
     for block in reader.index.blocks:
         if block.tensor == name:
@@ -105,14 +111,19 @@ def row(reader: Reader, name: str) -> np.ndarray:
 
 
 def check_moves(world: int, cases: list[Sections], folder: Path) -> None:
-    found = run_ranks(world, moved, cases, str(folder))
+    """Check that every case loads the checkpoint of the first.
+
+    Replicas start with the mean of the saved ones, as does a run without replicas.
+    """
+    states_by_rank = run_ranks(world, moved, cases, str(folder))
     reader = Reader(folder / "step-00000005")
-    for rank in found:
+    for rank in states_by_rank:
         for sections, held in zip(cases[1:], rank[1:], strict=True):
             number = sections.get("layout", {}).get("replicas", 1)
             for kind in ("param", "exp_avg", "exp_avg_sq"):
                 for name, value in held[kind if number == 1 else REPLICA_STATE + kind].items():
                     rows = row(reader, f"{REPLICA_STATE}{kind}/{name}")
+                    # Elements of other ranks (NaN) are not compared.
                     own = np.where(np.isnan(value), rows.mean(0), value)
                     assert np.allclose(own, rows.mean(0), rtol=1e-12, atol=1e-15), (sections, kind, name)
             for kind in ("param", "outer.momentum") if number > 1 else ():
@@ -139,7 +150,7 @@ def test_any_layout_loads_them(tmp_path: Path) -> None:
 
 
 def begun(rank: int, world: int, folder: str) -> bool:
-    """Whether replicas that begin from a run without any hold its weights and moments."""
+    """Assert that replicas that start from a run without replicas have its weights and moments."""
     trainer = make_trainer(small_config(optimizer=ADAM), rank, world)
     for _ in range(2):
         trainer.step()

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed on the same layout is the undisturbed run, to the bit."""
+"""A run that is killed and resumed on the same layout is bit-identical to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def kill_and_resume(tmp_path: Path, world: int, layout: dict[str, Any], precision: str, count: int) -> None:
+    """Kill a rank after the checkpoint in the middle of `count` steps, resume, and compare with an undisturbed run."""
     half = count // 2
     changes: dict[str, dict[str, Any]] = {
         "train": {"precision": precision, "steps": count},
@@ -76,11 +77,11 @@ def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, t
 
 
 def train_with_clocks_that_differ(rank: int, world: int, sections: Any) -> tuple[int, int]:
-    """Rank 0 is due after every third look, and rank 1 always: only the first one's wish may count."""
+    """Train with a save due at every third step on rank 0, and at every step on rank 1. Only rank 0 may decide."""
     from meshwright.run.loop import Saving
 
-    looks = itertools.count(1)
-    Saving.wants_save = lambda self: rank == 1 or next(looks) % 3 == 0  # type: ignore[method-assign]
+    calls = itertools.count(1)
+    Saving.wants_save = lambda self: rank == 1 or next(calls) % 3 == 0  # type: ignore[method-assign]
     return train(rank, world, sections, None, None)
 
 
@@ -107,7 +108,7 @@ def test_a_run_that_ends_in_its_last_validation_is_saved_and_goes_on_there(tmp_p
 
 
 def train_with_a_bad_disk(rank: int, world: int, sections: Any, where: int, fails: list[int]) -> tuple[int, int]:
-    """Rank `where` can't write its part of some saves, counted from 1."""
+    """Train with a rank `where` that fails to write its shard of some saves. `fails` counts saves from 1."""
     if rank == where:
         count, real = itertools.count(1), save.write_part
 
@@ -124,7 +125,7 @@ def train_with_a_bad_disk(rank: int, world: int, sections: Any, where: int, fail
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_saves_that_fail_on_one_rank_are_made_up_for(where: int, tmp_path: Path) -> None:
-    """The second of four, and the last."""
+    """The second of four saves fails, and so does the last. Both are made up for, and the run is undisturbed."""
     sections = tiny(tmp_path / "run", checkpoint={"every": 2, "keep": 0})
     reference = complete(2, tiny(tmp_path / "straight", checkpoint={"every": 2, "keep": 0}))
     assert run_ranks(2, train_with_a_bad_disk, sections, where, [2, 4]) == [(8, 64)] * 2
@@ -142,7 +143,7 @@ def test_the_last_save_that_fails_twice_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def train_with_an_old_view(rank: int, world: int, sections: Any, source: str | None) -> tuple[int, int]:
-    """Rank 1 does not see the newest checkpoint in a listing, as on a network disk."""
+    """Train with a rank 1 that does not see the newest checkpoint in a listing, as can happen on a network disk."""
     if rank == 1:
         real = fmt.list_checkpoints
         fmt.list_checkpoints = lambda folder: real(folder)[:-1]  # type: ignore[assignment]
@@ -159,21 +160,27 @@ def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """[goes on with its own, the source is its own, steps to try or none where the name says it all]."""
+    """A run continues from its own checkpoints, goes back to one of them, or begins from another run's weights.
+
+    `_candidates` returns [1 if the run continues, 1 if the source is its own checkpoint, the steps to try]. There are
+    no steps to try if `source` names the step.
+    """
+    # The name of this folder looks like step 40 of `run`.
     run, twin = tmp_path / "run", tmp_path / "run@40"
     for folder, found in ((run, (20, 40)), (twin, (7,))):
         for step in found:
             (folder / "checkpoints" / fmt.folder_name(step)).mkdir(parents=True)
-    base = run / "checkpoints" / "base"  # imported
+    # An imported checkpoint.
+    base = run / "checkpoints" / "base"
     base.mkdir()
     (base / fmt.INDEX).write_text("{}")
     ours, fresh = run / "checkpoints", tmp_path / "new" / "checkpoints"
     assert resume._candidates(ours, None) == [1, 0, 40, 20] and resume._candidates(fresh, None) == [1, 0]
     assert resume._candidates(ours, f"{run}@20") == [0, 1] and resume._candidates(ours, str(run)) == [0, 1, 40]
-    assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "begun from others' weights: goes on"
+    assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "it continues from its own"
     assert resume._candidates(ours, str(base)) == [1, 0, 40, 20] and resume._candidates(fresh, str(base)) == [0, 0]
     assert resume._candidates(fresh, str(run)) == [0, 0, 40] and resume._candidates(fresh, str(twin)) == [0, 0, 7]
-    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "and not of the folder run@40"
+    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
@@ -184,7 +191,7 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path: Path) -> None:
-    """And a new run takes another's weights alone."""
+    """A new run that begins from another run takes only its weights."""
     sections = tiny(tmp_path / "run", lr={"schedule": "constant"}, checkpoint={"every": 2, "keep": 0})
     run = complete(1, sections)
     longer = sections | {"train": sections["train"] | {"steps": 10}}
@@ -204,21 +211,22 @@ def test_a_resumed_run_may_be_made_longer_and_go_on_from_an_older_step(tmp_path:
     tuned = tensors(newest(tmp_path / "other"))
     for name, values in again.items():
         if name.startswith("param/"):
-            assert values.tobytes() == tuned[name].tobytes(), "an update of nothing: the weights as they came"
-    assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "fresh moments"
+            assert values.tobytes() == tuned[name].tobytes(), "an idle update keeps the weights"
+    assert any((tuned[name] != again[name]).any() for name in again if name.startswith("exp_avg/")), "new moments"
     assert steps(tmp_path / "other") == [1]
 
 
 def test_a_finished_run_is_refused_but_not_to_ranks_that_are_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank may die after the last checkpoint: then there is nothing left to do, and that is no mistake."""
+    """A rank may die after the last checkpoint. Restarted ranks then have nothing left to do and end with success."""
     sections = tiny(tmp_path / "run", train={"steps": 2})
     assert train(0, 1, sections, None, None) == (2, 16)
     with pytest.raises(UserError, match="complete at step 2"):
         train(0, 1, sections, None, None)
     fewer = tiny(tmp_path / "run", train={"steps": 1}, lr={"warmup": 0})
-    (tmp_path / "run" / "validation.jsonl").write_text("")  # as where that step was not due
+    # As if the validation of the last step had not been due.
+    (tmp_path / "run" / "validation.jsonl").write_text("")
     with pytest.raises(UserError, match="complete at step 2"):
         train(0, 1, fewer, None, None)
     assert train(0, 1, sections, None, None) == (2, 16), "the last validation is made up for"
@@ -232,7 +240,10 @@ def test_a_finished_run_is_refused_but_not_to_ranks_that_are_started_again(
 
 
 def test_weights_are_not_read_as_another_model_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other heads, positions or activations of the same shapes would go on without a sign; a new run may mean it."""
+    """A run can't continue with other heads, positions or activations, whose weights have the same shapes.
+
+    A new run may use such weights on purpose.
+    """
     rope = {"model": {"position": "rope", "heads": 2}}
     run = tmp_path / "a"
     train(0, 1, tiny(run, train={"steps": 2}, **rope), None, None)
@@ -251,7 +262,7 @@ def test_weights_are_not_read_as_another_model_s(tmp_path: Path, capsys: pytest.
 
 
 def test_a_mixture_may_be_balanced_in_another_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is only of training may change when a run goes on; how tokens choose experts may not."""
+    """A resumed run may change the losses that balance its experts, but not the way tokens choose experts."""
     experts = {"count": 4, "router": "sigmoid", "aux_loss": 0.01}
     run = tmp_path / "run"
     train(0, 1, tiny(run, train={"steps": 2}, model={"experts": experts}), None, None)
@@ -268,15 +279,18 @@ def test_other_samples_under_the_same_numbers_are_told(tmp_path: Path, capsys: p
     train(0, 1, tiny(run, train={"steps": 2}, model=model), None, None)
     capsys.readouterr()
     train(0, 1, tiny(run, train={"steps": 3, "seed": 7}, model=model | {"seq": 12}), None, None)
-    said = capsys.readouterr().err
-    assert "may see some again: model.seq (there 8, here 12), train.seed (there " in said
+    stderr = capsys.readouterr().err
+    assert "may see some again: model.seq (there 8, here 12), train.seed (there " in stderr
 
 
 @pytest.mark.parametrize("every", [0, 2])
 def test_what_was_trained_is_saved_before_a_validation_that_fails(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last state, and one that is still being written when the validation of its step fails."""
+    """A checkpoint is committed if it is still being written when the validation of its step fails.
+
+    Without periodic checkpoints, the last state is saved before the validation.
+    """
     real = save.write_part
 
     def slow(*part: Any) -> None:
@@ -307,7 +321,7 @@ def test_a_run_goes_on_when_what_it_was_begun_from_is_gone(tmp_path: Path, capsy
 
 
 def test_a_job_that_goes_back_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are started again obey, unless ranks of the same job did before them."""
+    """Restarted ranks go back as `--from` asks, unless ranks of the same job have done so before them."""
     changes = {"checkpoint": {"every": 1, "keep": 0}, "lr": {"warmup": 0}}
     run = tmp_path / "run"
     train(0, 1, tiny(run, train={"steps": 4}, **changes), None, None)
@@ -317,7 +331,8 @@ def test_a_job_that_goes_back_does_so_once(tmp_path: Path, monkeypatch: pytest.M
     assert (run / "checkpoints" / "lost-step-00000004").is_dir() and saved(run) == [1, 2, 3]
     train(0, 1, tiny(run, train={"steps": 5}, **changes), None, f"{run}@2")
     assert saved(run) == [1, 2, 3, 4, 5] and not (run / "checkpoints" / "lost-step-00000003-2").exists()
-    monkeypatch.delenv("SLURM_RESTART_COUNT")  # the same command by hand means what it says
+    # Given by hand, the same command goes back once more.
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
     train(0, 1, tiny(run, train={"steps": 3}, **changes), None, f"{run}@2")
     assert saved(run) == [1, 2, 3] and (run / "checkpoints" / "lost-step-00000005").is_dir()
     with pytest.raises(UserError, match="was set aside"):

@@ -1,4 +1,7 @@
-"""Saving: what is written is the state at the call, one save at a time, in any precision; in one process."""
+"""Tests of saving and loading, mostly in one process.
+
+A checkpoint holds the state at the time of the call, in any precision. Only one save runs at a time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def saver_of(trainer: Trainer, folder: Path, asynchronous: bool = True, busy: st
 
 
 def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
-    """A copy of all that a checkpoint must hold."""
+    """Return a copy of all tensors that a checkpoint must hold."""
     out = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
@@ -56,16 +59,20 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 class Gate:
-    """Holds every writer at its first file until it is opened, and notes who came."""
+    """A gate that stops every writer before its first file until it is opened.
+
+    `reached` is set once a writer is there. `most` is the highest number of writers at the same time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.came, self.inside, self.most = threading.Event(), threading.Event(), 0, 0
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.inside = self.most = 0
         real = save.write_part
 
         def held(folder: Path, rank: int, snapshot: Any) -> None:
             self.inside += 1
             self.most = max(self.most, self.inside)
-            self.came.set()
+            self.reached.set()
             assert self.open.wait(60)
             real(folder, rank, snapshot)
             self.inside -= 1
@@ -84,7 +91,7 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
     assert saver.save()
     for _ in range(3):
         trainer.step()
-    assert fmt.list_checkpoints(tmp_path) == [], "nothing counts before all is written"
+    assert fmt.list_checkpoints(tmp_path) == [], "no checkpoint exists before all is written"
     gate.open.set()
     saver.committed()
     ((step, path),) = fmt.list_checkpoints(tmp_path)
@@ -94,7 +101,7 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
 
 
 def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the copy is held up, a save returns and the next step computes its gradients, but changes nothing."""
+    """While the copy is blocked, `save` returns and the next step computes its gradients, but changes no state."""
     copying, computed, go = threading.Event(), threading.Event(), threading.Event()
     real_copy = save.Snapshot.copy_to_host
 
@@ -118,7 +125,7 @@ def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: py
     assert saver.save() and copying.wait(60)
     step = threading.Thread(target=trainer.step, daemon=True)
     step.start()
-    assert computed.wait(60), "gradients are computed while the copy is under way"
+    assert computed.wait(60), "gradients are computed while the copy is in progress"
     step.join(0.3)
     assert step.is_alive() and same(state_of(trainer), expected), "the update waits"
     go.set()
@@ -131,7 +138,7 @@ def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: py
 def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tensor of 67 MB, blocks of 4: the memory of the process grows by less than 20 MB at any block."""
+    """Loading a tensor of 67 MB in blocks of 4 MB never takes 20 MB or more in addition to the state."""
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 4 * 2**20)
     config = small_config(
         model={"layers": 1, "hidden": 256, "heads": 4, "vocab": 65536, "seq": 8},
@@ -143,7 +150,8 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     saver.committed()
     ((_, path),) = fmt.list_checkpoints(tmp_path)
     for tensor in (half for state in trainer.states() for share in state.tensors for half in tensors_of(share)):
-        tensor.fill_(0.5)  # all of its memory is there before the load
+        # Touch all of its memory, so that the operating system does not allocate it during the load.
+        tensor.fill_(0.5)
     seen, real = [], Reader.block
 
     def noted(reader: Reader, block: fmt.SavedBlock) -> torch.Tensor:
@@ -159,9 +167,9 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
 
 
 def private_bytes() -> int:
-    """Of this process, without the files that it has mapped."""
-    (found,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return 1024 * int(found)
+    """Return the resident memory of this process without mapped files, in bytes."""
+    (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)
 
 
 def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,16 +180,16 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     trainer.step()
     states.append(state_of(trainer))
     saver.save()
-    assert gate.came.wait(60)
+    assert gate.reached.wait(60)
     trainer.step()
     states.append(state_of(trainer))
     threading.Timer(0.2, gate.open.set).start()
     saver.save()
-    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first one counts before the second begins"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first save ends before the second begins"
     saver.committed()
     assert gate.most == 1
-    found = fmt.list_checkpoints(tmp_path)
-    assert all(same(tensors(path), state) for (_, path), state in zip(found, states, strict=True))
+    checkpoints = fmt.list_checkpoints(tmp_path)
+    assert all(same(tensors(path), state) for (_, path), state in zip(checkpoints, states, strict=True))
 
 
 def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
@@ -191,17 +199,17 @@ def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
     trainer = trainer_of()
     saver = saver_of(trainer, tmp_path, busy="skip")
     trainer.step()
-    assert saver.save() and gate.came.wait(60)
+    assert saver.save() and gate.reached.wait(60)
     trainer.step()
     assert not saver.save()
     trainer.step()
     threading.Timer(0.2, gate.open.set).start()
     assert saver.save(last=True)
     saver.committed()
-    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped; where a run ends is saved"
+    assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped, the last state is saved"
     assert gate.most == 1
     trainer.step()
-    assert saver.save(), "nothing is under way any more"
+    assert saver.save(), "no save is in progress any longer"
     saver.committed()
 
 
@@ -218,7 +226,7 @@ def test_keep(keep: int, left: list[int], tmp_path: Path) -> None:
 
 
 class Disk:
-    """Fails as often as it is told to."""
+    """A disk on which the next `fails` writes fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails, real = 0, save.write_part
@@ -243,11 +251,11 @@ def test_a_save_that_fails_once_is_told_and_made_up_for(
         disk.fails = step == 1
         saver.save()
         saver.wait()
-    said = capsys.readouterr().err
-    assert said.startswith("meshwright: warning: the checkpoint can't be written to ") and said.count("\n") == 1
-    assert said.endswith("; it is tried once more with the next one\n")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("meshwright: warning: the checkpoint can't be written to ") and stderr.count("\n") == 1
+    assert stderr.endswith("; it is tried once more with the next one\n")
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no rest"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in (2, 3)], "no more"
 
 
 def test_a_save_under_way_may_end_before_the_watchdog_ends_the_process(
@@ -258,7 +266,8 @@ def test_a_save_under_way_may_end_before_the_watchdog_ends_the_process(
     never = threading.Event()
     saver = Saver(SimpleNamespace(), tmp_path, True, "wait", 0)  # type: ignore[arg-type]
     with saver:
-        ending.act_before_end()  # nothing is under way
+        # No save is in progress yet.
+        ending.act_before_end()
         saver._thread = threading.Timer(0.3, lambda: written.append("part"))
         saver._thread.start()
         ending.act_before_end()
@@ -290,8 +299,8 @@ def test_the_last_save_is_made_again_if_it_fails(
     disk.fails = 1
     saver.save(last=True)
     saver.committed()
-    said = capsys.readouterr().err
-    assert "choose another checkpoint.dir; it is tried once more now\n" in said and "next" not in said
+    stderr = capsys.readouterr().err
+    assert "choose another checkpoint.dir; it is tried once more now\n" in stderr and "next" not in stderr
     assert same(tensors(fmt.list_checkpoints(tmp_path)[-1][1]), state_of(trainer))
 
 
@@ -302,7 +311,7 @@ def test_a_part_that_cannot_be_written_is_not_waited_for(tmp_path: Path) -> None
 
 
 class Clock:
-    """A clock that only sleeping moves; at some times files appear."""
+    """A clock that only `sleep` advances. Each file appears in the folder at its given time."""
 
     def __init__(self, folder: Path, **appear: float) -> None:
         self.now, self.pauses, self.folder = 0.0, list[float](), folder
@@ -320,7 +329,7 @@ class Clock:
 
 
 def test_patience_counts_from_the_last_part_that_appeared(tmp_path: Path) -> None:
-    """The first file of the list comes last, and all of it takes three times as long as the patience."""
+    """Waiting for all files takes three times the patience, and the first file of the list appears last."""
     clock = Clock(tmp_path, rank_0=290.0, rank_1=95.0, rank_2=190.0)
     clock.wait(100.0)
     assert 290.0 <= clock.now < 292.0
@@ -335,9 +344,13 @@ def test_parts_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 
 def slow_commit(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
-    """Rank 0 commits only after the other rank came back from three agreements; returns what a rank looked up."""
+    """Save on two ranks. Rank 0 commits only after rank 1 has finished three agreements on whether to keep waiting.
+
+    Return the files that this rank looked for on the disk, and whether the checkpoint is complete.
+    """
     looked, go = list[str](), Path(folder) / "go"
-    commit, wait_for, any_rank, calls = save.commit, save.wait_for, Saver._any, [0]
+    commit, wait_for, any_rank = save.commit, save.wait_for, Saver._any
+    calls = [0]
 
     def late(*given: Any, **named: Any) -> None:
         while not go.exists():
@@ -366,7 +379,7 @@ def slow_commit(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
 
 
 def test_at_the_end_of_a_run_only_the_rank_that_commits_looks_at_the_disk(tmp_path: Path) -> None:
-    """The other one waits for it as long as it takes, but never inside of one call, which would look like a hang."""
+    """The other rank waits as long as it takes, in several short collective calls: one long call would look hung."""
     first, other = run_ranks(2, slow_commit, str(tmp_path))
     assert first == (["rank-00000.json", "rank-00001.json"], True) and other == ([], True)
 
@@ -397,7 +410,7 @@ def saved(trainer: Trainer, folder: Path) -> Path:
 @pytest.mark.parametrize("to", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("of", ["fp32", "bf16", "fp16", "fp64"])
 def test_any_precision_loads_into_any(of: str, to: str, tmp_path: Path) -> None:
-    """Masters and moments are kept in float32 at least, so only fp64 to a smaller one rounds, once."""
+    """Master weights and moments have at least float32, so only a load from fp64 into a smaller precision rounds."""
     source, target = trainer_of(of), trainer_of(to)
     source.step()
     path = saved(source, tmp_path)
@@ -409,7 +422,7 @@ def test_any_precision_loads_into_any(of: str, to: str, tmp_path: Path) -> None:
     for buffer in target.data_parallel.buffers:
         for slot in buffer.slots:
             master = torch.from_numpy(found[f"param/{slot.record.name}"])
-            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the model follows"
+            assert torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)), "the weights are loaded too"
     assert (target.step_number, target.consumed, target.optimizer.updates) == (1, 4, source.optimizer.updates)
     assert target.step().loss == pytest.approx(source.step().loss, rel=0.02)
 
@@ -430,7 +443,7 @@ def test_the_loss_scale_is_part_of_it(tmp_path: Path) -> None:
     again = saved(plain, tmp_path / "plain")
     fresh = trainer_of("fp16", loss_scale=scaling)
     load_into(fresh, Reader(again))
-    assert fresh.loss_scale.value == 2.0**26, "a run in another precision has no scale to give"
+    assert fresh.loss_scale.value == 2.0**26, "a run in another precision saves no loss scale"
 
 
 def test_weights_alone(tmp_path: Path) -> None:
@@ -449,7 +462,8 @@ def test_imported_weights_in_the_run_s_own_folder_begin_a_run(tmp_path: Path) ->
     source.step()
     path = saved(source, tmp_path / "checkpoints")
     index = fmt.read_index(path)
-    index.state = {}  # as `meshwright import` writes it
+    # `meshwright import` writes an empty state.
+    index.state = {}
     fmt.write_index(path, index)
     target = trainer_of(run={"dir": str(tmp_path)})
     resume(target, str(path.rename(path.with_name("base"))))

@@ -1,4 +1,4 @@
-"""Ranks killed at any moment, in the middle of a save, of a rename, of a line: what is left is never wrong."""
+"""Ranks are killed at any moment: in the middle of a save, of a rename, of a line. The files they leave stay valid."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from meshwright.record import checkpoint_format as fmt
 from meshwright.record.verify import verify_checkpoint
 from tests.checkpoint.runs import Attempt, Crash, Sections, assert_same, complete, ended, steps, tiny
 
-CALLS = 40  # a rank changes the file system about so often in an attempt that comes to the end
+# A rank changes the file system about 40 times in an attempt that is not killed.
+CALLS = 40
 
 
 def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[Path, dict[int, fmt.Index]]:
-    """The undisturbed run, and its checkpoint at every step."""
+    """Train the undisturbed run. Return its folder and the index of its checkpoint at every step."""
     sections = tiny(tmp_path / "straight", **changes)
     sections["checkpoint"] |= {"keep": 0}
     run = complete(world, sections)
@@ -26,7 +27,10 @@ def straight(tmp_path: Path, world: int, **changes: dict[str, object]) -> tuple[
 
 
 def check(run: Path, reference: dict[int, fmt.Index]) -> None:
-    """After a kill: every checkpoint is whole and is the undisturbed run's; the history has each step once."""
+    """Assert after a kill that every checkpoint is complete and equal to that of the undisturbed run.
+
+    The metrics must hold each step once.
+    """
     for step, path in fmt.list_checkpoints(run / "checkpoints"):
         index = fmt.read_index(path)
         verify_checkpoint(path, index)
@@ -39,7 +43,10 @@ def check(run: Path, reference: dict[int, fmt.Index]) -> None:
 
 
 def attempt_and_kill(world: int, sections: Sections, dice: random.Random) -> str:
-    """One attempt with one kill, of a kind that is drawn; what was done, or 'finished' if the run was faster."""
+    """Continue the run and kill one rank in a random way. Return the kind of kill.
+
+    Return 'finished' if the run ended before the planted crash.
+    """
     victim = dice.randrange(world)
     kind = dice.choice(["call", "call", "step", "start"])
     if kind == "call":
@@ -59,7 +66,10 @@ def attempt_and_kill(world: int, sections: Sections, dice: random.Random) -> str
 def torture(
     tmp_path: Path, world: int, kills: int, seed: int, steps: int = 10, **changes: dict[str, object]
 ) -> list[Counter[str]]:
-    """Kills and resumes a run until it ends, and begins another where that was too early; what was done to each."""
+    """Kill and resume a run until it ends, and further runs until there were `kills` kills.
+
+    Return the number of kills of each kind, by run.
+    """
     dice = random.Random(seed)
     changes |= {"train": {"steps": steps}}
     reference, indices = straight(tmp_path, world, **changes)
@@ -70,9 +80,9 @@ def torture(
         sections = tiny(tmp_path / f"run{len(done)}", **changes)
         run = Path(sections["run"]["dir"])
         while sum(each.total() for each in done) < kills and not ended(run, steps):
-            what = attempt_and_kill(world, sections, dice)
-            if what != "finished":
-                counts[what] += 1
+            kind = attempt_and_kill(world, sections, dice)
+            if kind != "finished":
+                counts[kind] += 1
             check(run, indices)
         if not ended(run, steps):
             complete(world, sections)
@@ -86,7 +96,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_fifty_kills(tmp_path: Path) -> None:
-    """Of one run: its end is that of the undisturbed one."""
+    """A run that is killed at least fifty times ends like an undisturbed one."""
     counts = torture(tmp_path, 2, 60, seed=1, steps=160)[0]
     assert counts.total() >= 50 and len(counts) == 5, counts
     print(f"torture: {counts.total()} kills of one run: {dict(counts)}")
@@ -102,8 +112,10 @@ def test_kills_of_four_ranks(layout: dict[str, object], tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before", "after", "half"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_at_every_single_change_of_the_file_system(rank: int, when: str, tmp_path: Path) -> None:
-    """Two steps, a checkpoint at each, only the newest kept: resumed after a kill at the first, second, third... call,
-    until an attempt has fewer."""
+    """A run of two steps survives a kill at its first, second, third... change of the file system.
+
+    There is a checkpoint at each step, and only the newest is kept. The test ends when the run makes fewer changes.
+    """
     changes: dict[str, dict[str, object]] = {
         "train": {"steps": 2}, "checkpoint": {"keep": 1}, "run": {"eval_every": 1},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every mistake that was tried: one sentence that names the fix, exit code 2, no traceback."""
+"""Tests of mistakes of users: each gives one sentence that names the fix, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ train: {steps: 2, global_batch: 8}
 run: {device: cpu, tensorboard: false}
 """
 
-# (words after `meshwright train config.yaml`, what the sentence must contain)
+# By name: (arguments after `meshwright train config.yaml`, some words that the error message must contain).
 TRAIN = {
     "unknown section": (["optimiser.lr=1"], "did you mean 'optimizer'"),
     "another model": (["model.preset=codegeex-13b"], "model.preset=codegeex-13b can't be trained yet (CodeGeeX has 39"),
@@ -124,7 +124,7 @@ TRAIN = {
     "run folder with a strange name": (['run.dir="a\\0"'], "that is not allowed in a path: choose another run.dir"),
 }  # fmt: skip
 
-# The same for a model with eight experts of 20 features, of which each token takes two.
+# The same for a model with eight experts of 20 features. Each token goes to two of them.
 EXPERTS = ["model.experts.count=8", "model.experts.ffn=20"]
 TRAIN |= {
     name: ([*EXPERTS, *words], expected) for name, (words, expected) in {
@@ -171,6 +171,7 @@ TRAIN |= {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a valid config and its token files."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(GOOD)
     (tmp_path / "text").mkdir()
@@ -181,10 +182,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    """Run a command that must fail with exit code 2, and return its error message, which must be one line."""
     capsys.readouterr()
     assert main(words) == 2
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.strip().splitlines() if not line.startswith("starts ")]  # said at once
+    # The first line of a run is printed before anything is checked.
+    lines = [line for line in captured.err.strip().splitlines() if not line.startswith("starts ")]
     assert len(lines) == 1, captured.err
     assert lines[0].startswith("meshwright: ") and "Traceback" not in captured.err
     assert captured.out == ""
@@ -235,16 +238,16 @@ def test_a_model_of_the_hub_has_to_be_downloaded(here: Path, capsys: pytest.Capt
         f"data chat x.jsonl --model {name} --out x",
     )  # fmt: skip
     for each in words:
-        said = sentence(capsys, each.split())
-        assert f"`hf download {name} --local-dir models/Llama-3.1-8B` gets it" in said, said
+        message = sentence(capsys, each.split())
+        assert f"`hf download {name} --local-dir models/Llama-3.1-8B` gets it" in message, message
     assert "hf download" not in sentence(capsys, ["generate", "runs/first", "--prompt", "a"])
 
 
 def test_a_folder_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "runs" / "config").mkdir(parents=True)
     for command in (["generate", "runs/confg", "--prompt", "a"], ["inspect", "runs/confg@3"]):
-        said = sentence(capsys, command)
-        assert "there is no folder 'runs/confg' (did you mean 'runs/config'?): name a run's folder" in said
+        message = sentence(capsys, command)
+        assert "there is no folder 'runs/confg' (did you mean 'runs/config'?): name a run's folder" in message
 
 
 def test_damaged_token_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +272,10 @@ def command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.wide
 def test_token_beyond_the_vocabulary_stops_every_rank(here: Path) -> None:
-    """A file without metadata says nothing of its vocabulary: found when read, told once, by the rank that read it."""
+    """A token beyond the vocabulary is found when it is read, and reported once, by the rank that read it.
+
+    A file without metadata does not state its vocabulary, so it can't be checked before.
+    """
     write_documents("foreign", [np.full(50, 999)] * 20)
     done = command("train", "config.yaml", "--nproc", "2", "layout.tp=2", "data.prefixes=[foreign]")
     assert done.returncode == 2, done.stderr
@@ -290,7 +296,7 @@ def test_port_taken(here: Path) -> None:
 
 
 def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
-    """kill -9 of one rank: the command says which and is gone within seconds, and so are the others."""
+    """The command says that a rank was killed and ends, and so do the other ranks."""
     run = subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", "config.yaml", "--nproc", "4", "layout.tp=2", "train.steps=9999"],
         stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -300,7 +306,7 @@ def test_a_rank_that_dies_ends_the_run(here: Path) -> None:
     below, ranks = tree_below(run.pid), named_below(run.pid, "meshwright rank ")
     assert len(ranks) == 4
     os.kill(ranks[-1], 9)
-    _, said = run.communicate(timeout=HANG_S)
+    _, stderr = run.communicate(timeout=HANG_S)
     assert run.returncode == 1
-    assert "was killed by SIGKILL" in said and "Traceback" not in said
+    assert "was killed by SIGKILL" in stderr and "Traceback" not in stderr
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), why="ranks outlived their launcher")

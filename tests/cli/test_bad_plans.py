@@ -1,4 +1,4 @@
-"""Mistakes in what planning commands are asked: one sentence that names the fix, exit code 2, no traceback."""
+"""Tests of mistakes in planning commands: each gives one sentence that names the fix, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_share_in_percent(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     shares["efficiency"]["product"] *= 100
     (here / "mine.yaml").write_text(yaml.safe_dump(shares))
     words = ["cost", "llama3-8b", "--cluster", "mine.yaml", "--devices", "8"]
-    assert "efficiency.product=" in (said := sentence(capsys, words)) and "must be a share of the peak" in said
+    message = sentence(capsys, words)
+    assert "efficiency.product=" in message and "must be a share of the peak" in message
 
 
 def test_a_plan_replaces_no_other_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +69,7 @@ def test_a_plan_replaces_no_other_file(here: Path, capsys: pytest.CaptureFixture
     first = here / "gpt2-124m-plan.yaml"
     for batch in ("8", "64"):
         assert main([*words[:-1], batch]) == 0
-        assert load_config(first).train.global_batch == int(batch), "what plan wrote itself, it replaces"
+        assert load_config(first).train.global_batch == int(batch), "plan replaces a file that it wrote itself"
     mine = first.read_text().replace("global_batch: 64", "global_batch: 32")
     first.write_text(mine)
     (here / "gpt2-124m-plan-2.yaml").mkdir()
@@ -87,12 +88,12 @@ def test_chunks_are_interleaved_beside_other_keys_of_the_pipeline(here: Path) ->
 
 def test_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     for count in ("inf", "nan", "-inf"):
-        said = sentence(capsys, ["simulate", "bloom-176b", "--what-if", f"fewer-nodes={count}"])
-        assert "give a whole number of nodes, at least 1" in said
+        message = sentence(capsys, ["simulate", "bloom-176b", "--what-if", f"fewer-nodes={count}"])
+        assert "give a whole number of nodes, at least 1" in message
     assert "--ranks ² must be numbers" in sentence(capsys, ["dryrun", "gpt2-1.5b", "--world", "2", "--ranks", "²"])
     for size in ("nan", "inf"):
-        said = sentence(capsys, ["plan", "gpt2-1.5b", *CLUSTER, "--global-batch", "8", "--fit", size])
-        assert "--fit must be a number of GiB above zero" in said
+        message = sentence(capsys, ["plan", "gpt2-1.5b", *CLUSTER, "--global-batch", "8", "--fit", size])
+        assert "--fit must be a number of GiB above zero" in message
 
 
 @pytest.mark.parametrize("command", ["memory", "dryrun"])

@@ -1,4 +1,4 @@
-"""`meshwright bench step` on a CPU: what it prints, and one sentence for a mistake."""
+"""Tests of `meshwright bench step` on a CPU: its JSON, its counts of parameters and FLOPs, and its errors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ KEYS = {"step_ms", "tokens_per_s", "tflops", "mfu", "peak_gib", "floor_ms"}
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["bench", "step", "--model", "tiny", "--device", "cpu", "--steps", "1", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.parametrize("words", [[], ["--precision", "fp8"], ["--tp", "2"], ["--pp", "2", "--micro-batches", "2"]])
 def test_one_document_with_the_promised_keys(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench(capsys, "--micro-batch", "1", *words)
-    assert set(found) >= KEYS
-    assert found["step_ms"] > 0 and found["floor_ms"] > 0 and found["peak_gib"] is None
-    assert found["floor"]["products_ms"] > 0 and all(loss > 0 for loss in found["losses"] if "--pp" not in words)
+    result = bench(capsys, "--micro-batch", "1", *words)
+    assert set(result) >= KEYS
+    assert result["step_ms"] > 0 and result["floor_ms"] > 0 and result["peak_gib"] is None
+    assert result["floor"]["products_ms"] > 0 and all(loss > 0 for loss in result["losses"] if "--pp" not in words)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,10 @@ def test_the_counted_parameters_are_the_models(model: str, layout: dict[str, int
 
 
 def test_flops_of_a_model_by_hand() -> None:
-    """3b: 3.21B weights in products, 28 layers of attention over 4096 tokens of which half are seen."""
+    """The 3b model has 3.21B weights in matrix products, and 28 layers of causal attention over 4096 tokens.
+
+    Causal attention computes half of the scores.
+    """
     config = bench_config("3b")
     weights = 28 * (5120 * 3072 + 3072 * 3072 + 16384 * 3072 + 3072 * 8192) + 128256 * 3072
     assert flops(config, 10) == 10 * (6 * weights + 6 * 28 * 3072 * 4096)

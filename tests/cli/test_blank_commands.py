@@ -1,4 +1,4 @@
-"""A model that fills in blanks, and an encoder, through the commands: a trained run is evaluated and fills in."""
+"""Tests of the commands with models that fill in blanks and with encoders: train, evaluate, fill in blanks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Train a GLM on one text and return the run's folder."""
     folder = tmp_path_factory.mktemp("glm")
     (folder / "a.txt").write_text(TEXT)
     assert main(["data", "prepare", str(folder / "a.txt"), "--out", str(folder / "a"), "--workers", "1"]) == 0
@@ -21,6 +22,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trained(folder: Path, kind: str) -> str:
+    """Train a model of a kind for two steps and return the run's folder."""
     config = folder / f"{kind}.yaml"
     config.write_text(
         f"model: {{kind: {kind}, layers: 2, hidden: 16, heads: 2, vocab: 270, seq: 64}}\n"
@@ -35,10 +37,10 @@ def trained(folder: Path, kind: str) -> str:
 def test_blanks_are_filled_in(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["generate", run, "--prompt", "The [MASK] fox [MASK].", "--max-tokens", "5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["tokens"]) == 2 and all(len(span) <= 5 for span in found["tokens"])
-    assert found["text"].startswith("The ") and " fox " in found["text"] and "MASK" not in found["text"]
-    assert found["prompt_tokens"].count(257) == 2
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["tokens"]) == 2 and all(len(span) <= 5 for span in result["tokens"])
+    assert result["text"].startswith("The ") and " fox " in result["text"] and "MASK" not in result["text"]
+    assert result["prompt_tokens"].count(257) == 2
     assert main(["generate", run, "--prompt", "The quick", "--max-tokens", "4"]) == 0
     out = capsys.readouterr()
     assert out.out.startswith("The quick") and "tokens)" in out.err
@@ -66,6 +68,6 @@ def test_every_kind_is_evaluated(run: str, capsys: pytest.CaptureFixture[str]) -
         source = run if kind == "glm" else trained(folder, kind)
         capsys.readouterr()
         assert main(["eval", source, "--split", "train", "--samples", "3", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["samples"] == 3 and 4 < found["loss"] < 7 and found["tokens"] > 3
+        result = json.loads(capsys.readouterr().out)
+        assert result["samples"] == 3 and 4 < result["loss"] < 7 and result["tokens"] > 3
         assert main(["eval", source, "--data", str(folder / "a"), "--samples", "3", "--nproc", "2", "layout.tp=2"]) == 0

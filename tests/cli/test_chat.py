@@ -1,4 +1,4 @@
-"""`meshwright chat`: what each answer follows; and prompts of a file, several at a time."""
+"""Tests of `meshwright chat`, whose answers follow the whole conversation, and of prompts from a file in batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with a tokenizer of words and a chat template whose <e> ends a turn."""
+    """Save a Llama with a tokenizer of words and a chat template in which <e> ends a turn."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -53,7 +53,7 @@ def talk(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch, capsys: Any,
 
 
 def follows(folder: Path, text: str, capsys: Any) -> str:
-    """What the model writes after a text that a template might have made."""
+    """Return the text that the model generates after a prompt that the template could have rendered."""
     assert main(["generate", str(folder), "--prompt", text, "--max-tokens", "7", "--json"]) == 0
     ids = json.loads(capsys.readouterr().out)["tokens"]
     return " ".join(f"w{n}" for n in ids if n not in (0, 60))
@@ -61,11 +61,11 @@ def follows(folder: Path, text: str, capsys: Any) -> str:
 
 def test_answers_follow_the_whole_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lines = "w9 w10\n\nw11\n/reset\nw9 w10\n/system w12 w13\nw9 w10\n"
-    first, second, again, told = (each["text"] for each in talk(folder, lines, monkeypatch, capsys))
+    first, second, again, with_system = (each["text"] for each in talk(folder, lines, monkeypatch, capsys))
     assert first == follows(folder, "w5 w9 w10 <e> w6", capsys) == again
     assert second == follows(folder, f"w5 w9 w10 <e> w6 {first} <e> w5 w11 <e> w6", capsys)
-    assert told == follows(folder, "w7 w12 w13 <e> w5 w9 w10 <e> w6", capsys) != first
-    assert told == talk(folder, "w9 w10\n", monkeypatch, capsys, "--system", "w12 w13")[0]["text"]
+    assert with_system == follows(folder, "w7 w12 w13 <e> w5 w9 w10 <e> w6", capsys) != first
+    assert with_system == talk(folder, "w9 w10\n", monkeypatch, capsys, "--system", "w12 w13")[0]["text"]
 
 
 def test_a_conversation_that_is_too_long_is_told_and_can_begin_anew(
@@ -73,9 +73,9 @@ def test_a_conversation_that_is_too_long_is_told_and_can_begin_anew(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(["w9"] * 100) + "\nw9 w10\n"))
     assert main(["chat", str(folder), *OPTIONS[:-1]]) == 0
-    said = capsys.readouterr()
-    assert "more than the model's 96: /reset" in said.err
-    assert said.out.split() == follows(folder, "w5 w9 w10 <e> w6", capsys).split()
+    captured = capsys.readouterr()
+    assert "more than the model's 96: /reset" in captured.err
+    assert captured.out.split() == follows(folder, "w5 w9 w10 <e> w6", capsys).split()
 
 
 def test_what_can_not_be_is_said(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -104,20 +104,24 @@ def test_a_file_of_prompts_gives_what_each_gives_alone(folder: Path, tmp_path: P
     prompts = ["w9 w10 w11 w12 w13", "w3", "w20 w21 w22"]
     (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n")
     assert main(["generate", str(folder), "--prompts", str(tmp_path / "p.txt"), "--max-tokens", "9", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for prompt, line in zip(prompts, found, strict=True):
+    result = json.loads(capsys.readouterr().out)
+    for prompt, line in zip(prompts, result, strict=True):
         assert main(["generate", str(folder), "--prompt", prompt, "--max-tokens", "9", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == line
 
 
 @pytest.mark.parametrize("position", ["rope", "alibi", "learned"])
 def test_sequences_of_other_lengths_run_together_as_alone(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64: logits of a batch, and texts of which some end early or at the end of the context."""
+    """A batch gives the same logits and texts in float64 as its sequences alone.
+
+    Some of the texts end early, and some at the end of the context.
+    """
     config = small_config(model={"position": position, "seq": 32})
     module = make_trainer(config).modules[0]
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # memory that nobody wrote then holds no numbers
+    # With this, torch fills uninitialised memory with NaN, so that any use of it shows.
+    torch.use_deterministic_algorithms(True)
     try:
         check_together(config.model, module)
     finally:
@@ -125,6 +129,7 @@ def test_sequences_of_other_lengths_run_together_as_alone(position: str, monkeyp
 
 
 def check_together(model: Any, module: Any) -> None:
+    """Assert that sequences of different lengths give the same results in a batch and alone."""
     for parameter in module.parameters():
         parameter.data.mul_(3.0)
     prompts = [[5, 1, 44, 2, 2, 19], [3], [7, 7, 7, 9, 1, 2, 3, 4, 5, 6, 7], [50, 1], list(range(30)), list(range(32))]

@@ -1,4 +1,4 @@
-"""`meshwright comm bench` on Gloo ranks: its document, its profile in the planner, its drawing, its mistakes."""
+"""Tests of `meshwright comm bench` on Gloo ranks: its JSON, its profile for the planner, its drawing, its errors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def command(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
 def document(*words: str) -> dict[str, Any]:
     done = command("--json", *words)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 @pytest.mark.wide
@@ -49,18 +49,18 @@ def test_two_ranks_all_ops_and_a_profile_that_the_planner_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, drawn = tmp_path / "here.yaml", tmp_path / "curves.svg"
-    found = document("--nproc", "2", "--sizes", "1K:64K", "--out", str(out), "--svg", str(drawn))
-    assert {p["op"] for p in found["points"]} == set(OPS) and len(found["points"]) == 7 * len(OPS)
-    for p in found["points"]:
+    result = document("--nproc", "2", "--sizes", "1K:64K", "--out", str(out), "--svg", str(drawn))
+    assert {p["op"] for p in result["points"]} == set(OPS) and len(result["points"]) == 7 * len(OPS)
+    for p in result["points"]:
         assert p["axis"] == "dp" and p["ranks"] == 2 and p["link"] == "in_node" and p["seconds"] > 0
         assert p["algorithm_gb_s"] == pytest.approx(p["payload"] / p["seconds"] / 1e9)
         assert p["bus_gb_s"] == pytest.approx(p["algorithm_gb_s"] * p["bus_factor"])
-    for op, counts in found["ledger"]["dp"].items():
+    for op, counts in result["ledger"]["dp"].items():
         assert counts["calls"] >= 7 * 5 and 0 < counts["wire_bytes"] <= counts["payload_bytes"], op
-    assert set(found["ledger"]["dp"]) == set(OPS)
-    link = found["links"]["in_node"]
-    assert link["latency_us"] > 0 and link["points"] == 42 and found["links"]["across_nodes"] is None
-    assert found["rates"]["peak"]["fp32"] > 0 and 0 <= found["rates"]["contention"] <= 1
+    assert set(result["ledger"]["dp"]) == set(OPS)
+    link = result["links"]["in_node"]
+    assert link["latency_us"] > 0 and link["points"] == 42 and result["links"]["across_nodes"] is None
+    assert result["rates"]["peak"]["fp32"] > 0 and 0 <= result["rates"]["contention"] <= 1
     cluster = load_cluster(str(out))
     assert cluster.name == "here" and cluster.node.devices == 2
     assert cluster.node.link_gb_s == pytest.approx(link["gb_s"])
@@ -71,7 +71,10 @@ def test_two_ranks_all_ops_and_a_profile_that_the_planner_takes(
 
 
 def links_of_two_nodes(rank: int, world: int) -> Any:
-    """dp inside of nodes, pp across them; what the command does on a rank, without the rates."""
+    """Measure the links of one rank as the command does, but not the device's rates. Groups of dp are in a node.
+
+    Return the points and the ledger's counts. Groups of pp span both nodes.
+    """
     request = Request(Layout(world, pp=2, node_size=2), ("dp", "pp"), ("all_reduce", "send"), (1024, 4096), 0.002)
     mesh = Mesh(request.layout, rank)
     points = measure_links(mesh, Device("cpu"), request.axes, request.ops, request.sizes, 0.002, lambda text: None)
@@ -79,9 +82,9 @@ def links_of_two_nodes(rank: int, world: int) -> Any:
 
 
 def test_four_ranks_on_two_nodes_have_both_classes_of_links() -> None:
-    found = run_ranks(4, links_of_two_nodes)
-    points, ledger = found[0]
-    assert all(other[0] == points for other in found), "the slowest rank's time, the same on all"
+    by_rank = run_ranks(4, links_of_two_nodes)
+    points, ledger = by_rank[0]
+    assert all(other[0] == points for other in by_rank), "all ranks return the time of the slowest"
     assert {(p.axis, p.across, p.ranks, p.per_node) for p in points} == {("dp", False, 2, 2), ("pp", True, 2, 1)}
     inside, across = fit_links(points)
     assert inside is not None and across is not None and inside.points == across.points == 4

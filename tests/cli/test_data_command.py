@@ -1,4 +1,4 @@
-"""`meshwright data prepare`: its summary, its JSON, its progress, its mistakes, and that it starts without torch."""
+"""Tests of `meshwright data prepare` and `data show`: summary, JSON, progress, errors, and a start without torch."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def test_summary_of_a_selection(text: Path, tmp_path: Path, capsys: pytest.Captu
     (text / "c.jsonl").write_text('{"body": "Once. Twice."}\n' * 3 + '{"body": "short"}\n')
     options = ("--field", "body", "--min-chars", "6", "--max-chars", "99", "--dedup", "--sentences")
     assert data("prepare", text / "c.jsonl", "--out", tmp_path / "a", *options) == 0
-    said = capsys.readouterr().out
-    assert "documents   1 (1 too short or long, 2 seen before left out) from 1 file\nsentences   2\n" in said
+    stdout = capsys.readouterr().out
+    assert "documents   1 (1 too short or long, 2 seen before left out) from 1 file\nsentences   2\n" in stdout
 
 
 def test_json(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data("prepare", text, "--out", tmp_path / "a", "--tokenizer", "train:300", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) >= {"documents", "tokens", "vocab_size", "eod", "mb_per_s", "seconds", "files"}
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) >= {"documents", "tokens", "vocab_size", "eod", "mb_per_s", "seconds", "files"}
     file = TokenFile(tmp_path / "a")
-    assert (found["documents"], found["tokens"]) == (file.document_count, file.token_count)
-    assert [Path(path).name for path in found["files"]] == ["a.bin", "a.idx", "a.tokenizer.json", "a.json"]
+    assert (result["documents"], result["tokens"]) == (file.document_count, file.token_count)
+    assert [Path(path).name for path in result["files"]] == ["a.bin", "a.idx", "a.tokenizer.json", "a.json"]
 
 
 def test_a_warning_for_bad_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +143,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_show_prints_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the model sees and what it is to predict give the text back."""
+    """The input with the predicted tokens filled in is the original text."""
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
     assert data("prepare", tmp_path / "a.txt", "--out", tmp_path / "a") == 0
     config = tmp_path / "bert.yaml"

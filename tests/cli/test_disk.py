@@ -1,4 +1,4 @@
-"""What the operating system refuses is told in one sentence with the fix for its cause, before work where it can."""
+"""Errors of the operating system are reported in one sentence with a fix for the cause, before the work if possible."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def error_of(number: int, path: Path | None = None) -> OSError:
 
 @pytest.mark.parametrize("number", CAUSES, ids=errno.errorcode.get)
 def test_each_cause_has_its_fix(number: int, tmp_path: Path) -> None:
-    said = str(refused("it can't be written", error_of(number), tmp_path / "a" / "b", "another run.dir"))
-    assert said.startswith(f"it can't be written ({os.strerror(number)}): {CAUSES[number].format(at=tmp_path)}")
+    message = str(refused("it can't be written", error_of(number), tmp_path / "a" / "b", "another run.dir"))
+    assert message.startswith(f"it can't be written ({os.strerror(number)}): {CAUSES[number].format(at=tmp_path)}")
 
 
 def test_a_name_in_a_folder_that_takes_none(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_train_refuses_before_anything_starts(
     words = ["model.preset=gpt2-124m", f"{key}={tmp_path}/a"]
     (tmp_path / "c.yaml").write_text("data: {prefixes: [nowhere]}\n")
     assert command.main(["train", str(tmp_path / "c.yaml"), *words, "--nproc", "2"]) == 2
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     fix = f"{key}={tmp_path}/a can't be written (Read-only file system): {tmp_path} can only be read"
-    assert said == f"meshwright: {fix}: choose another {key}\n"
+    assert stderr == f"meshwright: {fix}: choose another {key}\n"
 
 
 def test_files_that_commands_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a person meets first: the help, the completion, a config from a few flags, a layout that nobody chose."""
+"""Tests of the first steps of a new user: the help, shell completion, `init`, and an automatic layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_init_writes_what_was_planned(
     assert main(["init", *words, *(["--global-batch", "64"] if devices > 2 else [])]) == 0
     config = load_config(out)
     best = best_layout(config, devices, load_cluster(cluster), 0.94 * load_cluster(cluster).device.memory_gib)
-    assert words_of(config, best) == []  # the planner would change nothing in the file
+    assert words_of(config, best) == [], "the planner would change nothing in the file"
     assert f"--nproc {devices}" in out.read_text() and "copies of the model (dp)" in out.read_text().splitlines()[0]
     assert main(["init", *words]) == 2  # it already exists
     capsys.readouterr()
@@ -52,10 +52,10 @@ def test_init_says_when_the_data_are_not_there(tmp_path: Path, capsys: pytest.Ca
     assert "name them without their ending, data/text" in capsys.readouterr().err
     write_documents(tmp_path / "text", [[1, 2]])
     assert main([*words, f"{tmp_path}/txet"]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[1].startswith(f"{tmp_path}/txet is not there yet (did you mean '{tmp_path}/text'?)")
-    assert said[2] == f"next: meshwright data prepare YOUR-TEXT --out {tmp_path}/txet --tokenizer train:32000"
-    assert said[3].startswith("then: meshwright train ")
+    stderr = capsys.readouterr().err.splitlines()
+    assert stderr[1].startswith(f"{tmp_path}/txet is not there yet (did you mean '{tmp_path}/text'?)")
+    assert stderr[2] == f"next: meshwright data prepare YOUR-TEXT --out {tmp_path}/txet --tokenizer train:32000"
+    assert stderr[3].startswith("then: meshwright train ")
 
 
 def test_init_looks_at_the_model_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,13 +71,14 @@ def test_a_vocabulary_that_the_data_leave_unused_is_told(
     (tmp_path / "text.txt").write_text("many words " * 100)
     (tmp_path / "c.yaml").write_text("model: {layers: 1, hidden: 8, heads: 2, seq: 16}\ndata: {prefixes: [tokens]}\n")
     assert main(["data", "prepare", "text.txt", "--out", "tokens", "--workers", "1"]) == 0
-    monkeypatch.setattr("meshwright.device.check_machine", lambda *words: 1 / 0)  # nothing starts
-    for vocab, told in ((384, False), (400, True)):
+    # Stop the command before it starts any rank.
+    monkeypatch.setattr("meshwright.device.check_machine", lambda *words: 1 / 0)
+    for vocab, warns in ((384, False), (400, True)):
         with pytest.raises(ZeroDivisionError):
             main(["train", "c.yaml", "run.device=cpu", "train.steps=1", f"model.vocab={vocab}", "data.split=[1,0,0]"])
-        said = capsys.readouterr().err
-        assert said.startswith("starts runs/default, 1 step\n")
-        assert ("the data use 257 of the model's 400 tokens: the others are never trained" in said) == told
+        stderr = capsys.readouterr().err
+        assert stderr.startswith("starts runs/default, 1 step\n")
+        assert ("the data use 257 of the model's 400 tokens: the others are never trained" in stderr) == warns
 
 
 def test_init_makes_the_folder_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +125,8 @@ def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(
     held = resolve(load_config(config, ["layout.tp=4"]), ["layout=auto", "layout.tp=4"], 8)
     assert held[0] == "layout.tp=4" and not [word for word in held[1:] if word.startswith("layout.tp=")]
     assert load_config(config, held).layout.tp == 4
-    assert load_config(config, free).zero.stage + load_config(config, free).layout.tp > 1  # or it would not fit
+    # Without any sharding the model would not fit.
+    assert load_config(config, free).zero.stage + load_config(config, free).layout.tp > 1
 
 
 @pytest.mark.wide
@@ -142,21 +144,21 @@ def test_train_takes_layout_auto(tmp_path: Path) -> None:
 
 def test_the_help_is_grouped_fits_and_comes_at_once() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(COMMANDS), "every command stands in one group"
+    assert sorted(grouped) == sorted(COMMANDS), "every command is in exactly one group"
     assert max(map(len, usage().splitlines())) <= 80
     took = [_processor_seconds("-m", "meshwright", "--help") for _ in range(3)]
     assert min(took) < 0.3, took
 
 
 def test_a_run_speaks_before_it_loads_what_it_may_not_need() -> None:
-    """The first line comes within a second: neither torch nor the planner's search is imported before it."""
-    asked = "import sys, meshwright.cli.train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True)
+    """The first line comes soon, because neither torch nor the planner's search is imported before it."""
+    script = "import sys, meshwright.cli.train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert not {"torch", "meshwright.plan.search"} & set(done.stdout.split())
 
 
 def _processor_seconds(*words: str) -> float:
-    """What a Python process takes of a processor: other programs that compute meanwhile change it little."""
+    """Return the processor time of a Python process. Unlike its duration, it hardly depends on other programs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *words], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -170,10 +172,11 @@ def test_completions_know_commands_options_and_keys(tmp_path: Path) -> None:
         assert all(name in script for name in (*COMMANDS, "train.steps=", "layout=auto"))
     assert "-l nproc" in fish() and "--nproc" in bash() and "@keys" not in bash() + zsh() + fish()
     (tmp_path / "script").write_text(bash())
-    asked = {"1": ("meshwright tra", "train"), "3": ("meshwright train c.yaml train.global", "train.global_batch=")}
-    for place, (line, wanted) in asked.items():
-        asks = f"COMP_WORDS=({line}); COMP_CWORD={place}; _meshwright 2>/dev/null; echo ${{COMPREPLY[@]}}"
-        source = f"source ./script; {asks}"
+    # By the position of the word to complete: the command line so far, and the completed word.
+    cases = {"1": ("meshwright tra", "train"), "3": ("meshwright train c.yaml train.global", "train.global_batch=")}
+    for position, (line, wanted) in cases.items():
+        complete = f"COMP_WORDS=({line}); COMP_CWORD={position}; _meshwright 2>/dev/null; echo ${{COMPREPLY[@]}}"
+        source = f"source ./script; {complete}"
         done = subprocess.run(["bash", "-c", source], cwd=tmp_path, capture_output=True, text=True)
         assert done.stdout.split() == [wanted], line
     for shell, text in (("zsh", zsh()), ("fish", fish())):

@@ -1,4 +1,4 @@
-"""Memory before time: what does not fit is said before a rank starts, with what would fit."""
+"""Tests of the memory check before ranks start: a run that can't fit is refused, with settings that would fit."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def test_what_can_not_fit_is_refused_and_what_may_not_is_told(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need = largest(checked_job(load_config("config.yaml"), 1))
-    assert need.states < 0.9 * need.peak, "the test needs activations"
+    assert need.states < 0.9 * need.peak, "this test needs a model with large activations"
     room = need.states - 1
     monkeypatch.setattr("meshwright.device.host_memory_bytes", lambda: room)
     assert main(["train", "config.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert "weights, gradients and optimizer states take" in said and "and it has" in said
+    stderr = capsys.readouterr().err
+    assert "weights, gradients and optimizer states take" in stderr and "and it has" in stderr
     assert not (here / "run").exists()
     room = 0.9 * need.peak
     assert main(["train", "config.yaml"]) == 0
-    said = capsys.readouterr().err
-    (warned,) = [line for line in said.splitlines() if "warning" in line]
-    assert "a rank needs about" in warned and "train.micro_batch=1" in warned, warned
+    stderr = capsys.readouterr().err
+    (warning,) = [line for line in stderr.splitlines() if "warning" in line]
+    assert "a rank needs about" in warning and "train.micro_batch=1" in warning, warning
     room = 2 * need.peak
     assert main(["train", "config.yaml", "run.dir=other"]) == 0
     assert "warning" not in capsys.readouterr().err
 
 
 def test_what_is_named_fits(here: Path) -> None:
-    """Each way, put into the config, needs no more than there is; and the figure beside it is the planner's."""
+    """Each suggested change of the config needs no more memory than there is, by the planner's own figures."""
     config = load_config("config.yaml")
     peak = largest(checked_job(config, 4)).peak
     for share in (0.8, 0.5, 0.3):
-        said = ways_to_fit(config, 4, share * peak)
-        ways = re.findall(r"((?:[\w.]+=\w+ ?)+)\(", said)
-        assert 1 <= len(ways) <= 3, said
+        message = ways_to_fit(config, 4, share * peak)
+        ways = re.findall(r"((?:[\w.]+=\w+ ?)+)\(", message)
+        assert 1 <= len(ways) <= 3, message
         for words in ways:
             changed = load_config("config.yaml", words.split())
             assert largest(checked_job(changed, 4)).peak <= share * peak, words
@@ -75,5 +75,5 @@ def test_running_out_of_memory_is_one_sentence(
 
     monkeypatch.setattr("meshwright.engine.providers.forward_step", full)
     assert main(["train", "config.yaml"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("meshwright: rank 0 ran out of memory (planned were ") and ": try " in said
+    stderr = capsys.readouterr().err.splitlines()[-1]
+    assert stderr.startswith("meshwright: rank 0 ran out of memory (planned were ") and ": try " in stderr

@@ -1,4 +1,4 @@
-"""`meshwright layout`: its JSON, its drawing, its mistakes, and that it starts without torch."""
+"""Tests of `meshwright layout`: its JSON, its drawing, its error messages, and that it starts without torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_experts_get_a_drawing_of_their_own(capsys: pytest.CaptureFixture[str]) 
 
 def test_thousands_of_ranks_are_quick_and_short(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--world 16384 --tp 8 --pp 16 --cp 2 --ep 64 --node-size 8"
-    start = time.process_time()  # of this process alone, however busy the machine is
+    # The processor time does not depend on how busy the machine is.
+    start = time.process_time()
     assert layout(options) == 0
     lines = capsys.readouterr().out.splitlines()
     assert layout(options + " --json") == 0
@@ -156,9 +157,9 @@ def test_command_does_not_import_torch_and_falls_back_to_ascii() -> None:
 
 def test_replicas_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert layout("--world 8 --tp 2 --replicas 2 --json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert found["replicas"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    result = json.loads(capsys.readouterr().out)
+    assert result["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert result["replicas"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert layout("--world 8 --tp 2 --replicas 2") == 0
     shown = capsys.readouterr().out
     assert "x replicas 2" in shown and "[0 4] [1 5] [2 6] [3 7]" in shown

@@ -1,4 +1,4 @@
-"""An option has one name and one meaning on every command."""
+"""An option has one name and one meaning in every command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cli.main import COMMANDS
 
-# The same word with a range of numbers beside one number.
+# These options also take a range of numbers, while the same option of other commands takes one number.
 OTHERS = {("scaling", "--devices"), ("train", "--nodes")}
 
 
@@ -31,31 +31,31 @@ def test_an_option_takes_the_same_kind_of_value_everywhere() -> None:
             if (name, option) not in OTHERS:
                 kind = "flag" if action.nargs == 0 else getattr(action.type, "__name__", "str")
                 kinds.setdefault(option, {})[name] = kind
-    differ = {option: found for option, found in kinds.items() if len(set(found.values())) > 1}
+    differ = {option: by_command for option, by_command in kinds.items() if len(set(by_command.values())) > 1}
     assert differ == {}
 
 
 @pytest.mark.parametrize("name", ["plan", "cost", "simulate", "memory", "dryrun"])
 def test_planning_commands_take_the_same_options(name: str) -> None:
-    found = options_of(name)
+    options = options_of(name)
     wanted = {"--devices", "--world", "--global-batch", "--seq"} | ({"--layout"} if name != "plan" else set())
-    assert wanted <= set(found)
-    assert found["--devices"] is found["--world"]
+    assert wanted <= set(options)
+    assert options["--devices"] is options["--world"]
 
 
 @pytest.mark.parametrize("name", ["layout", "config"])
 def test_devices_and_world_are_one_option(name: str) -> None:
-    found = options_of(name)
-    assert found["--devices"] is found["--world"]
+    options = options_of(name)
+    assert options["--devices"] is options["--world"]
 
 
 def test_options_of_the_batch_are_keys(capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.cli.main import run
 
-    said = []
+    outputs = []
     for words in (["--global-batch", "16", "--seq", "512"], ["train.global_batch=16", "model.seq=512"]):
         run(["memory", "gpt2-124m", "--devices", "4", "--layout", "tp=2", *words])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
     run(["memory", "gpt2-124m", "--devices", "4", "--layout", "tp=2", "train.global_batch=16"])
-    assert capsys.readouterr().out != said[0]
+    assert capsys.readouterr().out != outputs[0]

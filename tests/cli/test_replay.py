@@ -1,4 +1,4 @@
-"""A past step computed again: the recorded numbers bit for bit, and nothing of the run is touched."""
+"""A replay of a past step gives the recorded numbers bit for bit and changes no file of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.token_files import write_documents
 
 
 def make_run(folder: Path, steps: int = 6, every: int = 2, faults: Any = None, **model: Any) -> Path:
-    """Steps under a schedule that depends on their number; checkpoints of steps 2, 4 and so on."""
+    """Train a run whose learning rate depends on the step, with a checkpoint at every `every`-th step."""
     write_documents(folder / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     data = {"prefixes": [str(folder / "tokens")], "split": [0.8, 0.2, 0]}
     often = {"every": every, "keep": 0}
@@ -39,6 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(run: Path) -> dict[str, tuple[int, int]]:
+    """Return the size and the modification time of every file of a run."""
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(run.rglob("*"))}
 
 
@@ -51,12 +52,12 @@ def replayed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 @pytest.mark.parametrize(("step", "begin"), [(4, 2), (3, 2), (2, 0), (6, 4)])
 def test_a_step_is_reproduced_bit_for_bit(run: Path, step: int, begin: int, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(run)
-    code, found = replayed(capsys, str(run), "--step", str(step))
-    assert (code, found["exact"], found["from"], found["step"]) == (0, True, begin, step)
+    code, result = replayed(capsys, str(run), "--step", str(step))
+    assert (code, result["exact"], result["from"], result["step"]) == (0, True, begin, step)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[step - 1])
     for name in ("loss", "grad_norm"):
-        assert found[name] == {"recorded": line[name], "replayed": line[name], "difference": 0.0}
-    assert files(run) == before, "the run was only read"
+        assert result[name] == {"recorded": line[name], "replayed": line[name], "difference": 0.0}
+    assert files(run) == before, "a replay only reads the run"
 
 
 def test_the_last_bit_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +66,8 @@ def test_the_last_bit_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     lines[2]["loss"] = math.nextafter(lines[2]["loss"], 9.0)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     try:
-        code, found = replayed(capsys, str(run), "--step", "3")
-        assert (code, found["reproduced"], found["first_different"]) == (1, False, 3)
+        code, result = replayed(capsys, str(run), "--step", "3")
+        assert (code, result["reproduced"], result["first_different"]) == (1, False, 3)
         assert replayed(capsys, str(run), "--step", "4")[1]["first_different"] == 3
         assert main(["replay", str(run), "--step", "3"]) == 1
         assert "NOT reproduced bit for bit" in capsys.readouterr().out
@@ -75,10 +76,10 @@ def test_the_last_bit_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_another_order_of_sums_is_told_from_another_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = replayed(capsys, str(run), "--step", "4", "train.micro_batch=2")
-    assert (code, found["exact"]) == (1, False), "dropout depends on the micro-batch"
-    code, found = replayed(capsys, str(run), "--step", "4", "optimizer.eps=1e-7")
-    assert code == 0 and not found["exact"] and found["allowed"] == 1e-4
+    code, result = replayed(capsys, str(run), "--step", "4", "train.micro_batch=2")
+    assert (code, result["exact"]) == (1, False), "dropout depends on the micro-batch"
+    code, result = replayed(capsys, str(run), "--step", "4", "optimizer.eps=1e-7")
+    assert code == 0 and not result["exact"] and result["allowed"] == 1e-4
     assert replayed(capsys, str(run), "--step", "4", "train.seed=77")[0] == 1
 
 
@@ -89,7 +90,10 @@ def test_another_order_of_sums_is_told_from_another_step(run: Path, capsys: pyte
 def test_a_replay_goes_the_way_of_the_run(
     fault: Fault, action: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Which went back and left out a batch, or made no update from one; the checkpoint is older than that."""
+    """A replay repeats the decisions of a run that rolled back and left out a batch, or skipped an update.
+
+    The checkpoint that it starts from is older than these decisions.
+    """
     real = gpt.model_provider
 
     def provider(ctx: Any, stage: Any) -> Any:
@@ -104,18 +108,19 @@ def test_a_replay_goes_the_way_of_the_run(
     assert [line["step"] for line in lines if line["skipped"]] == ([11] if "spike" in action else [])
     assert (lines[-1]["consumed"] == 11 * lines[-1]["global_batch"]) == ("spike" in action), "a batch was left out"
     for step in (4, 12) if "action" in action else (12,):
-        code, found = replayed(capsys, str(run), "--step", str(step))
-        differs = 11 if "spike" in action else None  # the fault, which is not here any more
-        assert (code, found["exact"], found["first_different"]) == (0, True, differs)
+        code, result = replayed(capsys, str(run), "--step", str(step))
+        # The faulty step itself differs, because the fault is not planted in the replay.
+        differs = 11 if "spike" in action else None
+        assert (code, result["exact"], result["first_different"]) == (0, True, differs)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", ["layout.tp=2", "layout.pp=2", "zero.stage=1"])
 def test_on_another_layout(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, dropout=0.0)
-    code, found = replayed(capfd, str(run), "--step", "4", "--nproc", "2", layout)
-    assert (code, found["exact"], found["ranks"]) == (0, False, 2) and found["loss"]["difference"] < 1e-5
-    code, found = replayed(capfd, str(run), "--step", "4", "--nproc", "2", layout, "train.seed=5")
+    code, result = replayed(capfd, str(run), "--step", "4", "--nproc", "2", layout)
+    assert (code, result["exact"], result["ranks"]) == (0, False, 2) and result["loss"]["difference"] < 1e-5
+    code, result = replayed(capfd, str(run), "--step", "4", "--nproc", "2", layout, "train.seed=5")
     assert code == 1
 
 

@@ -1,4 +1,4 @@
-"""`meshwright comm savings`: one table, measured and predicted; and the seconds of our own algorithms by hand."""
+"""Tests of `meshwright comm savings`: measured and predicted figures in one table, and times computed by hand."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def config(tmp_path: Path) -> str:
 def test_measured_beside_predicted(config: str, tmp_path: Path) -> None:
     words = ["comm", "savings", config, "--nproc", "2", "--steps", "3", "--json", "--svg", str(tmp_path / "s.svg")]
     run = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
-    assert "emulated links: 0.002 GB/s" in found["title"]
-    rows = {row["name"]: row for row in found["techniques"]}
+    result = json.loads(run.stdout)
+    assert "emulated links: 0.002 GB/s" in result["title"]
+    rows = {row["name"]: row for row in result["techniques"]}
     assert {"as configured", "overlap off", "gather to one", "own ring", "reduce int8", "4 local steps"} <= rows.keys()
     for name, row in rows.items():
         if name not in ("gather to one", "4 local steps", "16 local steps"):
@@ -82,7 +82,10 @@ def test_mistakes(words: list[str], sentence: str, config: str, capsys: pytest.C
 
 
 def test_seconds_of_algorithms_by_hand() -> None:
-    """Two nodes of four ranks, 80 MB: of a ring 2 x 7/8 go over a node's adapters, of a hierarchy 2 x 1/2."""
+    """An all-reduce of 80 MB on two nodes of four ranks sends a known share through a node's network adapters.
+
+    This share is 2 x 7/8 for a ring and 2 x 1/2 for the hierarchical algorithm.
+    """
     links = EmulateConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1e-3)
     cluster = with_links(load_cluster("laptop"), links, 4)
     at = {"op": "all_reduce", "payload": 80e6, "ranks": 8, "on_node": 4}
@@ -98,44 +101,53 @@ def test_seconds_of_algorithms_by_hand() -> None:
     figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
     chosen = {size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)}
     assert chosen == {1e2: "tree", 80e6: "hierarchical"}
-    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) == "torch", "a few latencies are not worth it"
+    assert fastest(links_of(figures, 8, 8), "all_reduce", 80e6, 8, 8) == "torch", "a lower latency is not worth it"
 
 
 def test_what_auto_takes_from_torch_is_hidden_as_before() -> None:
-    """Inside one node torch's ring, which begins during backward, is not slower than ours: auto is torch, also in what
-    it hides. Where every message is late a tree is faster, and begins after backward."""
+    """The `auto` algorithm hides as much communication as torch if it chooses torch.
+
+    Inside a node torch's ring is not slower than ours, and it starts during backward. With a high latency our tree is
+    faster, but it starts after backward and hides nothing.
+    """
     sections = {"model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32}, "run": {"device": "cpu"},
                 "data": {"prefixes": ["made"]}}  # fmt: skip
-    found = {}
+    costs = {}
     for kind in ("torch", "auto"):
         for late in (1e-3, 1e4):
             links = {"link_gb_s": 1.0, "latency_us": late}
             config = config_from(sections | {"comm": {"algorithm": kind, "links": links}, "train": {"global_batch": 6}})
             cluster = with_links(load_cluster("laptop"), EmulateConfig(**links), 6)
-            found[kind, late] = predict_cost(job_of(config, 6), cluster).axes["dp"]
-    assert found["auto", 1e-3].hidden == found["torch", 1e-3].hidden > 0
-    assert found["auto", 1e4].hidden == 0 and found["auto", 1e4].seconds < found["torch", 1e4].seconds
+            costs[kind, late] = predict_cost(job_of(config, 6), cluster).axes["dp"]
+    assert costs["auto", 1e-3].hidden == costs["torch", 1e-3].hidden > 0
+    assert costs["auto", 1e4].hidden == 0 and costs["auto", 1e4].seconds < costs["torch", 1e4].seconds
 
 
 @pytest.mark.parametrize(("ep", "offered"), [(16, True), (8, False)])
 def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: bool) -> None:
-    """As many bytes between nodes, and those inside the node on top."""
+    """The exchange by node sends known shares of the plain all-to-all's bytes between nodes and inside a node.
+
+    The all-to-all of 16 ranks sends 15/16 of the tokens. Between two nodes 8/16 are sent, inside a node another 14/16.
+    """
     sections = {
         "model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32, "experts": {"count": 16, "ffn": 32}},
         "data": {"prefixes": ["made"]}, "layout": {"ep": ep}, "train": {"global_batch": 16},
     }  # fmt: skip
     job = job_of(config_from(sections), 16, cluster_node=8)
-    found = {each.name: each for each in techniques(job.config, job)}
-    assert ("experts by node" in found) == offered
+    by_name = {technique.name: technique for technique in techniques(job.config, job)}
+    assert ("experts by node" in by_name) == offered
     if offered:
         cluster = load_cluster("h100-80g-dgx")
-        plain, own = (expected(found[name], job, cluster) for name in ("as configured", "experts by node"))
+        plain, own = (expected(by_name[name], job, cluster) for name in ("as configured", "experts by node"))
         assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
         assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s
 
 
 def without_a_processor(rank: int, world: int) -> tuple[float, float]:
-    """The work of making messages while others have the processor for 0.2 s of each, and what it is priced at."""
+    """Encode compressed messages with 0.2 s of sleep each, as if other processes had the processor.
+
+    Return the measured processor time of making the messages, and the time that the prediction assumes for it.
+    """
     trainer = make_trainer(small_config(comm={"reduce": {"kind": "topk"}}), rank, world)
     encode = Sparse.encode
 

@@ -1,4 +1,4 @@
-"""`meshwright schedule` from the outside."""
+"""Tests of the command `meshwright schedule`: its drawing, its JSON, its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm with two nodes, which the test starts for itself, where it and munge are installed."""
+"""Tests of jobs under a real Slurm with two nodes. A fixture starts Slurm if it and munge are installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faults.planted import numbers
 
 pytestmark = pytest.mark.wide
 
-# A job that is requeued rests until its credentials expire: two minutes, if nothing else is said.
+# A requeued job waits until its credentials expire, by default for two minutes. Hence cred_expire=5.
 CONF = """ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -46,11 +46,12 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 
 def free_ports(count: int) -> list[int]:
-    made = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [one.getsockname()[1] for one in made]
-    for one in made:
-        one.close()
-    return found
+    # Open all of them before closing any, so that they differ.
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
 
 
 def until(ready: Callable[[], Any], what: str, seconds: float = 180.0) -> None:
@@ -62,7 +63,7 @@ def until(ready: Callable[[], Any], what: str, seconds: float = 180.0) -> None:
 
 @pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A controller and two nodes, all on this machine; they end with the test."""
+    """A Slurm controller and two nodes, all on this machine. They are stopped after the test."""
     if os.geteuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "sbatch", "srun"))):
         pytest.skip("Slurm can't be started here")
     at = Path("/tmp") / f"mw-slurm-{os.getpid()}"  # noqa: S108  # sockets' paths must be short
@@ -83,8 +84,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         subprocess.run(command, check=True)
 
     def idle() -> bool:
-        told = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, check=False)
-        return told.stdout.strip() == "idle 2"
+        listing = subprocess.run(["sinfo", "-h", "-o", "%T %D"], capture_output=True, text=True, check=False)
+        return listing.stdout.strip() == "idle 2"
 
     until(idle, "the nodes do not come up", 60.0)
     yield at
@@ -96,7 +97,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def launcher_of(task: int) -> int:
-    """The process of a task's launcher, by its environment."""
+    """Return the process id of a task's launcher, which is recognised by its environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             words = path.read_bytes().split(b"\0")
@@ -111,7 +112,7 @@ def launcher_of(task: int) -> int:
 
 @pytest.fixture
 def submitted(slurm: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Hands job 1, of two nodes of two ranks, to Slurm by `meshwright submit`; returns its log."""
+    """A function that submits job 1, with two nodes of two ranks, by `meshwright submit` and returns its log."""
     monkeypatch.chdir(folder)
     (folder / "bin").mkdir()
     script = folder / "bin" / "meshwright"
@@ -121,19 +122,23 @@ def submitted(slurm: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     script.chmod(0o755)
 
     def submitting(*words: str) -> Path:
-        asked = ["--nodes", "2", "--ranks-per-node", "2", "--setup", f"export PATH={folder / 'bin'}:$PATH", "--run"]
-        assert main(["submit", "config.yaml", "--slurm", *asked, *words]) == 0
+        options = ["--nodes", "2", "--ranks-per-node", "2", "--setup", f"export PATH={folder / 'bin'}:$PATH", "--run"]
+        assert main(["submit", "config.yaml", "--slurm", *options, *words]) == 0
         return folder / "run-1.log"
 
     return submitting
 
 
 def worlds(run: Path) -> list[int]:
+    """Return the number of ranks of each start of a run."""
     return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
 
 
 def cancelled(log: Path, run: Path) -> int:
-    """Cancels the job: it saves and is not requeued. Returns the last step, up to which each is there once."""
+    """Cancel the job, and assert that it saves and is not requeued. Return its last step.
+
+    The metrics must hold each step up to the last one once.
+    """
     subprocess.run(["scancel", "1"], check=True)
     until(lambda: "the job was cancelled: it is not requeued" in log.read_text(), "it is not cancelled")
     done = steps(run)
@@ -142,7 +147,7 @@ def cancelled(log: Path, run: Path) -> int:
 
 
 def test_an_elastic_job_outlives_a_task_and_is_cancelled(folder: Path, submitted: Callable[..., Path]) -> None:
-    """The launcher of one node is killed with all of its ranks, and the other goes on, from memory."""
+    """The launcher of one node is killed with all of its ranks, and the other node resumes from memory."""
     words = ["faults.elastic=true", "faults.lost_after=6s", "checkpoint.every=0", "checkpoint.memory_every=2"]
     log, run = submitted("--time", "10min", "--lead", "30s", *words), folder / "run"
     until(lambda: worlds(run) == [4] and len(steps(run)) >= 6, "it does not start")
@@ -156,9 +161,11 @@ def test_an_elastic_job_outlives_a_task_and_is_cancelled(folder: Path, submitted
 def test_a_job_is_killed_reaches_its_time_limit_and_goes_on_bit_for_bit(
     folder: Path, submitted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three lives of one job: its tasks are killed by the scheduler, its time limit is near, it is cancelled."""
-    model = ["train.global_batch=512", "train.micro_batch=4", "run.eval_samples=16"]  # a minute has few steps
-    meeting = f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"  # the nodes' names are of this test alone
+    """One job is started three times: the scheduler kills its tasks, its time limit comes near, and it is cancelled."""
+    # Large batches, so that a job of a minute or two has only a few steps.
+    model = ["train.global_batch=512", "train.micro_batch=4", "run.eval_samples=16"]
+    # The names of the nodes exist in this Slurm alone, so ranks could not find each other by them.
+    meeting = f"export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"
     log = submitted("--time", "2min", "--lead", "30s", "--setup", meeting, "checkpoint.every=5", *model)
     run = folder / "run"
     until(lambda: worlds(run) == [4] and len(saved(run)) > 1, "it does not start")

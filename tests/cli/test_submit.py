@@ -1,5 +1,8 @@
-"""Job files: what they ask for, and what their scripts do when a run is stopped, fails, is cancelled or complete. The
-scripts are run by bash with stand-ins for srun, scontrol and meshwright."""
+"""Tests of job files for Slurm and Kubernetes.
+
+They cover the resources that a job requests, and what its script does when a run is stopped, fails, is cancelled or is
+complete. bash runs the scripts with stand-ins for srun, scontrol and meshwright.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ JOB = {
 }  # fmt: skip
 PORT = {"name": str, "port!": int, "targetPort": (int, str), "protocol": {"TCP", "UDP"}}
 SERVICE = {"clusterIP": str, "selector": TEXTS, "publishNotReadyAddresses": bool, "ports": [PORT]}
-# What Kubernetes' API (v1, batch/v1) knows of the kinds that we write; `!` marks what must be there.
+# The fields of the Kubernetes API (v1, batch/v1) for the kinds that we write. `!` marks a required field, and `*` any
+# name. A set holds the allowed values.
 SCHEMA: dict[str, Any] = {
     "ConfigMap": {"apiVersion!": {"v1"}, "kind!": {"ConfigMap"}, "metadata!": META, "data": TEXTS},
     "Service": {"apiVersion!": {"v1"}, "kind!": {"Service"}, "metadata!": META, "spec!": SERVICE},
@@ -71,6 +75,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def fits(value: Any, schema: Any, at: str) -> None:
+    """Assert that a value has the form of a schema. `at` is its path for messages."""
     if isinstance(schema, dict):
         known = {name.rstrip("!"): each for name, each in schema.items()}
         assert isinstance(value, dict), f"{at} must be keys and values"
@@ -97,11 +102,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def directives(script: str) -> dict[str, str]:
+    """Return the options of a script's #SBATCH lines."""
     words = [line.removeprefix("#SBATCH --").partition("=") for line in script.splitlines() if "#SBATCH" in line]
     return {name: value for name, _, value in words}
 
 
 def slurm_script(*more: str) -> str:
+    """Write a job file for Slurm, check its syntax and return it."""
     assert main(["submit", "c.yaml", "--slurm", "--out", "job.sh", *more]) == 0
     subprocess.run(["bash", "-n", "job.sh"], check=True)
     return Path("job.sh").read_text()
@@ -120,7 +127,7 @@ def test_slurm_is_asked_for_what_the_layout_needs() -> None:
 
 
 def test_an_elastic_run_has_one_launcher_on_each_node() -> None:
-    """A node that is lost ends neither the job nor its step; the launchers start the ranks."""
+    """The loss of a node ends neither the job nor its job step. The launchers start the ranks."""
     script = slurm_script("faults.elastic=true", "--nodes", "4")
     asked = directives(script)
     wanted = {"ntasks-per-node": "1", "cpus-per-task": "16", "gpus-per-node": "4", "no-kill": ""}
@@ -130,7 +137,10 @@ def test_an_elastic_run_has_one_launcher_on_each_node() -> None:
 
 
 def test_every_rank_is_given_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By sbatch and, since srun does not take it over, by srun; as many as the cluster has, if that is known."""
+    """The job requests cores from both sbatch and srun, because srun does not inherit the option.
+
+    If the cluster's number of cores is known, the ranks of a node share all of them.
+    """
     script = slurm_script("--nodes", "2")
     asked = directives(script)
     assert asked["cpus-per-task"] == "4" and asked["exclusive"] == ""
@@ -148,7 +158,10 @@ def test_every_rank_is_given_cores(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
-    """Exit code, output, and whether the job was requeued, where srun does `train`."""
+    """Run the job file with a stand-in for srun that does `train`.
+
+    Return the exit code, the output, and whether the job was requeued.
+    """
     slurm_script()
     bin_, checkpoints = here / "bin", here / "runs" / "Big_One" / "checkpoints"
     bin_.mkdir(exist_ok=True)
@@ -166,36 +179,36 @@ def run_slurm(here: Path, train: str, **env: str) -> tuple[int, str, bool]:
 
 def test_the_job_is_requeued_until_the_run_is_complete(here: Path) -> None:
     assert run_slurm(here, "save 00000010") == (0, "continues from step-00000010: the job is requeued\n", True)
-    code, said, again = run_slurm(here, "exit 0")
-    assert (code, again) == (1, False) and "no newer checkpoint" in said, "it would go round for ever"
-    assert run_slurm(here, "save 00000020; exit 75")[2], "a hang ended it, and it had got further"
-    code, said, again = run_slurm(here, "save 00000030; exit 2")
-    assert (code, again) == (2, False) and "mistake" in said
-    code, said, again = run_slurm(here, "save 00000040; kill -TERM $PPID")
-    assert (code, again) == (143, False) and "cancelled" in said
-    code, said, again = run_slurm(here, "save 00000100; touch complete")
-    assert (code, again) == (0, False) and "complete" in said
-    code, said, again = run_slurm(here, "echo srun was called; exit 1")
-    assert (code, said, again) == (0, "the run is complete\n", False), "nothing is left to do"
+    code, output, requeued = run_slurm(here, "exit 0")
+    assert (code, requeued) == (1, False) and "no newer checkpoint" in output, "it would be requeued for ever"
+    assert run_slurm(here, "save 00000020; exit 75")[2], "a hang ended it, and it had made progress"
+    code, output, requeued = run_slurm(here, "save 00000030; exit 2")
+    assert (code, requeued) == (2, False) and "mistake" in output
+    code, output, requeued = run_slurm(here, "save 00000040; kill -TERM $PPID")
+    assert (code, requeued) == (143, False) and "cancelled" in output
+    code, output, requeued = run_slurm(here, "save 00000100; touch complete")
+    assert (code, requeued) == (0, False) and "complete" in output
+    code, output, requeued = run_slurm(here, "echo srun was called; exit 1")
+    assert (code, output, requeued) == (0, "the run is complete\n", False), "nothing is left to do"
 
 
 def documents(*more: str) -> dict[str, dict[str, Any]]:
+    """Write a job file for Kubernetes and return its documents by kind."""
     words = ["--kubernetes", "--nodes", "2", "--image", "mw:1", "--claim", "disk", "--out", "job.yaml"]
     assert main(["submit", "c.yaml", *words, *more]) == 0
-    found = list(yaml.safe_load_all(Path("job.yaml").read_text()))
-    return {document["kind"]: document for document in found}
+    return {document["kind"]: document for document in yaml.safe_load_all(Path("job.yaml").read_text())}
 
 
 def test_a_kubernetes_job_has_what_it_needs() -> None:
-    found = documents("train.seed=3", "--time", "4:00:00")
-    versions = {kind: document["apiVersion"] for kind, document in found.items()}
+    by_kind = documents("train.seed=3", "--time", "4:00:00")
+    versions = {kind: document["apiVersion"] for kind, document in by_kind.items()}
     assert versions == {"ConfigMap": "v1", "Service": "v1", "Job": "batch/v1"}
-    service, spec = found["Service"]["spec"], found["Job"]["spec"]
+    service, spec = by_kind["Service"]["spec"], by_kind["Job"]["spec"]
     assert service["clusterIP"] == "None" and service["selector"] == {"job-name": "big-one"}
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert spec["activeDeadlineSeconds"] == 4 * 3600
     pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never" and pod["subdomain"] == found["Service"]["metadata"]["name"] == "big-one"
+    assert pod["restartPolicy"] == "Never" and pod["subdomain"] == by_kind["Service"]["metadata"]["name"] == "big-one"
     assert pod["terminationGracePeriodSeconds"] == 300
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
@@ -207,12 +220,12 @@ def test_a_kubernetes_job_has_what_it_needs() -> None:
     rules = spec["podFailurePolicy"]["rules"]
     rules = {str(rule.get("onExitCodes", {}).get("values")): rule["action"] for rule in rules}
     assert rules == {"None": "Ignore", "[85]": "Ignore", "[2]": "FailJob"}
-    config = yaml.safe_load(found["ConfigMap"]["data"]["config.yaml"])
+    config = yaml.safe_load(by_kind["ConfigMap"]["data"]["config.yaml"])
     assert config["train"]["seed"] == 3 and config["layout"]["tp"] == 2
 
 
 def test_a_kubernetes_job_fits_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field is one that Kubernetes knows at that place, and of its kind; another one is refused."""
+    """Kubernetes knows every field of the job at its place and with its type. An unknown field fails the check."""
     words = ["submit", "c.yaml", "--kubernetes", "--image", "i", "--claim", "c", "--time", "2h", "--out", "job.yaml"]
     assert main(words) == 0
     documents = list(yaml.safe_load_all(Path("job.yaml").read_text()))
@@ -264,11 +277,11 @@ def test_submit_hands_the_file_to_the_scheduler(
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{here}:/usr/bin:/bin")
     assert main(["submit", "c.yaml", "--slurm", "--run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["submitted"] == "Submitted batch job 12" and Path("got.sh").read_text() == found["file"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["submitted"] == "Submitted batch job 12" and Path("got.sh").read_text() == result["file"]
     sbatch.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
-    said = sentence(capsys, ["submit", "c.yaml", "--slurm", "--run"])
-    assert "refused the job: sbatch: error: invalid partition" in said
+    message = sentence(capsys, ["submit", "c.yaml", "--slurm", "--run"])
+    assert "refused the job: sbatch: error: invalid partition" in message
 
 
 @pytest.mark.parametrize(("words", "wanted"), [

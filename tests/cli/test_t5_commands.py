@@ -1,5 +1,4 @@
-"""An encoder-decoder through the commands: a sample is shown, mistakes get one sentence, a trained run is evaluated and
-answers."""
+"""Tests of the commands with an encoder-decoder: show a sample, train, evaluate, generate, export, report mistakes."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ MODEL = "model: {kind: t5, layers: 3, hidden: 16, heads: 2, vocab: 270, seq: 64,
 def config(tmp_path: Path) -> Path:
     (tmp_path / "a.txt").write_text(TEXT)
     assert main(["data", "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "a"), "--workers", "1"]) == 0
-    found = tmp_path / "t5.yaml"
-    found.write_text(
+    file = tmp_path / "t5.yaml"
+    file.write_text(
         f"{MODEL}\ndata: {{prefixes: ['{tmp_path / 'a'}'], split: [1, 0, 0]}}\n"
         f"train: {{steps: 2, global_batch: 2}}\nrun: {{dir: '{tmp_path / 'run'}', tensorboard: false, device: cpu}}\n"
     )
-    return found
+    return file
 
 
 def test_show_prints_a_sample(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The input and the target give the text back."""
+    """The input with the spans of the target filled in is the original text."""
     capsys.readouterr()
     assert main(["data", "show", str(config), "--sample", "3", "--json"]) == 0
     sample = json.loads(capsys.readouterr().out)
@@ -39,7 +38,7 @@ def test_show_prints_a_sample(config: Path, capsys: pytest.CaptureFixture[str]) 
     parts = re.split(r"<\d+>", target.removeprefix("target: ").removesuffix("[END]"))
     spans = iter(parts[1:])
     assert len(parts) == int(words[1]) + 1 and parts[0] == ""
-    whole = re.sub(r"<\d+>", lambda found: next(spans), shown.removesuffix("[END]"))
+    whole = re.sub(r"<\d+>", lambda match: next(spans), shown.removesuffix("[END]"))
     assert whole.replace("[END]", "") in TEXT and len(whole) > 64
 
 
@@ -81,8 +80,8 @@ def test_a_trained_run_is_evaluated_and_answers(config: Path, capsys: pytest.Cap
     assert main(["train", str(config), "checkpoint.async=false"]) == 0
     capsys.readouterr()
     assert main(["eval", run, "--split", "train", "--samples", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["samples"] == 3 and found["tokens"] == 3 * 14 and found["loss"] < 7
+    result = json.loads(capsys.readouterr().out)
+    assert result["samples"] == 3 and result["tokens"] == 3 * 14 and result["loss"] < 7
     assert main(["generate", run, "--prompt", "The quick", "--max-tokens", "5", "--json"]) == 0
     assert 1 <= len(json.loads(capsys.readouterr().out)["tokens"]) <= 5
     assert main(["export", run, "--to", str(config.parent / "hf")]) == 0

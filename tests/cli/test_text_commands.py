@@ -1,4 +1,4 @@
-"""`meshwright generate` and `meshwright eval`, of a Hugging Face folder, a checkpoint and a run."""
+"""Tests of `meshwright generate` and `meshwright eval` with a Hugging Face folder, a checkpoint and a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = ["<s>", "</s>", *(f"w{n}" for n in range(2, 61))]
 
 
 def write_tokenizer(folder: Path, size: int = 61) -> None:
-    """Words between blanks; it puts <s> before a text."""
+    """Write a tokenizer that splits a text at blanks into words and puts <s> before it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = [*WORDS[:2], *(f"w{n}" for n in range(2, size))]
@@ -47,14 +47,14 @@ def write_tokenizer(folder: Path, size: int = 61) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama that transformers saved, with a tokenizer; its checkpoint."""
+    """Make a folder with a Llama that transformers saved, its tokenizer, and a checkpoint that is imported from it."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found = tmp_path_factory.mktemp("text")
-    save("llama2", found / "hf", std=0.5)
-    write_tokenizer(found / "hf")
-    assert main(["import", str(found / "hf"), "--to", str(found / "checkpoint"), "--json"]) == 0
-    return found
+    made = tmp_path_factory.mktemp("text")
+    save("llama2", made / "hf", std=0.5)
+    write_tokenizer(made / "hf")
+    assert main(["import", str(made / "hf"), "--to", str(made / "checkpoint"), "--json"]) == 0
+    return made
 
 
 def write_tokens(prefix: Path, count: int, vocab: int) -> None:
@@ -62,7 +62,7 @@ def write_tokens(prefix: Path, count: int, vocab: int) -> None:
 
 
 def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
-    """Greedy text as transformers has it, which stops where the folder's files say."""
+    """Return the tokens that transformers generates greedily. It stops at the end tokens of the folder's files."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
     given = torch.tensor([ids])
     out = model.generate(
@@ -73,13 +73,13 @@ def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
 
 def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["generate", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(found) == {"prompt_tokens", "tokens", "text"}
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(result) == {"prompt_tokens", "tokens", "text"}
+    return result
 
 
 def set_end(folder: Path, end: Any) -> None:
-    """In the Hugging Face folder and in the checkpoint."""
+    """Set the end tokens in the Hugging Face folder and in the checkpoint."""
     for path in (folder / "hf" / "generation_config.json", folder / "checkpoint" / "generation_config.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": end}))
 
@@ -92,9 +92,9 @@ def test_the_folder_and_its_checkpoint_write_what_transformers_writes(
     expected = theirs(folder, PROMPT, 24)
     assert len(set(expected)) > 4
     for source in ("hf", "checkpoint"):
-        found = text_of(capsys, str(folder / source), *ids, "--max-tokens", "24")
-        assert (found["prompt_tokens"], found["tokens"]) == (PROMPT, expected)
-        assert found["text"].split() == [WORDS[n] for n in expected]
+        result = text_of(capsys, str(folder / source), *ids, "--max-tokens", "24")
+        assert (result["prompt_tokens"], result["tokens"]) == (PROMPT, expected)
+        assert result["text"].split() == [WORDS[n] for n in expected]
     for end in (expected[6], [60, expected[6], expected[9]]):
         set_end(folder, end)
         expected_end = theirs(folder, PROMPT, 24)
@@ -107,12 +107,12 @@ def test_a_text_begins_as_the_model_is_used_to(folder: Path, capsys: pytest.Capt
     set_end(folder, None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
     ids = tokenizer("w5 w17")["input_ids"]
-    found = text_of(capsys, str(folder / "hf"), "--prompt", "w5 w17", "--max-tokens", "8")
-    assert found["prompt_tokens"] == ids == [0, 5, 17]
-    assert found["tokens"] == theirs(folder, ids, 8)
+    result = text_of(capsys, str(folder / "hf"), "--prompt", "w5 w17", "--max-tokens", "8")
+    assert result["prompt_tokens"] == ids == [0, 5, 17]
+    assert result["tokens"] == theirs(folder, ids, 8)
     assert main(["generate", str(folder / "hf"), "--prompt", "w5 w17", "--max-tokens", "8"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"w5 w17{found['text']}\n" and "(8 tokens)" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == f"w5 w17{result['text']}\n" and "(8 tokens)" in captured.err
 
 
 def on_ranks(nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def on_ranks(nproc: int, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy and drawn text, the same as on one rank; stdout is one JSON document."""
+    """Two ranks generate the same sampled text as one rank, and stdout is one JSON document."""
     set_end(folder, None)
     words = [str(folder / "hf"), "--prompt-tokens", "7,3,41,9", "--max-tokens", "12", "--temperature", "0.7"]
     one = text_of(capsys, *words, "--seed", "3", "--top-p", "0.9")
@@ -134,7 +134,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.wide
 def test_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text with each expert cut over two ranks, and the loss with the experts divided over them, are those of one."""
+    """Text with each expert sharded over two ranks, and the loss with expert parallelism, equal those of one rank."""
     experts = {"count": 4, "shared": 1, "router": "sigmoid", "aux_loss": 0.1}
     model = {"seq": 24, "mlp": "swiglu", "ffn": 32, "experts": experts, "init_std": 0.3}
     save_run(tmp_path, small_config(model=model, train={"precision": "fp32"}))
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 
 @pytest.mark.wide
 def test_the_sentence_of_a_rank_stands_alone(tmp_path: Path) -> None:
-    """Though the other ranks must be stopped then, of which torch would tell."""
+    """The message of a rank is the only output, though stopping the other ranks would make torch print more."""
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(tmp_path / "one_fails.py")]
@@ -221,8 +221,8 @@ def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixt
     set_end(folder, None)
     ids = ",".join(str(n % 61) for n in range(90))
     assert main(["generate", str(folder / "hf"), "--prompt-tokens", ids, "--json"]) == 0
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)["tokens"]) == 7 and "context of 96 tokens is full" in said.err
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["tokens"]) == 7 and "context of 96 tokens is full" in captured.err
     assert main(["generate", str(folder / "hf"), "--prompt-tokens", ",".join(["1"] * 97)]) == 2
     assert "97 tokens are more than the model's 96" in capsys.readouterr().err
 
@@ -235,8 +235,8 @@ def save_run(folder: Path, config: Config) -> None:
 
 def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(tmp_path, small_config(model={"seq": 24}))
-    found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5", "--max-tokens", "20")
-    assert len(found["tokens"]) == 20 and found["text"] is None
+    result = text_of(capsys, str(tmp_path), "--prompt-tokens", "5", "--max-tokens", "20")
+    assert len(result["tokens"]) == 20 and result["text"] is None
     mistakes = {
         "no tokenizer is known": ["--prompt", "a"],
         "between 0 and 52": ["--prompt-tokens", "53"],
@@ -273,16 +273,17 @@ def test_eval_is_the_loss_of_transformers(
     source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tokens(tmp_path / "tokens", 8 * 96 + 1, 61)
-    words = ["--data", str(tmp_path / "tokens"), "train.global_batch=8"]  # an epoch: each window once
+    # One batch is an epoch: each window is used once.
+    words = ["--data", str(tmp_path / "tokens"), "train.global_batch=8"]
     assert main(["eval", str(folder / source), *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
     ids = torch.from_numpy(np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[:-1].view(8, 96)).logits.double()
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[1:]).item()
-    assert found["tokens"] == 8 * 96 and abs(found["loss"] - loss) < 1e-5
-    assert abs(found["perplexity"] - np.exp(loss)) < 1e-4 * np.exp(loss)
+    assert result["tokens"] == 8 * 96 and abs(result["loss"] - loss) < 1e-5
+    assert abs(result["perplexity"] - np.exp(loss)) < 1e-4 * np.exp(loss)
     assert main(["eval", str(folder / source)]) == 2
     assert "--data" in capsys.readouterr().err
 
@@ -298,15 +299,15 @@ def test_eval_is_the_loss_of_transformers(
 def test_eval_looks_at_each_sample_once(
     samples: list[str], tokens: int | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However the samples fill the ranks' rounds."""
+    """Each sample counts once, even if the samples do not fill the last round of micro-batches on all ranks."""
     write_tokens(tmp_path / "tokens", 5 * 96 + 10, 61)
     words = ["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens"), "--json", *samples]
     found = []
     for more in ([], ["train.micro_batch=4"]):
         assert main([*words, *more]) == 0
-        said = capsys.readouterr()
-        found.append(json.loads(said.out))
-        assert ("the data hold 6 samples" in said.err) == ("70" in samples)
+        captured = capsys.readouterr()
+        found.append(json.loads(captured.out))
+        assert ("the data hold 6 samples" in captured.err) == ("70" in samples)
     if not samples:
         done = on_ranks(4, *words)
         found.append(json.loads(done.stdout))
@@ -316,7 +317,7 @@ def test_eval_looks_at_each_sample_once(
 
 
 def test_eval_of_each_part_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file of three documents, one for each part: each part's loss is that of its document alone."""
+    """The loss of each split of a file with three documents, one per split, equals that of its document alone."""
     documents = list(np.random.default_rng(0).integers(0, 53, (3, 8 * 12 + 1)))
     write_documents(tmp_path / "all", documents)
     for part, document in zip(("train", "valid", "test"), documents, strict=True):
@@ -326,9 +327,9 @@ def test_eval_of_each_part_of_the_data(tmp_path: Path, capsys: pytest.CaptureFix
 
     def loss(*words: str) -> float:
         assert main(["eval", str(tmp_path / "run"), *words, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["tokens"] == 8 * 12
-        return float(found["loss"])
+        result = json.loads(capsys.readouterr().out)
+        assert result["tokens"] == 8 * 12
+        return float(result["loss"])
 
     losses = {part: loss("--split", part) for part in ("train", "valid", "test")}
     assert len({round(value, 6) for value in losses.values()}) == 3 and loss() == losses["valid"]
@@ -346,8 +347,8 @@ def test_eval_of_each_part_of_the_data(tmp_path: Path, capsys: pytest.CaptureFix
 def test_eval_of_a_file_that_is_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokens(tmp_path / "tokens", 96, 61)
     assert main(["eval", str(folder / "hf"), "--data", str(tmp_path / "tokens")]) == 2
-    said = capsys.readouterr().err
-    assert "tokens holds 96 tokens, and one sample of the model takes 97: name a longer file with --data" in said
+    stderr = capsys.readouterr().err
+    assert "tokens holds 96 tokens, and one sample of the model takes 97: name a longer file with --data" in stderr
 
 
 def test_eval_of_data_that_are_masked_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +359,7 @@ def test_eval_of_data_that_are_masked_whole(folder: Path, tmp_path: Path, capsys
 
 
 def test_eval_takes_any_number_of_ranks_and_any_device(tmp_path: Path) -> None:
-    """What the run was trained with says nothing of where it is evaluated."""
+    """The layout, the device and the back end of the training do not limit where the model is evaluated."""
     from meshwright.infer.reading import sections_of
 
     config = small_config(model={"seq": 24}, run={"device": "cuda"}, comm={"backend": "nccl"})
@@ -392,10 +393,10 @@ def test_rules_of_training_do_not_hold_for_a_model_that_is_only_read(trained: di
 
 @pytest.mark.wide
 def test_a_run_in_fp8_whose_tokens_are_no_multiple_of_16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its products run in bf16 then, also where the model is cut."""
+    """Its matrix products then run in bf16, also if the model is sharded."""
     save_run(tmp_path, small_config(model={"seq": 24}, train={"precision": "fp8", "micro_batch": 2}))
-    found = text_of(capsys, str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4")
-    assert len(found["tokens"]) == 4
+    result = text_of(capsys, str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4")
+    assert len(result["tokens"]) == 4
     done = on_ranks(2, "generate", str(tmp_path), "--prompt-tokens", "5,17,2", "--max-tokens", "4", "--json")
     assert done.returncode == 0 and len(json.loads(done.stdout)["tokens"]) == 4, done.stderr
     write_tokens(tmp_path / "tokens", 24 * 4 + 1, 53)

@@ -1,4 +1,4 @@
-"""`meshwright train` as a user runs it: its own ranks, torchrun's ranks, what it writes."""
+"""Tests of `meshwright train` as a user runs it: with its own ranks and with torchrun's, and the files it writes."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
         ]  # fmt: skip
         nodes.append(subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True))
     for number, agent in enumerate(nodes):
-        _, said = agent.communicate(timeout=HANG_S)
-        assert agent.returncode == 0, said
-        told = [words in said for words in ("starts two with 4 ranks", "step 1/3", "finished 3 steps")]
-        assert told == [number == 0] * 3, said  # the first node speaks
+        _, stderr = agent.communicate(timeout=HANG_S)
+        assert agent.returncode == 0, stderr
+        printed = [words in stderr for words in ("starts two with 4 ranks", "step 1/3", "finished 3 steps")]
+        assert printed == [number == 0] * 3, f"only the first node prints: {stderr}"
     one = train(folder, "run.dir=one", "train.steps=3", "layout.tp=1", "layout.pp=1", "--nproc", "1")
     assert one.returncode == 0, one.stderr
     straight = train(folder, "--nproc", "4", "run.dir=straight", "train.steps=3", "--json")
@@ -114,7 +114,7 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
     two, alone, same = (
         [line["loss"] for line in lines(folder / name / "metrics.jsonl")] for name in ("two", "one", "straight")
     )
-    assert two == same, "two launchers are the same ranks"
+    assert two == same, "the ranks of two launchers are the same as those of one"
     assert two == pytest.approx(alone, rel=1e-5)
 
 
@@ -138,7 +138,7 @@ def test_places() -> None:
 
 @pytest.mark.wide
 def test_the_example_that_brings_its_own_model(tmp_path: Path) -> None:
-    """examples/own_model.py on one process and on dp=2 x pp=2: the same losses, its own section, its own monitor."""
+    """examples/own_model.py has the same losses on one process and on dp=2 x pp=2, and its own monitored value."""
     script = Path(__file__).parents[2] / "examples" / "own_model.py"
     alone = [sys.executable, str(script), str(tmp_path / "one"), "30"]
     four = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]

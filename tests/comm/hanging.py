@@ -1,7 +1,7 @@
-"""Ranks that may hang, die or be stopped: processes of their own, as a launcher would start them, with a deadline.
+"""Runs ranks that may hang, die or be stopped as separate processes with a deadline, the way a launcher starts them.
 
-`body(mesh, *args)` runs at the top of a module, on every rank, under a watchdog. What comes back is how each rank
-ended: its exit code (None where it had to be killed), what it wrote to stderr, and after how many seconds.
+`body(mesh, *args)` is a top-level function of a module. It runs on every rank under a watchdog. The result says how
+each rank ended: its exit code (None if it had to be killed), its stderr, and the seconds until it ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.spec.layout import Layout
 from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver what to import once)
 from tests.support.waiting import HANG_S, until
 
-# torch says so where the machine's resolver is too busy to name the other end of a socket.
+# torch prints this if the machine's resolver is too busy to name the other end of a socket.
 _NOISE = re.compile(r"^\[W.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)
 _SERVER = multiprocessing.get_context("forkserver")
 
@@ -59,7 +59,8 @@ def _child(body: Any, rank: int, world: int, folder: str, timeout: float, axes: 
         limit = timedelta(seconds=2 * timeout + HANG_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         mesh = Mesh(Layout(world=world, **axes), rank)
-        dist.barrier()  # the watch begins when all have come, however long a busy machine took to start them
+        # The watch begins when all ranks have arrived, however long a busy machine took to start them.
+        dist.barrier()
         with Watchdog(mesh, timeout, open_store(), Device("cpu"), Path(folder) / "flight", store_keeper()):
             body(mesh, *args)
         dist.destroy_process_group()
@@ -71,7 +72,9 @@ def _child(body: Any, rank: int, world: int, folder: str, timeout: float, axes: 
 def run_hanging(
     world: int, body: Any, folder: Path, *args: Any, timeout: float, stopped: int = -1, **axes: int
 ) -> list[Ended]:
-    """`stopped`: a rank that will not end by itself and is killed when the others have ended."""
+    """Run `body` on `world` ranks and return how each one ended. The rank `stopped` does not end by itself, and is
+    killed once the others have ended.
+    """
     children = []
     for rank in range(world):
         given = (body, rank, world, str(folder), timeout, axes, args)

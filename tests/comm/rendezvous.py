@@ -1,9 +1,9 @@
-"""A transport under NCCL's rules, in one process: each rank is a thread, and a deadlock is found, not waited for.
+"""A transport under NCCL's rules in one process: each rank is a thread, and deadlocks are detected without a timeout.
 
-A transfer ends only when both ends have been posted. Unbatched transfers of two ranks, of both directions, go through
-one queue, and the first of them makes the pair's communicator: it returns only when the other rank makes its first one
-too. The transfers of a batch have no order; batches of a rank go one after the other over the group's communicator,
-which is made when all ranks have come. Data move, so that results can be compared.
+A transfer ends only when both ends have been posted. Unbatched transfers between two ranks go through one queue for
+both directions. The first of them creates the pair's communicator, and returns only when the other rank makes its first
+one too. The transfers of a batch are unordered. A rank's batches run one after the other over the group's communicator,
+which is created once all ranks have called. Data is moved, so that results can be compared.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Work:
 
 
 class Transport:
-    """The connections of `size` ranks. `dist` stands in for torch.distributed inside of `Group`."""
+    """The connections of `size` ranks. `dist` replaces torch.distributed inside `Group`."""
 
     def __init__(self, size: int) -> None:
         self.size, self.changed = size, threading.Condition()
-        self.queues: dict[tuple[int, Any], list[list[Transfer]]] = {}  # by rank and communicator
-        self.come: dict[Any, set[int]] = {}  # the ranks that have begun to make a communicator
+        self.queues: dict[tuple[int, Any], list[list[Transfer]]] = {}  # By rank and communicator.
+        self.arrived: dict[Any, set[int]] = {}  # The ranks that have started to create a communicator.
         self.waiting: dict[int, Callable[[], bool]] = {}
         self.ended: set[int] = set()
         self.dist = SimpleNamespace(
@@ -85,22 +85,22 @@ class Transport:
     def _post(self, rank: int, communicator: Any, members: set[int], item: list[Transfer]) -> Work:
         with self.changed:
             self.queues.setdefault((rank, communicator), []).append(item)
-            come = self.come.setdefault(communicator, set())
-            come.add(rank)
+            arrived = self.arrived.setdefault(communicator, set())
+            arrived.add(rank)
             self._move(communicator)
             self.changed.notify_all()
-        self.wait_until(rank, lambda: come >= members)
+        self.wait_until(rank, lambda: arrived >= members)
         return Work(self, rank, item)
 
     def _move(self, communicator: Any) -> None:
-        """Moves the data of all transfers at the heads of the queues whose two ends are there."""
+        """Move the data of all transfers at the heads of the queues whose two ends have been posted."""
         moved = True
         while moved:
             heads = [queue[0] for (_, of), queue in self.queues.items() if of == communicator and queue]
             pairs = [(a, b) for one in heads for a in one for other in heads for b in other if a.meets(b)]
             moved = bool(pairs)
             for a, b in pairs:
-                if a.meets(b):  # the pair comes twice, from either end
+                if a.meets(b):  # Each pair is listed twice, once from either end.
                     source, target = (a, b) if a.op == "send" else (b, a)
                     target.tensor.copy_(source.tensor)
                     a.done = b.done = True
@@ -112,6 +112,8 @@ class Transport:
         with self.changed:
             self.waiting[rank] = reached
             while not reached():
+                # A rank is stuck if it waits for a condition that still does not hold. If all are, no thread can change
+                # that.
                 stuck = all(r in self.ended or (r in self.waiting and not self.waiting[r]()) for r in range(self.size))
                 if stuck:
                     self.changed.notify_all()
@@ -120,11 +122,13 @@ class Transport:
             del self.waiting[rank]
 
     def run(self, body: Callable[[Group], Any]) -> list[Any]:
-        """Calls `body` on every rank with the group of all, and returns the results. Raises Deadlock if they lock."""
+        """Call `body` on every rank with the group of all ranks and return the results. Raise Deadlock if the ranks
+        lock.
+        """
         results: dict[int, Any] = {}
 
         def rank_body(place: int) -> None:
-            # In the place of torch's process group the transport is given the rank that calls.
+            # The transport is given the calling rank in place of torch's process group.
             group = Group("dp", tuple(range(self.size)), place, place, Ledger(), FlightRecord())
             try:
                 results[place] = body(group)

@@ -1,7 +1,7 @@
-"""One side of many ranks that meet, as a process that begins with the usual limit of 1,024 open files.
+"""One side of a meeting of many ranks, in a process that starts with the usual limit of 1,024 open files.
 
-`server` prints the port of a store as our launcher keeps it, and ends when so many clients have come; `clients PORT`
-are so many ranks of that launcher, without the work.
+`server COUNT` prints the port of a store that is kept as Meshwright's launcher keeps it, and ends when COUNT clients
+have arrived. `clients COUNT PORT` acts as COUNT ranks of that launcher, without the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def serve(count: int) -> None:
     ours = PrefixStore("meshwright/run/0", store)
     _wait_for_all(ours, ours.add(ARRIVED, 0), count, f"127.0.0.1:{store.port}", LIMIT.total_seconds())
     print(ours.add(ARRIVED, 0), flush=True)
-    sys.stdin.read()  # the clients are connected until all have come
+    sys.stdin.read()  # The clients stay connected until all have arrived.
 
 
 def connect(count: int, port: str) -> None:

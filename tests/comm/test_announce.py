@@ -1,4 +1,4 @@
-"""Texts that the first rank gives to the others, who wait outside of any collective."""
+"""Texts that the first rank sends to the other ranks, which wait outside any collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_text_reaches_every_rank_in_order_however_late_it_comes() -> None:
     looked = threading.Event()
 
     class Looked:
-        """The store, which tells when somebody has looked in vain."""
+        """The store, which signals when a rank has looked in vain."""
 
         def check(self, keys: list[str]) -> bool:
             there = bool(store.check(keys))

@@ -1,4 +1,6 @@
-"""Rows that go inside a node first and then between nodes arrive as by one all_to_all, to the bit; gradients too."""
+"""Rows that travel inside a node first and then between nodes arrive bit for bit as with one all_to_all, and so do
+their gradients.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ def layout_of(world: int, here: int) -> Layout:
 
 
 def rows_sent(world: int) -> list[list[int]]:
-    """[from][to]: unequal, and some of them none."""
+    """Return the numbers of rows sent, indexed by [source][target]. They are unequal, and some are zero."""
     return [[(3 * source + 5 * to + source * to) % 4 for to in range(world)] for source in range(world)]
 
 
 def exchanged(rank: int, world: int, here: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What arrives, and the gradient of what was sent: plainly and by node, there and back."""
+    """Return the received rows and the gradient of the sent ones, with one call and by node, on the way there and
+    back.
+    """
     mesh, rows = Mesh(layout_of(world, here), rank), rows_sent(world)
     ep, by_node = mesh.group("ep"), ByNode(mesh.group("ep.node"), mesh.group("ep.across"))
     sends, receives = rows[rank], [each[rank] for each in rows]
@@ -50,7 +54,7 @@ def exchanged(rank: int, world: int, here: int) -> list[tuple[torch.Tensor, torc
 
 
 def train(rank: int, world: int, sections: list[dict[str, Any]]) -> list[Any]:
-    """Of each config the gradients, the loss and the calls over the parts of ep."""
+    """Return for each config the gradients, the loss, and the axes of ep that had calls."""
     found = []
     for each in sections:
         trainer = make_trainer(small_config(**each), rank, world)
@@ -109,7 +113,9 @@ def test_parts_of_ep() -> None:
 
 
 def test_planned_bytes_and_seconds() -> None:
-    """Both hops have the whole payload; between nodes travels as much as by one call, inside it (g-1)/g more."""
+    """Both hops carry the whole payload. Between nodes as many bytes travel as with one call. Inside a node, (g-1)/g of
+    the payload travels in addition.
+    """
     sections = PLAIN | {"model": MODEL | {"experts": EXPERTS | {"capacity": 1.0}}, "layout": {"ep": 8, "node_size": 4}}
     sections |= {"train": {"global_batch": 8, "precision": "fp32"}}
     plain, own = (small_config(**sections, comm={"algorithm": {"ep": kind}}) for kind in ("torch", "hierarchical"))
@@ -119,7 +125,8 @@ def test_planned_bytes_and_seconds() -> None:
             near, far = (after[line._replace(axis=axis)] for axis in ("ep.node", "ep.across"))
             assert near.payload_bytes == far.payload_bytes == traffic.payload_bytes
             assert (near.wire_bytes, far.wire_bytes) == (traffic.payload_bytes * 3 // 4, traffic.payload_bytes // 2)
-        elif line.axis != "world":  # where each axis's calls and bytes are summed
+        # The traffic over world differs, since it includes the sum of each axis's calls and bytes.
+        elif line.axis != "world":
             assert after[line] == traffic
     cluster = load_cluster("h100-80g-dgx")
     times = [predict_cost(job_of(c, 8), cluster).axes["ep"].seconds for c in (plain, own)]

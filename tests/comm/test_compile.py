@@ -1,4 +1,6 @@
-"""A compiled block is the eager one: the same gradients, and the same calls, bytes, phases and layers in the ledger."""
+"""A compiled block equals the eager one: it has the same gradients, and the same calls, bytes, phases and layers in the
+ledger.
+"""
 
 from __future__ import annotations
 

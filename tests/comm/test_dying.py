@@ -1,4 +1,6 @@
-"""A rank that dies, or hangs, inside a sum that sends less or by an algorithm of our own is named as in a plain run."""
+"""A rank that dies or hangs inside a compressed sum, or inside one of Meshwright's own algorithms, is named as in a
+plain run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ BY_NODE = {"layout": {"ep": 4, "node_size": 2}, "comm": {"algorithm": {"ep": "hi
 LOCAL = {"layout": {"replicas": 4}, "train": {"local": {"steps": 1}, "global_batch": 4, "precision": "fp32"}}
 RARE = LOCAL | {"train": LOCAL["train"] | {"local": {"steps": 1, "compress": {"kind": "int4"}}}}
 
-# What a run does, and the call inside of which a rank is lost: axis, op, and how many of these it makes before.
+# The config of a run and the call in which a rank is lost: its axis, its op, and the number of such calls before it.
 Case = tuple[dict[str, Any], str, str, int]
 CASES: dict[str, Case] = {
     "hierarchical": (FEW | {"comm": {"algorithm": "hierarchical"}, "layout": {"node_size": 2}}, "dp", EXCHANGE, 1),
@@ -49,7 +51,7 @@ CASES: dict[str, Case] = {
 
 
 def lose(rank_is_lost: bool, axis: str, op: str, before: int, dies: bool) -> None:
-    """From here on this rank is lost when it begins the call after so many of its kind."""
+    """Arrange that this rank is lost when it begins the call that follows `before` others of the same kind."""
     real, left = Group._call, [before]
 
     def call(self: Group, name: str, *more: Any, **named: Any) -> Any:
@@ -67,8 +69,10 @@ def lose(rank_is_lost: bool, axis: str, op: str, before: int, dies: bool) -> Non
 def train(mesh: Mesh, case: Case, dies: bool) -> None:
     sections, *where = case
     trainer = make_trainer(small_config(**sections), mesh.rank, mesh.layout.world)
-    trainer.step()  # before the watch begins: it makes what later steps reuse, which takes a busy machine long
-    # A death is noticed without any limit; a short one would only be reached on a busy machine.
+    # The watch begins after a first step, because that step creates what later steps reuse. On a busy machine this
+    # takes long.
+    trainer.step()
+    # A death is noticed without any limit. A short limit would only be reached on a busy machine.
     with Watchdog(trainer.ctx.mesh, 60.0 if dies else TIMEOUT, open_store(), Device("cpu"), keeper=store_keeper()):
         lose(mesh.rank == VICTIM, *where, dies)  # type: ignore[call-arg]
         trainer.step()
@@ -84,14 +88,14 @@ def check_hanging(name: str, folder: Path) -> None:
 
 
 def check_dying(name: str, folder: Path) -> None:
-    """All others end at once, and one of them says for all which call failed and which rank is gone."""
+    """Check that all others end at once, and that one of them names the failed call and the dead rank for all."""
     ends = run_hanging(4, train, folder, CASES[name], True, timeout=60.0)
     assert ends[VICTIM].code == -signal.SIGKILL
     others = [end for rank, end in enumerate(ends) if rank != VICTIM]
     assert all(end.code == EXIT_CODE for end in others), ends
     lines = [line for end in others for line in end.stderr.splitlines() if line.startswith("meshwright: ")]
     assert len(lines) == 1, ends
-    # The call may also be overdue before it fails.
+    # The call may also become overdue before it fails.
     named = r"; rank 1 (did not arrive[^;]*: it )?does not answer [(]stopped or dead[)]"
     assert re.search(rf"^meshwright: \S+ number \d+ over .*{named}", lines[0]), lines
 
@@ -112,7 +116,8 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(name: str, tmp_path: P
     check_dying(name, tmp_path)
 
 
-# The keys of a run through the launcher. Every message takes 20 ms, so that a rank is most likely killed inside a sum.
+# Config words of runs through the launcher. Every message takes 20 ms, so that a rank is most likely killed inside a
+# sum.
 LATE = "comm.emulate.latency_us=20000"
 REDUCED = ("bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold")
 RUNS: dict[str, list[str]] = {
@@ -132,7 +137,9 @@ RUNS: dict[str, list[str]] = {
 
 
 def check_launched(words: list[str], folder: Path, start: Any) -> str:
-    """The launcher names the rank that was killed, and none of those that only lost it. Returns all that was said."""
+    """Check that the launcher names the rank that was killed, and none of those that only lost it. Return all
+    output.
+    """
     process = start("--nproc", "4", "checkpoint.every=1000", "run.eval_every=0", LATE, *words)
     until(lambda: len(ranks(folder)) == 4 and len(steps(folder / "run")) >= 2, process)
     os.kill(ranks(folder)[2], signal.SIGKILL)
@@ -145,7 +152,7 @@ def check_launched(words: list[str], folder: Path, start: Any) -> str:
 
 @pytest.mark.wide
 def test_a_launched_run_names_the_rank_that_was_killed(folder: Path, start: Any) -> None:
-    """At its start it also said which key changes nothing."""
+    """The run also names a key without effect at its start."""
     said = check_launched([*RUNS["topk"], "comm.algorithm.ep=hierarchical"], folder, start)
     assert "meshwright: note: comm.algorithm.ep=hierarchical has no effect, since the model has no experts\n" in said
 

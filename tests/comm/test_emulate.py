@@ -1,4 +1,4 @@
-"""Emulated links take the time that their bytes take, one after the other, and hide behind what is computed."""
+"""Emulated links take the time of their bytes, one message after the other, and hide behind computation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshwright.config.comm import EmulateConfig
 from meshwright.spec.layout import Layout
 from tests.support.ranks import run_ranks
 
-MB = 250_000  # float32 numbers
+MB = 250_000  # Elements in float32.
 SLOW = EmulateConfig(link_gb_s=0.02, network_gb_s=0.01)  # 50 ms for a megabyte in the node, 100 ms between nodes
 
 
 def times(rank: int, world: int) -> dict[str, float]:
-    """Seconds of a few calls. Ranks 0 and 1 are on one node, 2 and 3 on another."""
+    """Return the seconds of a few calls. Ranks 0 and 1 are on one node, 2 and 3 on another."""
     inside = Mesh(Layout(world, tp=2, node_size=2), rank, emulate=SLOW)
     node, across, found = inside.tp, inside.samples, {}
 
@@ -54,7 +54,7 @@ def times(rank: int, world: int) -> dict[str, float]:
 
 
 def test_bytes_take_their_time() -> None:
-    """At least: how much longer they take says how busy the machine is."""
+    """They take at least this time. Any excess only shows how busy the machine is."""
     ranks, shared = run_ranks(4, times), "both ranks of a node send to the other"
     least = {"in a node": 0.05, "two at once": 0.1, "hidden": 0.1, "between nodes": 0.2, shared: 0.1}
     for found in ranks:
@@ -64,7 +64,7 @@ def test_bytes_take_their_time() -> None:
 
 
 def test_bytes_take_no_longer_than_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a clock that stands still: when each call is due, from the moment at which its link is free."""
+    """A clock that stands still shows when each call is due, counted from the moment at which its link is free."""
     clock = SimpleNamespace(now=1e6)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(emulate, "time", clock)

@@ -1,4 +1,4 @@
-"""The flight record where the host runs ahead of the device: events that are not reached stand in for a device."""
+"""The flight record when the host runs ahead of the device. Events that are not reached simulate the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Event:
 
 
 def launch(flight: FlightRecord, op: str = "all_reduce", layer: int = 0, reached: bool = False) -> RecordedCall:
-    """A call over tp that the host has launched and made the stream wait for, as `Group` does it."""
+    """Launch a call over tp and make the stream wait for it, as `Group` does."""
     call = flight.begin(RecordedCall("tp:0", "tp", op, "forward", layer, 64, (0, 1)))
     call.event = Event(reached)
     flight.end(call)
@@ -67,7 +67,7 @@ def test_calls_that_the_device_has_passed_are_forgotten_and_their_events_used_ag
 
 
 def test_a_call_that_is_waited_for_late_is_watched() -> None:
-    """A sum of gradients that is launched early and waited for after many other calls."""
+    """The call is a sum of gradients that is launched early and waited for after many other calls."""
     flight = FlightRecord(keep=4)
     early = flight.begin(RecordedCall("dp:0", "dp", "all_reduce", "reduce", None, 64, (0, 1)))
     early.since = None
@@ -83,7 +83,7 @@ def test_a_call_that_is_waited_for_late_is_watched() -> None:
 
 
 def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
-    """The main thread begins the first call of a group between the two reads of the watchdog's."""
+    """The main thread begins the first call of a group between the two reads of the watchdog."""
     flight = FlightRecord()
     held = launch(flight)
     late = RecordedCall("new:0", "new", "all_reduce", "forward", None, 8, (0, 1), number=1)
@@ -93,7 +93,7 @@ def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
 
 
 def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = None) -> dict[str, Any]:
-    """What a rank publishes, as JSON brings it to another."""
+    """Return the state that a rank publishes, in the form in which JSON brings it to another rank."""
     mesh = Mesh(Layout(world=1), 0)
     mesh.rank, mesh.flight = rank, flight
     watchdog = Watchdog(mesh, 5.0, None, Device("cpu"))
@@ -102,7 +102,7 @@ def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = No
     return state
 
 
-def told(flights: list[FlightRecord], rank: int = 0) -> str:
+def explanation(flights: list[FlightRecord], rank: int = 0) -> str:
     held = flights[rank].holding()
     assert held is not None
     states = {r: state_of(r, flight, (held.group, held.number)) for r, flight in enumerate(flights)}
@@ -110,28 +110,28 @@ def told(flights: list[FlightRecord], rank: int = 0) -> str:
 
 
 def test_ranks_that_disagree_long_before_the_last_call() -> None:
-    text = told([stuck_at_first(300), stuck_at_first(300, "all_gather")])
+    text = explanation([stuck_at_first(300), stuck_at_first(300, "all_gather")])
     assert "all_reduce number 1 over tp (forward, layer 0, 64 bytes) did not end within 5 s on ranks [0, 1]" in text
     called = "all_gather number 1 over tp (forward, layer 0, 64 bytes)"
     assert text.endswith(f"rank 1 has called {called} there, so the ranks disagree")
 
 
 def test_ranks_that_disagree_where_one_of_them_came_further() -> None:
-    """NCCL may end a call of two sizes on one rank: that one waits in the next call."""
+    """NCCL may end a call of two sizes on one rank, which then waits in the next call."""
     here, there = stuck_at_first(300), FlightRecord()
     launch(there, "all_gather", reached=True)
     for _ in range(299):
         launch(there)
-    assert told([here, there]).endswith("there, so the ranks disagree")
+    assert explanation([here, there]).endswith("there, so the ranks disagree")
 
 
 def test_where_nobody_disagrees_the_network_is_stuck() -> None:
-    text = told([stuck_at_first(300), stuck_at_first(300)])
+    text = explanation([stuck_at_first(300), stuck_at_first(300)])
     assert text.endswith("every rank of it arrived, so the network or a device is probably stuck")
 
 
 def test_two_orders_of_calls_that_the_hosts_have_all_launched() -> None:
-    """Each device waits in its first call, of which the other's is the second."""
+    """Each device waits in its first call, which is the other device's second call."""
     flights = [FlightRecord(), FlightRecord()]
     for flight, axes in zip(flights, (("tp", "dp"), ("dp", "tp")), strict=True):
         for axis in axes:
@@ -140,7 +140,7 @@ def test_two_orders_of_calls_that_the_hosts_have_all_launched() -> None:
             flight.end(call)
         for _ in range(200):
             launch(flight)
-    text = told(flights)
+    text = explanation(flights)
     assert text.startswith("all_reduce number 1 over tp")
     assert "rank 1 did not arrive: it waits in all_reduce number 1 over dp" in text
     assert "the ranks wait for each other, so they make their calls in different orders" in text
@@ -162,7 +162,9 @@ def test_transfers_and_uneven_exchanges_of_rows_do_not_disagree() -> None:
 
 
 def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event is asked only by threads that have chosen it; others would make a context on the first device."""
+    """Only threads that have selected the device may query an event. Others would create a context on the first
+    device.
+    """
     names = {"meshwright-watchdog-timer", "meshwright-watchdog-listener"}
     chosen: dict[str, int] = {}
     asked: list[str] = []
@@ -181,7 +183,7 @@ def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.Mo
             return True
 
     class Store:
-        """Of the store nothing but the counter of signs is needed, and what a rank leaves behind."""
+        """A store with no more than the counter of signs and the record of ranks that left."""
 
         def add(self, key: str, amount: int) -> int:
             return 2 if key.endswith("left") else 0
@@ -189,14 +191,15 @@ def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.Mo
         def set(self, key: str, value: str) -> None:
             return None
 
-    # A kind of device that torch can name and nobody has here.
+    # A kind of device that torch can name, but that no test machine has.
     monkeypatch.setattr(torch, "mtia", Module)
     mesh = Mesh(Layout(world=1), 0)
     watchdog = Watchdog(mesh, 0.0, None, Device("mtia", 3))
     watchdog.world, watchdog.interval, watchdog._store = 2, 0.01, Store()  # type: ignore[assignment]
     call = launch(mesh.flight)
     call.event = Asked()
-    watchdog._compiled = float("inf")  # a rank compiles: both threads look at the calls, and nobody raises an alarm
+    # A rank compiles, so both threads look at the calls and neither raises an alarm.
+    watchdog._compiled = float("inf")
     with watchdog:
         assert looked.wait(20.0)
     assert names <= set(asked) and {chosen.get(name) for name in names} == {3}

@@ -1,4 +1,4 @@
-"""A rank that dies: all others end with one code and one sentence, which names it."""
+"""A rank dies: all others end with one exit code, and one sentence names the dead rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def killed(mesh: Mesh, victim: int) -> None:
 
 
 def said(ends: list[Ended], victim: int) -> list[str]:
-    """What the survivors say, all of whom end in time with the watchdog's code."""
+    """Return the messages of the survivors, all of which must end in time with the watchdog's exit code."""
     assert ends[victim].code == -signal.SIGKILL
     others = [end for rank, end in enumerate(ends) if rank != victim]
     assert [end.code for end in others] == [EXIT_CODE] * len(others), ends
@@ -46,7 +46,7 @@ def said(ends: list[Ended], victim: int) -> list[str]:
 
 @pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_a_killed_rank_is_named_once_for_all(victim: int, tmp_path: Path) -> None:
-    """A middle one, and the last."""
+    """The killed rank is a middle one or the last one."""
     lines = said(run_hanging(3, killed, tmp_path, victim, timeout=TIMEOUT), victim)
     assert len(lines) == 1, lines
     assert lines[0].startswith("meshwright: all_reduce number 2 over world (startup, 16 bytes) of ranks [0, 1, 2]")
@@ -55,12 +55,12 @@ def test_a_killed_rank_is_named_once_for_all(victim: int, tmp_path: Path) -> Non
 
 def test_a_killed_keeper_of_the_store_is_named_by_all_others(tmp_path: Path) -> None:
     lines = said(run_hanging(3, killed, tmp_path, 0, timeout=TIMEOUT), 0)
-    assert len(lines) == 2, "nobody is left through whom they could agree who speaks"
+    assert len(lines) == 2, "without the store the survivors cannot agree on one that reports"
     assert all(f"rank 0, which keeps the ranks' store, {DEAD}" in line for line in lines)
 
 
 def killed_behind(mesh: Mesh) -> None:
-    """Rank 3 dies; 2 loses it over tp; 0 and 1 only wait for 2, and hear of it by the alarm."""
+    """Kill rank 3. Rank 2 loses it over tp. Ranks 0 and 1 only wait for rank 2, and learn of the loss by the alarm."""
     mesh.world.all_reduce(torch.ones(1))
     if mesh.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_a_call_that_torch_refuses_is_no_loss(tmp_path: Path) -> None:
     assert not any("disturbed" in end.stderr or "does not answer" in end.stderr for end in ends), ends
 
 
-# A process group that can tell of errors, as NCCL's: the calls never return, and only its state says why.
+# A process group that can report errors, like that of NCCL: calls never return, and only its state says why.
 
 
 class State(Enum):
@@ -110,7 +110,7 @@ class State(Enum):
 
 
 class Fake:
-    """A process group with one back end that reports `state()`."""
+    """A process group with one backend that reports `state()`."""
 
     _device_types = [torch.device("cpu")]
 
@@ -126,8 +126,9 @@ class Fake:
 
 
 def stuck_on_device(mesh: Mesh, victim: int) -> None:
-    """The survivors hang outside of any call that our record sees, and one group's back end knows that a peer is gone.
-    Polls only start failing once the victim is dead, as the connection to it tells."""
+    """Let the survivors hang outside any recorded call, while the backend of one group knows that a peer is gone. Polls
+    start to fail only once the victim is dead, as with a lost connection.
+    """
     mesh.world.all_reduce(torch.ones(1))
     if mesh.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,7 +191,7 @@ def test_torch_s_own_teardown_is_off_unless_the_user_wants_it(before: dict[str, 
 
 
 class Answers:
-    """A store that counts requests, in which these ranks say that they are there or why they have left."""
+    """A store that counts requests, in which the given ranks say that they are present or why they left."""
 
     def __init__(self, said: dict[int, str | None]) -> None:
         self.values, self.requests = dict[str, str](), 0
@@ -243,10 +244,10 @@ def test_the_launcher_is_told_instead_of_the_terminal(monkeypatch: Any, capsys: 
     ending.report_loss("rank 1 is gone", speaks=False)
     ending.report_loss("rank 2 is gone", speaks=True)
     assert capsys.readouterr().err == "meshwright: rank 2 is gone\n"
-    told: list[str] = []
-    ending.report_losses_by(told.append)
+    reports: list[str] = []
+    ending.report_losses_by(reports.append)
     ending.report_loss("rank 3 is gone", speaks=False)
-    assert told == ["rank 3 is gone"] and capsys.readouterr().err == ""
+    assert reports == ["rank 3 is gone"] and capsys.readouterr().err == ""
 
 
 def test_last_acts_are_done_though_one_fails() -> None:

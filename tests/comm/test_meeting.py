@@ -1,4 +1,4 @@
-"""Ranks that meet: rank 0 says for whom it waits, and when it gives up."""
+"""While ranks meet, rank 0 says which ones it waits for, and when it gives up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 
 
 class Clock:
-    """A clock that only sleeping moves."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_it_is_said_for_whom_rank_0_waits(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
-    """After 5 s, then every 30 s; ranks come after 31 s and after 62 s."""
+    """Rank 0 says it after 5 s and then every 30 s. The ranks arrive after 31 s and after 62 s."""
     meeting._wait_for_all(Arrivals(clock, 31.0), 1, 3, "node0:29500", 100.0)  # type: ignore[arg-type]
     said = capsys.readouterr().err.splitlines()
     assert [line.split(" at ")[0] for line in said] == [

@@ -1,4 +1,4 @@
-"""The settings of a rank's process: as many files as many ranks need, and an environment that NCCL works in."""
+"""The settings of a rank's process: enough open files for many ranks, and an environment in which NCCL works."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_thousand_clients_meet_in_one_store_with_a_soft_limit_of_1024_files(
 def test_the_limit_of_files_is_raised_within_reason(
     soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of 2**30, as containers have, would keep programs busy that close every file there could be."""
+    """A limit of 2**30, as containers have it, would slow down programs that close every possible file."""
     given: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))

@@ -1,4 +1,4 @@
-"""Operators of our own cost the host no more than a dispatch, and do what they say where nothing is computed."""
+"""Meshwright's operators cost the host no more than a dispatch, and produce only shapes where nothing is computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def python_calls(call: Any) -> int:
-    """How many Python functions are called inside `call`, itself included."""
+    """Return the number of Python functions that are called inside `call`, itself included."""
     found = []
     sys.setprofile(lambda frame, event, arg: found.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -43,7 +43,7 @@ def python_calls(call: Any) -> int:
 
 @torch.no_grad()
 def test_a_call_is_a_dispatch_and_the_body() -> None:
-    """torch.library.custom_op calls some twenty functions around a body."""
+    """torch.library.custom_op would call some twenty functions around a body."""
     x = torch.zeros(3)
     note(x, "warm")
     assert python_calls(lambda: note(x, "again")) <= 4

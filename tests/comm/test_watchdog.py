@@ -1,4 +1,4 @@
-"""A hang ends, on every rank, in one message that names the call and who did not arrive to it."""
+"""A hang ends on every rank with one message, which names the call and the ranks that did not arrive at it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTSIDE = r"it is outside any collective, in comm/test_watchdog.py:\d+"
 
 
 def message(ends: list[Ended]) -> str:
-    """The one message of a run in which every rank ended with the watchdog's code, in time."""
+    """Return the only message that the ranks of a run printed."""
     lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith("meshwright: ")]
     assert len(lines) == 1, "\n".join(end.stderr for end in ends)
     return lines[0]
@@ -68,7 +68,7 @@ def asleep_without_a_disk(mesh: Mesh) -> None:
 
 
 def test_a_disk_that_does_not_answer_keeps_no_rank_from_its_end(tmp_path: Path) -> None:
-    """Nobody reads these FIFOs, so whoever opens one for writing waits for ever."""
+    """Nothing reads these FIFOs, so opening one for writing blocks forever."""
     (tmp_path / "flight").mkdir()
     for name in ("rank-0.json", "rank-1.json", "hang.json"):
         os.mkfifo(tmp_path / "flight" / name)
@@ -78,7 +78,7 @@ def test_a_disk_that_does_not_answer_keeps_no_rank_from_its_end(tmp_path: Path) 
 
 
 def test_a_thread_that_never_lets_others_run_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer has the process ended late, and takes that back when the watch ends."""
+    """The timer arranges that the process is ended late, and cancels this when the watch ends."""
     armed: list[float] = []
 
     def arm(seconds: float, exit: bool, file: int) -> None:
@@ -117,7 +117,7 @@ def test_a_stopped_rank_that_keeps_the_store_is_named_by_all_others(tmp_path: Pa
 
 
 def stopped_while_another_leaves(mesh: Mesh) -> None:
-    """Rank 2 ends as its watchdog would end it, just before rank 1's own limit."""
+    """Stop rank 0, and end rank 2 as its watchdog would, just before rank 1's own limit."""
     warm(mesh)
     if mesh.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_a_stopped_keeper_of_the_store_is_named_also_where_the_call_fails_first(
 
 
 def crossed(mesh: Mesh) -> None:
-    # The mesh gives world the process group of tp, which has the same ranks. There the two calls would match.
+    # The mesh gives world the process group of tp, which has the same ranks. In one group the two calls would match.
     mesh.world.process_group = dist.new_group()
     warm(mesh)
     first, second = (mesh.tp, mesh.world) if mesh.rank == 0 else (mesh.world, mesh.tp)
@@ -176,7 +176,7 @@ def test_a_receive_that_nobody_sends_to(tmp_path: Path) -> None:
 
 
 def behind(mesh: Mesh) -> None:
-    """Rank 3 sleeps; 2 waits for it over tp; 0 and 1 wait for both over world."""
+    """Let rank 3 sleep. Rank 2 waits for it over tp, ranks 0 and 1 wait for both over world."""
     warm(mesh)
     if mesh.rank == 3:
         time.sleep(60)
@@ -192,7 +192,9 @@ def test_whoever_notices_first_the_last_cause_is_named(tmp_path: Path) -> None:
 
 
 def slow(mesh: Mesh) -> None:
-    """Every call and every pause is shorter than the timeout, their sum is longer; an early receive stays open."""
+    """Make calls and pauses that are each shorter than the timeout, but longer in total. An early receive stays
+    open.
+    """
     warm(mesh)
     x = torch.ones(4)
     early = mesh.pp.receive(x, 0) if mesh.rank == 1 else None
@@ -214,7 +216,7 @@ def test_no_false_alarm_on_a_slow_run(tmp_path: Path) -> None:
 
 
 def compiles(mesh: Mesh, folder: str, seconds: float, stops: bool) -> None:
-    """Rank 1 comes to the call late, since it compiles; the compiler takes as long as it is told to."""
+    """Let rank 1 reach the call late because it compiles. The compiler takes `seconds`, or stops the process."""
     warm(mesh)
     begun = Path(folder) / "begun"
 
@@ -249,7 +251,7 @@ def test_a_rank_that_is_stopped_while_it_compiles_is_found(tmp_path: Path) -> No
 
 
 class Signs:
-    """A store in which another rank gives signs that it compiles."""
+    """A store in which another rank signals that it compiles."""
 
     def __init__(self) -> None:
         self.given, self.counts = 0, dict[str, int]()
@@ -269,7 +271,7 @@ class Signs:
 def test_the_time_counts_from_the_last_sign_of_a_rank_that_compiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a clock of its own: a call that waits from second 100 on, with a timeout of 10 s."""
+    """A simulated clock times a call that waits from second 100 on, with a timeout of 10 s."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     mesh, store = Mesh(Layout(1), 0), Signs()
@@ -277,7 +279,7 @@ def test_the_time_counts_from_the_last_sign_of_a_rank_that_compiles(
     call = mesh.flight.begin(RecordedCall("tp:0", "tp", "all_reduce", "forward", 0, 64, (0, 1), started=now))
 
     def looked(at: float, signs: int) -> bool:
-        """Whether the call is overdue at a time at which another rank has given so many more signs."""
+        """Return whether the call is overdue at a time by which another rank has given `signs` further signs."""
         nonlocal now
         now, store.given = at, store.given + signs
         watchdog._look(store)  # type: ignore[arg-type]
@@ -288,7 +290,7 @@ def test_the_time_counts_from_the_last_sign_of_a_rank_that_compiles(
     assert capsys.readouterr().err.startswith("all_reduce number 1 over tp (forward, layer 0, 64 bytes) has waited for")
     assert looked(122.0, 0), "ten seconds after the last sign"
     assert not looked(123.0, 1) and capsys.readouterr().err == "", "it is said once"
-    assert looked(110.0 + COMPILING_S, 1), "nobody compiles for ever"
+    assert looked(110.0 + COMPILING_S, 1), "no rank compiles forever"
     assert store.counts == {"excused/tp:0/1": 1}
 
 
@@ -352,8 +354,8 @@ def test_ranks_may_send_different_sizes_in_an_exchange() -> None:
     assert explain(calls[0], 0, 9.0, states.get).endswith("arrived, so the network or a device is probably stuck")
 
 
-class Kept:
-    """A store that keeps what is set, and counts."""
+class MemoryStore:
+    """A store that remembers values and counters."""
 
     def __init__(self) -> None:
         self.values, self.counts = dict[str, str](), dict[str, int]()
@@ -366,8 +368,8 @@ class Kept:
         return self.counts[key]
 
 
-def stuck_among_thousands(asked: bool) -> tuple[Watchdog, Kept]:
-    mesh, store = Mesh(Layout(1), 0), Kept()
+def stuck_among_thousands(asked: bool) -> tuple[Watchdog, MemoryStore]:
+    mesh, store = Mesh(Layout(1), 0), MemoryStore()
     for _ in range(12):
         call = RecordedCall("world:0", "world", "all_reduce", "reduce", None, 64, range(4096))
         mesh.flight.begin(call)

@@ -1,4 +1,4 @@
-"""Refusals whose advice is followed: it leads to a config that runs, or to a further sentence that is right."""
+"""The advice of a refused config, if it is followed, leads to a config that runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ TRAIN = {"steps": 1, "global_batch": 8, "micro_batch": 1, "precision": "fp32"}
 
 
 def made(*sections: dict[str, Any]) -> Config:
-    found: dict[str, Any] = {"model": MODEL, "train": TRAIN, "data": {"prefixes": ["made"]}}
-    for each in sections:
-        found = merged(found, each)
-    return config_from(found)
+    """Return a small config with some sections changed."""
+    changed: dict[str, Any] = {"model": MODEL, "train": TRAIN, "data": {"prefixes": ["made"]}}
+    for section in sections:
+        changed = merged(changed, section)
+    return config_from(changed)
 
 
+# By name: (number of ranks, sections that are refused, the advice at the end of the message).
 CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "hybrid": (4, {"context": {"kind": "hybrid", "inner": 2}, "layout": {"cp": 4}, "model": {"heads": 3}},
                "use context.kind=gather or ring, with context.inner=0"),

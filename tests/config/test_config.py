@@ -1,4 +1,4 @@
-"""Configs: YAML and words into frozen dataclasses and back, rules across sections."""
+"""Tests of configs: YAML and command-line words become frozen dataclasses and back, and rules check them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_numbers_as_people_write_them() -> None:
     with pytest.raises(UserError, match="optimizer.lr=0.3x must be a number"):
         load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", "optimizer.lr=0.3x"])
     given = load_config(None, ["model.preset=gpt2-124m", "data.prefixes=a", *words])
-    assert given.model.seq == 8192 and given.train.steps == 10_000, "a context counts in units of 1,024"
+    assert given.model.seq == 8192 and given.train.steps == 10_000, "k is 1,024 in a context length"
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_merged_keys_are_no_second_ones() -> None:
 def test_a_key_that_comes_twice(tmp_path: Path, text: str, line: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as caught:
         load_config(path)
-    assert line in str(found.value)
+    assert line in str(caught.value)
 
 
 @pytest.mark.parametrize("word", [
@@ -173,12 +173,12 @@ def test_algorithms_that_do_not_fit() -> None:
 
 
 def test_algorithms_by_axis() -> None:
-    """A word stands for every axis that knows it."""
+    """A single word sets the algorithm of every axis that has an algorithm of this name."""
     words = {"ring": ("ring", "torch"), "hierarchical": ("hierarchical", "hierarchical"), "auto": ("auto", "torch")}
     links = {"link_gb_s": 1.0}
-    for word, found in words.items():
+    for word, expected in words.items():
         config = config_from(SMALL | {"comm": {"algorithm": word, "links": links}})
-        assert (config.comm.algorithm.dp, config.comm.algorithm.ep) == found
+        assert (config.comm.algorithm.dp, config.comm.algorithm.ep) == expected
         assert config_from(to_mapping(config)) == config
     assert config_from(SMALL | {"comm": {"algorithm": {"ep": "hierarchical"}}}).comm.algorithm.dp == "torch"
     given = ["model.preset=gpt2-124m", "data.prefixes=x", "comm.algorithm=ring", "comm.algorithm.ep=hierarchical"]
@@ -221,7 +221,8 @@ def test_presets_build_and_can_be_changed() -> None:
         config_from({"model": {"preset": name}, "data": {"prefixes": ["a"]}})
     config = config_from({"model": {"preset": "llama3-8b", "layers": 2}, "data": {"prefixes": ["a"]}})
     assert config.model.layers == 2 and config.model.kv_heads == 8
-    changed = {"preset": "olmoe-7b", "experts": {"aux_loss": 0.01}}  # a key of a section within the section
+    # A key of a nested section can be changed without repeating the preset's other keys.
+    changed = {"preset": "olmoe-7b", "experts": {"aux_loss": 0.01}}
     experts = config_from({"model": changed, "data": {"prefixes": ["a"]}}).model.experts
     assert (experts.count, experts.ffn, experts.aux_loss) == (64, 1024, 0.01)
 
@@ -308,9 +309,9 @@ def test_dropouts_follow_the_first_one_unless_given() -> None:
     sizes = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "seq": 4}
 
     def model(**keys: float) -> tuple[float | None, ...]:
-        found = config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).model
-        assert config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).compiles != found.drops
-        return found.dropout, found.attention_dropout, found.embedding_dropout
+        section = config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).model
+        assert config_from({"model": {**sizes, **keys}, "data": {"prefixes": ["x"]}}).compiles != section.drops
+        return section.dropout, section.attention_dropout, section.embedding_dropout
 
     assert model() == (0.0, 0.0, 0.0) and model(dropout=0.1) == (0.1, 0.1, 0.1)
     assert model(dropout=0.1, attention_dropout=0.0) == (0.1, 0.0, 0.1)
@@ -321,7 +322,7 @@ def test_dropouts_follow_the_first_one_unless_given() -> None:
 
 def test_a_kind_fills_what_is_not_given() -> None:
     sizes = {"kind": "bert", "layers": 1, "hidden": 8, "heads": 2, "vocab": 9, "seq": 40}
-    found = config_from({"model": {**sizes, "pooler": False}, "data": {"prefixes": ["x"]}})
-    assert (found.model.norm_place, found.model.token_types, found.model.pooler) == ("post", 2, False)
-    assert found.model.predictions == 6 and found.objective == "masked" and found.has_segments
-    assert config_from(to_mapping(found)) == found
+    config = config_from({"model": {**sizes, "pooler": False}, "data": {"prefixes": ["x"]}})
+    assert (config.model.norm_place, config.model.token_types, config.model.pooler) == ("post", 2, False)
+    assert config.model.predictions == 6 and config.objective == "masked" and config.has_segments
+    assert config_from(to_mapping(config)) == config

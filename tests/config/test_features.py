@@ -1,5 +1,8 @@
-"""Every pair of features, and every kind of model with every feature, takes a step or is refused by the rule that is
-derived from their statements. A new key of a config is a feature or plain, and the list below says which."""
+"""Tests of all pairs of features, and of every kind of model with every feature.
+
+Each pair either trains a step or is refused by the rule that is derived from the features' statements. The lists below
+say of every key of a config whether it is a feature or a plain key.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}
 LORA = {"kind": "lora", "rank": 4}
 NODES = {"layout": {"node_size": 2}}
 
-# The least that switches each feature on.
+# The fewest keys that switch each feature on.
 EXAMPLES: dict[str, Sections] = {
     "dropout": {"model": {"dropout": 0.1, "attention_dropout": 0.0, "embedding_dropout": 0.0}},
     "attention_dropout": {"model": {"attention_dropout": 0.1}},
@@ -78,7 +81,7 @@ EXAMPLES: dict[str, Sections] = {
     "grid": {"layout": {"tp": 4, "tp_grid": [2, 2]}},
     "compiled_together": {"train": {"compile_together": 2}},
 }
-# The keys that work with everything, or that rules about numbers check, by section.
+# The plain keys by section: they work with every feature, or only rules about numbers check them.
 PLAIN = """
 model: layers hidden heads vocab seq kind preset hf kv_heads head_dim ffn norm norm_eps norm_place mlp
   position_offset rope_theta rotary_fraction window_pattern bias qkv_bias qk_norm qk_norm_over parallel_residual
@@ -110,8 +113,8 @@ comm.overlap: gradients weights pipeline piece_gflop
 comm.emulate: link_gb_s network_gb_s latency_us
 comm.links: link_gb_s network_gb_s latency_us
 comm.algorithm: ep
-run: dir log_every eval_every eval_samples eval_first tensorboard loggers layers_every peak_tflops time_limit trace device
-  plugins
+run: dir log_every eval_every eval_samples eval_first tensorboard loggers layers_every peak_tflops time_limit trace
+  device plugins
 checkpoint: every keep async busy dir memory_every
 context: kind inner order
 tune: base rank alpha rslora targets modules_to_save quantise loss beta margin
@@ -123,26 +126,28 @@ ALL = {**KINDS, **EXAMPLES}
 
 
 def combined(*sections: Sections) -> Config | None:
-    """The config that has all of them; None where two ask for different values of one key, or of one section."""
-    found, given = BASE, dict[str, Any]()
-    for each in sections:
-        keys = flat(each)
+    """Return a config with all of these sections, or None if they give different values to a key or a section."""
+    result, given = BASE, dict[str, Any]()
+    for section in sections:
+        keys = flat(section)
         if any(given.get(key, value) != value for key, value in keys.items()):
             return None
         given |= keys
-        found = merged(found, each)
-    layout = found.get("layout", {})
-    if "node_size" in layout:  # two data-parallel ranks on each node
+        result = merged(result, section)
+    layout = result.get("layout", {})
+    if "node_size" in layout:
+        # Each node holds two data-parallel ranks.
         layout = {**layout, "node_size": 2 * layout.get("tp", 1) * layout.get("cp", 1)}
-        found = {**found, "layout": layout}
+        result = {**result, "layout": layout}
     try:
-        return config_from(found)
+        return config_from(result)
     except UserError as error:
         assert "comm.reduce.adaptive=true chooses how gradients are sent" in str(error)
         return None
 
 
 def world_of(config: Config) -> int:
+    """Return a number of ranks that the config can run on, with two nodes if it has nodes."""
     return config.layout.least_world * (4 if config.layout.node_size else 2)
 
 
@@ -161,7 +166,7 @@ def test_every_feature_has_an_example_that_uses_it_and_states_what_it_refuses() 
 
 
 def test_every_key_of_a_config_is_a_feature_or_plain() -> None:
-    """Whoever adds a key declares it here: as a feature, with what it refuses, or as one that works with everything."""
+    """A new key must be declared: as a feature that states which others it refuses, or in PLAIN."""
     plain: list[str] = []
     section = ""
     for word in PLAIN.split():
@@ -175,7 +180,7 @@ def test_every_key_of_a_config_is_a_feature_or_plain() -> None:
 
 
 def test_nothing_can_be_added_without_a_statement() -> None:
-    """The fields that say what something works with have no default, and what is not named is refused."""
+    """The fields that state which features something refuses or supports have no default."""
     for cls, name in ((Feature, "refuses"), (ModelKind, "supports"), (NormKind, "supports")):
         field = next(each for each in fields(cls) if each.name == name)
         with pytest.raises(TypeError, match=name):
@@ -196,12 +201,12 @@ def test_every_pair_that_is_refused_says_so_with_a_fix_that_works() -> None:
         for keys in advised(sentence):
             assert all(f"{key}=" in sentence.rsplit(": ", 1)[0] for key in keys), sentence
             try:
-                mended = config_from(merged(merged(merged(BASE, ALL[one]), ALL[other]), nested(keys)))
+                fixed = config_from(merged(merged(merged(BASE, ALL[one]), ALL[other]), nested(keys)))
             except UserError as error:
-                # A further sentence that is right: losses go with their experts, and a grid with its ranks.
+                # The fix may lead to another refusal that is right: balance losses need experts, a grid its ranks.
                 assert re.search("needs experts, and there are none|4 ranks, and layout.tp=1: set", str(error))
             else:
-                assert sentence not in refusals(mended), sentence
+                assert sentence not in refusals(fixed), sentence
     assert refused > 100
 
 
@@ -211,7 +216,7 @@ def quick(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [quick(name) for name in ALL])
 def test_every_pair_that_is_not_refused_takes_a_step(name: str) -> None:
-    """One rank of each layout, dry: it builds its real model, buffers, optimizer and schedule, and takes a step."""
+    """A dry run of one rank builds the real model, buffers, optimizer and schedule, and makes an update."""
     names = list(ALL)
     for other in names[names.index(name) :]:
         config = combined(ALL[name], ALL[other])
@@ -228,8 +233,10 @@ def test_every_pair_that_is_not_refused_takes_a_step(name: str) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", sorted(name for name in MODEL_KINDS["hf"].supports if "model" not in EXAMPLES[name]))
 def test_a_model_of_transformers_takes_a_step_with_all_that_it_supports(name: str, tmp_path: Path) -> None:
-    """On a CPU, since the masks of transformers look at values, which `meta` lacks. The folder decides about the
-    model's own features."""
+    """It trains on a CPU, because the masks of transformers look at values, which the meta device lacks.
+
+    Features of the model section are left out, because the folder describes the model.
+    """
     from tests.models.planned_families import config_of, write_tiny
 
     sections = merged({"data": {"reset_positions": name == "reset_attention"}}, EXAMPLES[name])

@@ -1,4 +1,4 @@
-"""What kinds of models and adapters can't be combined with: each gets a sentence."""
+"""Tests of settings that can't be combined with a kind of model or with adapters: each gets an error message."""
 
 from __future__ import annotations
 

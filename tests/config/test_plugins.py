@@ -1,4 +1,7 @@
-"""Plugins: modules from outside the package that a config names. docs/plugins.md is executed as a whole elsewhere."""
+"""Tests of plugins: modules from outside the package that a config names.
+
+tests/docs/test_commands.py executes docs/plugins.md as a whole.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ KINDS.register("mine", Kind(gpipe, chunks=(1,)))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on Python's path, whose modules and registered entries are forgotten afterwards."""
+    """A folder on Python's path. Its modules and their registered entries are removed after the test."""
     from meshwright.spec.schedule.kinds import KINDS
 
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,7 +58,8 @@ def test_a_config_names_what_a_plugin_brings(folder: Path) -> None:
     config = small_config(**sections, run={"plugins": ["plugin_a"]})
     norms = [record.shape for name, record in model_of(config).records(ALONE).items() if "norm1.weight" in name]
     assert norms == [(1,)] * 4 and config.pipeline.schedule == "mine" and "plugin_a" in loaded_plugins()
-    load_plugins(["plugin_a"])  # once more changes nothing
+    # Loading a plugin again changes nothing.
+    load_plugins(["plugin_a"])
 
 
 def test_unknown_norms_are_refused_wherever_they_appear() -> None:
@@ -69,8 +73,8 @@ def test_a_norm_states_what_it_supports(folder: Path) -> None:
     (folder / "plugin_b.py").write_text(PLUGIN)
     run, model = {"plugins": ["plugin_b"]}, {"norm": "scalenorm"}
     layout, train = {"tp": 4, "tp_grid": [2, 2]}, {"micro_batch": 2, "precision": "fp32"}
-    said = first_broken_rule(small_config(model=model, layout=layout, train=train, run=run), 4)
-    assert said is not None and "layout.tp_grid=[2, 2] can't be combined with model.norm=scalenorm" in said
+    message = first_broken_rule(small_config(model=model, layout=layout, train=train, run=run), 4)
+    assert message is not None and "layout.tp_grid=[2, 2] can't be combined with model.norm=scalenorm" in message
     assert first_broken_rule(small_config(layout=layout, train=train), 4) is None
 
 
@@ -99,7 +103,7 @@ def test_a_missing_plugin_ends_a_command_with_2(capsys: pytest.CaptureFixture[st
 
 
 def test_installed_plugins_are_loaded_by_every_command_without_torch(tmp_path: Path) -> None:
-    """An entry point of a package that pip would have installed; the schedule is named without `run.plugins`."""
+    """A plugin with an entry point, as pip installs it, is loaded without being named in `run.plugins`."""
     (tmp_path / "installed_plugin.py").write_text(PLUGIN)
     about = tmp_path / "installed_plugin-1.dist-info"
     about.mkdir()

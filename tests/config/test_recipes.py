@@ -1,4 +1,4 @@
-"""Recipes: complete configs of known runs, what is predicted of them, and their twins."""
+"""Tests of recipes, the complete configs of published runs: their predictions and their small twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.spec.model.graph import parameter_count
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = recipe_names()
 NEEDED = {"model", "train", "optimizer", "lr", "data", "run", "recipe"}
-# Of a model: sizes, which a twin has its own of.
+# The sizes of a model, which differ in its twin. All other keys of the model section stay the same.
 SIZES = {
     "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq", "ffn", "predictions", "experts",
     "latent", "rope_scaling", "t5",
@@ -37,9 +37,10 @@ def test_a_recipe_is_complete_and_can_be_trained(name: str) -> None:
     check(config, recipe.devices, TRAINING_RULES)
     preset = recipe.sections["model"].get("preset", name)
     assert preset in PRESETS and {*recipe.sections, "recipe"} >= NEEDED
-    told = {section for sections in recipe.values for section in sections.split(", ")}
-    silent = {"train", "optimizer", "lr", "data"} - told  # whoever reads it is told that they are ours
-    assert "model" in told and told <= recipe.sections.keys() and (not silent or recipe.unpublished)
+    sourced = {section for sections in recipe.values for section in sections.split(", ")}
+    # A recipe must say that the values of sections without a source are ours.
+    unsourced = {"train", "optimizer", "lr", "data"} - sourced
+    assert "model" in sourced and sourced <= recipe.sections.keys() and (not unsourced or recipe.unpublished)
     assert recipe.source and recipe.hardware and recipe.title and recipe.layout in ("published", "ours")
     assert name not in APPROXIMATE_PRESETS or any("here" in sentence for sentence in recipe.differs)
     assert config.run.dir == f"runs/{name}" and "whole_run" not in recipe.published
@@ -50,26 +51,27 @@ def test_a_recipe_is_complete_and_can_be_trained(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_steps_see_the_published_tokens(name: str) -> None:
-    """Also with a batch that grows; and the memory that the planner counts is there."""
+    """The steps consume the published number of tokens, also with a growing batch, and the plan fits the device."""
     config, published = load_config(name), read_recipe(name).published
     if "tokens" in published:
         seen = consumed_after(config, config.train.steps) * config.model.seq
         assert seen == pytest.approx(float(published["tokens"]), rel=0.01)
-    found = compared(name)
-    assert found.memory_gib <= found.cost.cluster.device.memory_gib
+    comparison = compared(name)
+    assert comparison.memory_gib <= comparison.cost.cluster.device.memory_gib
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if read_recipe(name).published.get("tflops")])
 def test_published_speeds_are_close(name: str) -> None:
-    found = compared(name)
-    assert found.error is not None
-    if found.recipe.published["counts"] == "whole run":
-        assert found.error > 0, "no run is faster than its steps"
+    comparison = compared(name)
+    assert comparison.error is not None
+    if comparison.recipe.published["counts"] == "whole run":
+        assert comparison.error > 0, "no run is faster than its steps"
     else:
-        assert abs(found.error) < 0.25
+        assert abs(comparison.error) < 0.25
 
 
 def axes_of(config: Config, world: int) -> set[str]:
+    """Return the axes with more than one rank, and "chunks" if the pipeline has several chunks."""
     layout = layout_of(config, world)
     sizes = {axis: layout.size(axis) for axis in ("tp", "cp", "pp", "dp", "ep")} | {"chunks": config.layout.chunks}
     return {axis for axis, size in sizes.items() if size > 1}
@@ -102,8 +104,8 @@ def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-2]] == ["recipe", *NAMES] and max(map(len, lines)) <= 80
     assert main(["recipes", "bloom-176b", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert found["published"]["tflops"] == 150 and found["error"] == compared("bloom-176b").error
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["published"]["tflops"] == 150 and result["error"] == compared("bloom-176b").error
     assert main(["recipes", "blom-176b"]) == 2
     assert "did you mean 'bloom-176b'" in capsys.readouterr().err
 
@@ -114,7 +116,8 @@ def test_commands_take_a_recipe_by_name(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["config", "show", "bloom-176b", "train.steps=1000", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["train"]["steps"], shown["layout"]["pp"], shown["train"]["ramp"][0]) == (1000, 12, 192)
-    assert main(["cost", "gpt2-124m", "--json"]) == 0  # without a cluster: the recipe's
+    # Without a cluster on the command line, the recipe's cluster is used.
+    assert main(["cost", "gpt2-124m", "--json"]) == 0
     cost = json.loads(capsys.readouterr().out)
     assert (cost["cluster"], cost["devices"], cost["global_batch"]) == ("a100-80g-dgx", 1, 512)
     copy = tmp_path / "mine.yaml"
@@ -125,7 +128,7 @@ def test_commands_take_a_recipe_by_name(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_preset_of_a_layout_that_nobody_published_is_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a cluster of one's own, `gpt3-175b` is the model alone, and `bloom-176b` the run's layout on it."""
+    """`gpt3-175b` names only a model, while `bloom-176b` brings the published layout to any cluster."""
     where = ["--cluster", "h100-80g-dgx", "--devices", "96", "--json"]
     assert main(["cost", "gpt3-175b", "train.global_batch=96", *where]) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 1
@@ -134,6 +137,7 @@ def test_a_preset_of_a_layout_that_nobody_published_is_a_shape(capsys: pytest.Ca
 
 
 def start_twin(name: str, steps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """Train a recipe's twin and return its losses."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", name, "--tiny", f"train.steps={steps}", "run.tensorboard=false", "--json"]) == 0
     lines = (tmp_path / "runs" / f"{name}-tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -153,7 +157,7 @@ def test_tiny_is_of_recipes_only(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2-124m"])
 def test_every_twin_trains(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Adapters can't learn as much: the output layer is frozen, and a twin's is random."""
+    """The loss of every twin falls. It falls less with adapters, whose output layer is frozen and random."""
     losses = start_twin(name, 30, monkeypatch, tmp_path)
     least = 0.2 if tiny_config(name)[0].tune.adapts else 0.3
     assert len(losses) == 30 and sum(losses[-3:]) / 3 < losses[0] - least
@@ -163,7 +167,8 @@ def test_every_twin_trains(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_and_the_last_rank_run_dry(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = read_recipe(name)
-    few = str(2 * load_config(name).layout.pp)  # micro-batches: one step has many more, all alike
+    # A few micro-batches are enough. A whole step has many more, which are all alike.
+    few = str(2 * load_config(name).layout.pp)
     assert main(["dryrun", name, "--ranks", f"0,{recipe.devices - 1}", "--micro-batches", few, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
 
@@ -176,7 +181,7 @@ def test_a_twin_of_replicas_has_two_and_a_batch_for_both() -> None:
 
 
 def test_what_is_frozen_is_neither_summed_nor_updated() -> None:
-    """Eight GPUs train adapters eight times as fast as one, and 4-bit weights take a third of the memory."""
+    """Eight GPUs train adapters eight times as fast as one, and 4-bit weights take 17/32 byte instead of 2."""
     one, eight = (compared(f"llama3-8b-lora{devices}").cost for devices in (1, 8))
     assert eight.step_s == pytest.approx(one.step_s / 8, rel=0.01)
     parameters = [largest(compared(f"llama3-8b-{kind}").cost.job).parameters for kind in ("lora1", "nf4")]

@@ -1,4 +1,4 @@
-"""Learning rate and batch size over a run."""
+"""Tests of the learning rate and the batch size over a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEAK, LEAST = 1e-2, 1e-3
 
 
 def rates(schedule: str, **lr: Any) -> list[float]:
-    """Of 100 steps, at the index of the step; index 0 is a dummy."""
+    """Return the learning rates of 100 steps. The index is the step, and index 0 is unused."""
     config = small_config(
         train={"steps": 100}, optimizer={"lr": PEAK}, lr={"schedule": schedule, "warmup": 20, "min": LEAST, **lr}
     )
@@ -28,22 +28,22 @@ def rates(schedule: str, **lr: Any) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_warm_up_is_linear_and_ends_at_the_peak(schedule: str) -> None:
-    found = rates(schedule)
-    assert found[1] == pytest.approx(PEAK / 20) and found[10] == pytest.approx(PEAK / 2) and found[20] == PEAK
-    assert found[21] <= PEAK
+    by_step = rates(schedule)
+    assert by_step[1] == pytest.approx(PEAK / 20) and by_step[10] == pytest.approx(PEAK / 2) and by_step[20] == PEAK
+    assert by_step[21] <= PEAK
 
 
 def test_cosine() -> None:
-    found = rates("cosine")
-    assert found[60] == pytest.approx((PEAK + LEAST) / 2)
-    assert found[40] == pytest.approx(LEAST + (PEAK - LEAST) * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert found[100] == pytest.approx(LEAST)
+    by_step = rates("cosine")
+    assert by_step[60] == pytest.approx((PEAK + LEAST) / 2)
+    assert by_step[40] == pytest.approx(LEAST + (PEAK - LEAST) * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert by_step[100] == pytest.approx(LEAST)
 
 
 def test_linear() -> None:
-    found = rates("linear")
-    assert found[60] == pytest.approx((PEAK + LEAST) / 2) and found[100] == pytest.approx(LEAST)
-    assert found[40] == pytest.approx(PEAK - (PEAK - LEAST) / 4)
+    by_step = rates("linear")
+    assert by_step[60] == pytest.approx((PEAK + LEAST) / 2) and by_step[100] == pytest.approx(LEAST)
+    assert by_step[40] == pytest.approx(PEAK - (PEAK - LEAST) / 4)
 
 
 def test_constant() -> None:
@@ -51,9 +51,9 @@ def test_constant() -> None:
 
 
 def test_wsd_holds_and_then_falls() -> None:
-    found = rates("wsd", decay=30)
-    assert set(found[20:71]) == {PEAK}
-    assert found[85] == pytest.approx((PEAK + LEAST) / 2) and found[100] == pytest.approx(LEAST)
+    by_step = rates("wsd", decay=30)
+    assert set(by_step[20:71]) == {PEAK}
+    assert by_step[85] == pytest.approx((PEAK + LEAST) / 2) and by_step[100] == pytest.approx(LEAST)
     last_tenth = rates("wsd")
     assert last_tenth[90] == PEAK and last_tenth[95] == pytest.approx((PEAK + LEAST) / 2)
     into_the_decay = rates("wsd", warmup=80, decay=60)
@@ -62,9 +62,9 @@ def test_wsd_holds_and_then_falls() -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_a_shorter_decay_ends_early_and_stays(schedule: str) -> None:
-    found = rates(schedule, decay=40)
-    assert found[40] == pytest.approx((PEAK + LEAST) / 2)
-    assert all(rate == pytest.approx(LEAST) for rate in found[60:])
+    by_step = rates(schedule, decay=40)
+    assert by_step[40] == pytest.approx((PEAK + LEAST) / 2)
+    assert all(rate == pytest.approx(LEAST) for rate in by_step[60:])
 
 
 def test_without_warm_up_the_first_step_has_nearly_the_peak() -> None:

@@ -1,5 +1,8 @@
-"""Masked and span samples equal those of megatron-core's dataset code, sample by sample, where both get the same random
-numbers: its generator is replaced by one that hands out ours. (`pip install --no-deps megatron-core` runs on a CPU.)"""
+"""Masked and span samples equal those of megatron-core's dataset code, sample by sample.
+
+Both get the same random numbers: megatron-core's generator is replaced by one that returns ours. The package runs on a
+CPU after `pip install --no-deps megatron-core`.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,19 @@ t5 = pytest.importorskip("megatron.core.datasets.t5_dataset")
 SAMPLES, SEED = 1000, 11
 PIECES = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *(f"{'##' if n % 3 == 0 else ''}w{n}" for n in range(4, 300))]
 PAD, CLS, SEP, MASK = range(4)
-END = 300  # ends a document in our files; it is no part of a sample
+# The end token of documents in our files. It is not part of a sample.
+END = 300
 SEQ = 64
 
 
 class Draws:
-    """Stands in for numpy's RandomState in `__getitem__` of a masked sample: `uniform` are the numbers that our stream
-    draws for it. Tokens are masked in the order in which they are chosen there and by place here, so `places`, each
-    chosen token's rank among the places, says which numbers are a token's; without it, the n-th chosen token becomes
-    token n, which tells that order."""
+    """A stand-in for numpy's RandomState in `__getitem__` of a masked sample.
+
+    `uniform` are the numbers that our stream draws for the sample. megatron-core masks tokens in the order in which it
+    chooses them, and we mask them in the order of the text. `places` therefore maps the n-th chosen token to its rank
+    in the order of the text, which selects its random numbers. Without `places`, the n-th chosen token is replaced by
+    token n, which reveals the order of choice.
+    """
 
     def __init__(self, uniform: np.ndarray, places: list[int] | None) -> None:
         self.ends, self.places = uniform[:2], places
@@ -43,16 +50,19 @@ class Draws:
         self.ranked: list[int] = []
 
     def randint(self, low: int, high: int) -> int:
-        if not self.ranked:  # where the second segment begins
+        # The first call draws where the second segment begins.
+        if not self.ranked:
             return low + int(self.ends[1] * (high - low))
         return self.token if self.places is None else int(self.other[self.places[self.token]] * high)
 
     def random(self) -> float:
         if not self.ranked:
             return float(self.ends[0])
-        if self.shuffled == 0:  # the first number of a token
+        if self.shuffled == 0:
+            # The first number of a token decides whether it is masked.
             self.shuffled, self.token = 1, self.token + 1
-        else:  # the second, of those that are not masked: changed or left
+        else:
+            # The second number of a token that is not masked decides whether it is changed or stays.
             self.shuffled = 0
             return float(self.places is None or self.how[self.places[self.token]] < 0.9)
         value = 0.85 if self.places is None else float(self.how[self.places[self.token]])
@@ -71,29 +81,34 @@ class Draws:
 
 
 def megatron(kind: type, documents: list[list[list[int]]], target: int, **config: Any) -> Any:
-    """One of its datasets over documents of sentences, each a sample, without the builder that shuffles them."""
-    found = object.__new__(kind)
+    """Return a megatron-core dataset in which each document, a list of sentences, is one sample.
+
+    The builder, which would shuffle the documents, is bypassed.
+    """
+    dataset = object.__new__(kind)
     flat = [sentence for document in documents for sentence in document]
     ends = np.cumsum([len(document) for document in documents])
-    found.dataset = flat
-    found.sample_index = [(end - len(d), end, target) for d, end in zip(documents, ends.tolist(), strict=True)]
+    dataset.dataset = flat
+    dataset.sample_index = [(end - len(d), end, target) for d, end in zip(documents, ends.tolist(), strict=True)]
     tokenizer = SimpleNamespace(
         cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=dict(enumerate(PIECES)), **config.pop("tokenizer", {})
     )
     defaults = {"masking_use_longer_ngrams": False, "masking_do_permutation": False, "random_seed": SEED}
-    found.config = SimpleNamespace(tokenizer=tokenizer, **{**defaults, **config})
-    found._pad_token_id, found.token_lookup = PAD, list(tokenizer.inv_vocab)
-    return found
+    dataset.config = SimpleNamespace(tokenizer=tokenizer, **{**defaults, **config})
+    dataset._pad_token_id, dataset.token_lookup = PAD, list(tokenizer.inv_vocab)
+    return dataset
 
 
 def given(monkeypatch: pytest.MonkeyPatch, dataset: Any, n: int, make: Callable[[], Any]) -> dict[str, Any]:
+    """Return sample n of a megatron-core dataset, with the random generator replaced by `make()`."""
     with monkeypatch.context() as patch:
         patch.setattr(np.random, "RandomState", lambda seed: make())
-        found: dict[str, Any] = dataset[n]
-    return found
+        sample: dict[str, Any] = dataset[n]
+    return sample
 
 
 def documents_of_sentences() -> list[list[list[int]]]:
+    """Draw documents of 2 to 8 sentences that fit into a sample. A sentence begins with the start of a word."""
     draw = random.Random(3)
     words = [n for n, piece in enumerate(PIECES) if n > MASK and not piece.startswith("##")]
     documents: list[list[list[int]]] = []
@@ -136,14 +151,17 @@ def test_masked_samples(
         assert ours["labels"][:count].tolist() == sample["labels"][where].tolist()
         assert ours["tokens"].tolist() == sample["text"].tolist()
         assert ours["token_types"].tolist() == sample["types"].tolist()
-        seen = (ours["segments"] == 0) & (ours["tokens"] != PAD)  # it takes a token that became [PAD] by chance for one
+        # megatron-core treats a token that was replaced by [PAD] at random as padding.
+        seen = (ours["segments"] == 0) & (ours["tokens"] != PAD)
         assert seen.astype(int).tolist() == sample["padding_mask"].tolist()
         assert int(ours["swapped"]) == sample["is_random"] and not sample["truncated"]
 
 
 class Spans:
-    """Stands in for the generator in `__getitem__` of a span sample: candidates come in the order of our spans, each as
-    long as ours. What is made of the spans is what is compared."""
+    """A stand-in for the generator in `__getitem__` of a span sample.
+
+    It chooses our spans, in their order and with their lengths, so that the test compares the samples made of them.
+    """
 
     def __init__(self, taken: np.ndarray) -> None:
         edges = np.flatnonzero(np.diff(np.concatenate(([0], taken.astype(int), [0]))))
@@ -179,6 +197,7 @@ def test_span_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seq: int,
         sample = given(monkeypatch, theirs, n, partial(Spans, taken))
         ours, count = stream.sample(n), int(sample["loss_mask"].sum())
         assert ours["loss_mask"].tolist() == sample["loss_mask"].tolist()
-        assert ours["tokens"].tolist() == [*sample["text_enc"][: seq - 1].tolist(), eos]  # ours ends as T5's own does
+        # Our input ends with the end token, as in T5's own code.
+        assert ours["tokens"].tolist() == [*sample["text_enc"][: seq - 1].tolist(), eos]
         assert ours["decoder_tokens"][:count].tolist() == sample["text_dec"][:count].tolist()
         assert ours["labels"][:count].tolist() == sample["labels"][:count].tolist()

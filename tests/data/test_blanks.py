@@ -1,4 +1,4 @@
-"""Samples with blanks to fill in: pure functions of the seed and the number, of which the text can be made again."""
+"""Samples with blanks depend only on the seed and their number, and their text can be restored from them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LENGTHS = [1, 2, 3, 20, 40, 58, 59, 100, 299]
 
 def stream_of(prefix: str, short: float, inner: bool = True, seed: int = 5) -> BlankStream:
     options = BlankOptions(SEQ, short, 0.15, 3.0, 0.5, SPECIALS, inner)
-    found = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, seed, blanks=options)[0]
-    assert isinstance(found, BlankStream)
-    return found
+    stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, seed, blanks=options)[0]
+    assert isinstance(stream, BlankStream)
+    return stream
 
 
 @pytest.fixture
@@ -34,7 +34,10 @@ def prefix(tmp_path: Path) -> str:
 
 
 def restored(sample: dict[str, np.ndarray]) -> list[int]:
-    """The text of a sample: each mask of the source replaced by the span that has its place."""
+    """Return the text of a sample, with each mask of the source replaced by its span. Check the sample's other values.
+
+    A span belongs to the mask at the position of its tokens.
+    """
     segments = sample["segments"]
     source, spans = (sample["tokens"][segments == n].tolist() for n in (0, 1))
     assert (segments == np.sort(segments)).all() and sample["loss_mask"].tolist() == (segments == 1).tolist()
@@ -42,18 +45,19 @@ def restored(sample: dict[str, np.ndarray]) -> list[int]:
     inner = sample["token_types"][segments == 1].tolist()
     assert sample["positions"][segments == 0].tolist() == list(range(len(source)))
     assert not sample["token_types"][segments != 1].any()
-    found, begins = {}, [at for at, token in enumerate(spans) if token == SOP]
+    fillings: dict[int, list[int]] = {}
+    begins = [at for at, token in enumerate(spans) if token == SOP]
     for begin, end in zip(begins, [*begins[1:], len(spans)], strict=True):
         assert labels[begin:end] == [*spans[begin + 1 : end], EOP]
         assert inner[begin:end] == list(range(1, end - begin + 1))
         if GMASK in source:
             assert places[begin:end] == list(range(len(source), len(source) + end - begin))
-            found[source.index(GMASK)] = spans[begin + 1 : end]
+            fillings[source.index(GMASK)] = spans[begin + 1 : end]
         else:
             assert len(set(places[begin:end])) == 1 and source[places[begin]] == MASK
-            found[places[begin]] = spans[begin + 1 : end]
-    assert sorted(found) == [at for at, token in enumerate(source) if token in (MASK, GMASK)]
-    return [each for at, token in enumerate(source) for each in found.get(at, [token])]
+            fillings[places[begin]] = spans[begin + 1 : end]
+    assert sorted(fillings) == [at for at, token in enumerate(source) if token in (MASK, GMASK)]
+    return [id for at, token in enumerate(source) for id in fillings.get(at, [token])]
 
 
 @pytest.mark.parametrize("short", [0.0, 0.4, 1.0])
@@ -77,16 +81,17 @@ def test_a_sample_is_a_function_of_seed_and_number(prefix: str) -> None:
 
 def test_an_evaluation_counts_every_label(prefix: str) -> None:
     stream = stream_of(prefix, 0.0)
-    found = OneEpoch(stream, 1000)
-    assert found.samples == stream.source.epoch_samples
-    counts = [int(each.sample(n)["loss_mask"].sum()) for each in (found, stream) for n in range(found.samples)]
-    assert counts[: found.samples] == counts[found.samples :] and max(counts) > 40
+    epoch = OneEpoch(stream, 1000)
+    assert epoch.samples == stream.source.epoch_samples
+    counts = [int(each.sample(n)["loss_mask"].sum()) for each in (epoch, stream) for n in range(epoch.samples)]
+    assert counts[: epoch.samples] == counts[epoch.samples :] and max(counts) > 40
 
 
 def test_the_shares_are_those_of_the_options(prefix: str) -> None:
     stream = stream_of(prefix, 0.3)
     whole = [bool((stream.sample(n)["tokens"] == GMASK).any()) for n in range(600)]
-    assert np.mean(whole) == pytest.approx(0.7, abs=0.09)  # texts of one token have no other choice
+    # Texts of one token always have a single blank, so that the mean is not exactly 0.7.
+    assert np.mean(whole) == pytest.approx(0.7, abs=0.09)
     options = BlankOptions(SEQ, 1.0, 0.15, 3.0, 0.5, SPECIALS)
     lengths = []
     for n in range(400):
@@ -94,34 +99,36 @@ def test_the_shares_are_those_of_the_options(prefix: str) -> None:
         assert sum(end - begin for begin, end in spans) == round(0.15 * 55) and len(spans) <= options.most_spans
         assert all(before[1] < after[0] for before, after in zip(spans[:-1], spans[1:], strict=True))
         assert spans[0][0] >= 0 and spans[-1][1] <= 55
-        lengths.append(spans[0][1] - spans[0][0])  # of those after it, long ones end the sample more often
+        # Later spans are more often cut to the tokens that remain, so only the first one has the mean length.
+        lengths.append(spans[0][1] - spans[0][0])
     assert np.mean(lengths) == pytest.approx(3.0, abs=0.3)
 
 
 def write_conversations(prefix: Path, conversations: list[list[tuple[list[int], int]]]) -> str:
-    """Conversations as turns of tokens and whether they are learned, as `data chat` writes them."""
+    """Write conversations as `data chat` does. A turn is its tokens, and whether the model learns them."""
     write_documents(prefix, [[id for turn, _ in turns for id in turn] for turns in conversations])
     masks = [[learned for turn, learned in turns for _ in turn] for turns in conversations]
     write_documents(f"{prefix}.mask", masks, np.uint8)
-    found = {"format": METADATA_FORMAT, "version": 1, "chat": "chat", "vocab_size": 1000, "eod": END}
-    Path(f"{prefix}.json").write_text(json.dumps(found))
+    metadata = {"format": METADATA_FORMAT, "version": 1, "chat": "chat", "vocab_size": 1000, "eod": END}
+    Path(f"{prefix}.json").write_text(json.dumps(metadata))
     return str(prefix)
 
 
 def test_answers_are_blended_in_as_ends(prefix: str, tmp_path: Path) -> None:
-    """One sample in twenty comes from the instructions, and each answer follows all that was said before it."""
+    """One sample in twenty is an answer of a conversation, whose source is everything before that answer."""
     talks = [[([200 + n] * 5, 0), ([300 + n] * 3, 1), ([400 + n] * 2, 0), ([500 + n] * 4, 1)] for n in range(6)]
-    talks.append([([800] * 70, 0), ([801] * 6, 1)])  # longer than a sample: the source loses its beginning
+    # This one is longer than a sample: the source loses its beginning.
+    talks.append([([800] * 70, 0), ([801] * 6, 1)])
     talks.append([([810] * 7, 0), ([811] * 90, 1)])
-    asked = write_conversations(tmp_path / "talk", talks)
-    options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (asked,), 0.05)
+    conversations = write_conversations(tmp_path / "talk", talks)
+    options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (conversations,), 0.05)
     stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, 5, blanks=options)[0]
     assert isinstance(stream, BlankStream)
     most = SEQ - options.added
     found: dict[tuple[int, ...], list[int]] = {}
     for n in range(14 * 20):
         sample = stream.sample(n)
-        if stream.source_of(n) != asked:
+        if stream.source_of(n) != conversations:
             continue
         source = sample["tokens"][sample["segments"] == 0].tolist()
         answer = sample["tokens"][sample["segments"] == 1].tolist()
@@ -132,7 +139,8 @@ def test_answers_are_blended_in_as_ends(prefix: str, tmp_path: Path) -> None:
         first, second = [200 + n] * 5, [200 + n] * 5 + [300 + n] * 3 + [400 + n] * 2
         expected |= {(300 + n,) * 3: first, (500 + n,) * 4: second}
     expected |= {(801,) * 6: [800] * (most - 6), (811,) * (most - 1): [810]}
-    assert found == expected  # 280 samples have 14 of them: an epoch, each answer once
+    # Of 280 samples 14 are answers. This is one epoch, with each answer once.
+    assert found == expected
 
 
 def test_files_without_answers_are_refused(prefix: str) -> None:

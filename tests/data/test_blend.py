@@ -1,4 +1,8 @@
-"""Blends: shares kept to within one at every sample, found at once, exact for weights as people write them."""
+"""Tests of blends of datasets.
+
+After any number of samples, each dataset's count is within one sample of its share. Any sample is located directly, and
+shares are exact for simple weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from meshwright.data.blend import MAX_PERIOD, Blend, blend_pattern, whole_weight
 
 
 class Numbers:
-    """Dataset d; its sample k is [d, k]. An epoch has 5 + 3 d samples."""
+    """Dataset number d. Its sample k is [d, k], and an epoch has 5 + 3 d samples."""
 
     seq = 1
 
@@ -37,7 +41,7 @@ def blend(weights: list[float], seed: int = 0) -> Blend:
 
 
 def worst_error(pattern: NDArray[np.int32], weights: list[int]) -> float:
-    """The largest distance, over datasets and prefixes, of a count from its share."""
+    """Return the largest distance of a dataset's count from its share, over all datasets and prefixes."""
     counts = np.cumsum(pattern[:, None] == np.arange(len(weights)), axis=0)
     shares = np.arange(1, len(pattern) + 1)[:, None] * np.array(weights) / sum(weights)
     return float(np.abs(counts - shares).max())
@@ -72,7 +76,8 @@ def test_any_sample_is_found_at_once(weights: list[float], far: int) -> None:
         taken[d] += 1
     d, k = one.locate(far)
     share = Fraction(str(weights[d])) / sum(Fraction(str(weight)) for weight in weights)
-    assert abs(k - far * share) < 1.5  # exact for these weights, however far
+    # The share of these weights is exact, so the error does not grow with the sample's number.
+    assert abs(k - far * share) < 1.5
     assert one.sample(far).tolist() == [d, k]
     assert blend(weights).locate(far) == (d, k)
 

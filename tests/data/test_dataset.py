@@ -1,4 +1,4 @@
-"""Packing: every token once an epoch, samples that depend on the seed and their number alone."""
+"""Tests of packing: an epoch has every token once, and samples depend only on the seed and their number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.token_files import sequences, write_sequences
 
 
 def token_file(prefix: Path, documents: list[list[int]]) -> TokenFile:
-    """Documents of sequences of the given lengths; token ids count up through the whole file."""
+    """Write documents of sequences of the given lengths. Token ids count up through the whole file."""
     at = 0
     filled = []
     for lengths_of_one in documents:
@@ -29,15 +29,15 @@ def token_file(prefix: Path, documents: list[list[int]]) -> TokenFile:
 
 
 def stream(dataset: GPTDataset, file: TokenFile, epochs: int) -> list[int]:
-    """The first epochs end to end, straight from the documents and their drawn order."""
-    found: list[int] = []
+    """Return the tokens of the first epochs one after the other, from the documents in their drawn order."""
+    whole: list[int] = []
     low, _ = dataset.documents
     for epoch in range(epochs):
         for document in dataset.epoch(epoch).order:
             first, after = file.document_indices[low + document], file.document_indices[low + document + 1]
             for tokens in sequences(file)[first:after]:
-                found.extend(tokens)
-    return found
+                whole.extend(tokens)
+    return whole
 
 
 lengths = st.lists(st.lists(st.integers(0, 12), max_size=3), min_size=1, max_size=20)
@@ -69,21 +69,21 @@ def test_samples_are_pieces_of_the_stream(
         count = dataset.first_sample(3)
         samples = [dataset.sample(n) for n in range(count)]
     whole = stream(dataset, file, 5)
-    pieces = [whole[g * seq : g * seq + seq + 1] for g in range(count)]
+    windows = [whole[g * seq : g * seq + seq + 1] for g in range(count)]
     for epoch in range(3):
         begin, end = dataset.first_sample(epoch), dataset.first_sample(epoch + 1)
-        assert sorted(sample.tolist() for sample in samples[begin:end]) == sorted(pieces[begin:end])
+        assert sorted(sample.tolist() for sample in samples[begin:end]) == sorted(windows[begin:end])
         order = dataset.epoch(epoch).order
         assert sorted(order.tolist()) == list(range(high - low))
     assert all(sample.dtype == np.int64 for sample in samples)
-    # any order of asking, from a fresh object, gives the same samples
+    # A new object gives the same samples, in whatever order they are requested.
     fresh = GPTDataset(TokenFile(tmp_path / "a"), seq, seed, (low, high))
     for n in data.draw(st.permutations(range(count)))[:10]:
         assert np.array_equal(fresh.sample(n), samples[n])
 
 
 def test_an_epoch_sees_every_token_once(tmp_path: Path) -> None:
-    """When seq divides the tokens of an epoch, its samples' inputs are its tokens, each exactly once."""
+    """The inputs of an epoch's samples are its tokens, each exactly once, if seq divides their number."""
     file = token_file(tmp_path / "a", [[n % 17 + 1] for n in range(340)])
     seq = 9
     assert file.token_count % seq == 0
@@ -96,7 +96,7 @@ def test_an_epoch_sees_every_token_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seq", [1, 7, 9, 18, 19, 40])
 def test_in_an_epoch_each_token_is_its_own_label_once(tmp_path: Path, seq: int) -> None:
-    """But the stream's first, which nothing comes before."""
+    """Each token is a label once in an epoch, except for the first token of the whole stream."""
     file = token_file(tmp_path / "a", [[3], [8], [1, 0, 4], [], [25]])
     dataset = GPTDataset(file, seq, seed=11)
     for epoch in range(3):
@@ -109,7 +109,7 @@ def test_in_an_epoch_each_token_is_its_own_label_once(tmp_path: Path, seq: int) 
 
 
 def test_over_many_epochs_no_token_is_lost(tmp_path: Path) -> None:
-    """When seq does not divide them, the stream goes on: after `seq` epochs each token was seen `seq` times."""
+    """The stream continues over the end of an epoch, so after `seq` epochs each token was seen `seq` times."""
     file = token_file(tmp_path / "a", [[3], [8], [1, 0, 4], [], [7]])
     seq = 7
     dataset = GPTDataset(file, seq, seed=11)
@@ -144,12 +144,12 @@ def test_only_a_few_epochs_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("documents", "at", "value"),
     [
-        ([[10]] * 5, 34 + 5 * 4 + 8, 10**6),  # the second sequence begins far beyond
-        ([[10]] * 5, 34 + 5 * 4 + 16, 0),  # a lost page: the third begins where the first does
+        ([[10]] * 5, 34 + 5 * 4 + 8, 10**6),  # the second sequence begins far beyond the end
+        ([[10]] * 5, 34 + 5 * 4 + 16, 0),  # as after a lost page: the third sequence begins where the first does
         ([[10]] * 5, 34 + 5 * 4 + 8, -40),
-        ([[10]] * 5, 34 + 8, 2**32 - 3),  # the third has less than no tokens
+        ([[10]] * 5, 34 + 8, 2**32 - 3),  # the third sequence has a negative length
         ([[5, 5]] * 5, 34 + 10 * 12 + 16, 1),  # the third document begins before the second
-        ([[5, 5]] * 5, 34 + 10 * 12 + 8, 10**6),  # and the second beyond the end
+        ([[5, 5]] * 5, 34 + 10 * 12 + 8, 10**6),  # the second document begins beyond the end
     ],
 )
 def test_a_damaged_index_is_named(
@@ -168,9 +168,9 @@ def test_a_damaged_index_is_named(
 @settings(max_examples=60)
 @given(size=st.integers(0, 3000), seed=st.integers(0, 2**64), label=st.text(max_size=5))
 def test_permutations(size: int, seed: int, label: str) -> None:
-    found = keyed_permutation(size, seed, label)
-    assert np.array_equal(np.sort(found), np.arange(size))
-    assert np.array_equal(found, keyed_permutation(size, seed, label))
+    permutation = keyed_permutation(size, seed, label)
+    assert np.array_equal(np.sort(permutation), np.arange(size))
+    assert np.array_equal(permutation, keyed_permutation(size, seed, label))
 
 
 GOLDEN_10 = [6, 3, 1, 2, 5, 0, 4, 8, 7, 9]
@@ -178,14 +178,13 @@ GOLDEN_100K = [39635, 41173, 34107, 50032, 38519, 95822]
 
 
 def test_permutations_are_fixed_for_ever() -> None:
-    """A run resumed by a later release sees the same data: these may never change."""
+    """Permutations never change between releases, because a run that a later release resumes must see the same data."""
     assert keyed_permutation(10, 1234, "documents", 0).tolist() == GOLDEN_10
-    found = keyed_permutation(100_000, 7, "", "samples", 3)
-    assert found[:6].tolist() == GOLDEN_100K
+    assert keyed_permutation(100_000, 7, "", "samples", 3)[:6].tolist() == GOLDEN_100K
 
 
 def test_permutations_are_even() -> None:
-    """Every element comes to every place about equally often (chi-squared, 81 degrees of freedom)."""
+    """Every element appears at every position about equally often (chi-squared, 81 degrees of freedom)."""
     table = np.zeros((10, 10))
     for key in range(4000):
         table[np.arange(10), keyed_permutation(10, key)] += 1

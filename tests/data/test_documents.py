@@ -1,4 +1,4 @@
-"""Inputs into documents: what is found, how it is cut, and what is wrong with it."""
+"""Tests of reading inputs into documents: which files are found, how they are cut into tasks, and errors in them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from meshwright.data.documents import ByteRange, DocumentPart, find_files, plan_
 from meshwright.errors import UserError
 
 
-def pieces(path: Path, field: str = "text") -> list[DocumentPart]:
+def parts_of(path: Path, field: str = "text") -> list[DocumentPart]:
+    """Return the parts of a file's documents, in all of its tasks."""
     (source,) = find_files([str(path)])
     tasks = plan_tasks([source], re.compile(rb"\n"))
-    return [piece for task in tasks for span in task for piece in read_documents(span, field)]
+    return [part for task in tasks for span in task for part in read_documents(span, field)]
 
 
 def texts(path: Path, field: str = "text") -> list[str]:
-    return [piece.text for piece in pieces(path, field)]
+    return [part.text for part in parts_of(path, field)]
 
 
 def test_folders_are_sorted_and_inputs_keep_their_order(tmp_path: Path) -> None:
@@ -66,9 +67,9 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
 def test_text_is_decoded_with_replacement(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\xff two")
-    assert pieces(path) == [DocumentPart("one\r\n\ufffd two", True, True)]
+    assert parts_of(path) == [DocumentPart("one\r\n\ufffd two", True, True)]
     path.write_bytes("é".encode())
-    assert pieces(path) == [DocumentPart("é", True, False)]
+    assert parts_of(path) == [DocumentPart("é", True, False)]
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert texts(path) == ["one\n", "😀"]
     assert texts(path, "body") == ["1", ""]
     path.write_bytes(b'{"text": "\xff"}\n{"text": "x\\ud800\\u00e9"}')
-    assert pieces(path) == [DocumentPart("\ufffd", True, True), DocumentPart("x\ufffdé", True, True)]
+    assert parts_of(path) == [DocumentPart("\ufffd", True, True), DocumentPart("x\ufffdé", True, True)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, words: str, monkeypatch:
     pattern=st.sampled_from([rb"\n", rb"[!-~](?= )"]),
 )
 def test_cutting_loses_nothing(tmp_path: Path, content: list[str], size: int, window: int, pattern: bytes) -> None:
-    """However small the tasks: text files come back whole, with one end each, and lines one by one."""
+    """Text files come back whole, with one last part each, and lines one by one, however small the tasks are."""
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     text.write_text("".join(content), newline="")
     lines.write_text("".join(json.dumps({"text": entry}, ensure_ascii=False) + "\n" for entry in content))
@@ -120,12 +121,12 @@ def test_cutting_loses_nothing(tmp_path: Path, content: list[str], size: int, wi
         patch.setattr(documents, "WINDOW_BYTES", window)
         sources = find_files([str(text), str(lines)])
         spans = [span for task in plan_tasks(sources, re.compile(pattern)) for span in task]
-        found = [(span.path, piece) for span in spans for piece in read_documents(span, "text")]
-    parts = [piece for path, piece in found if path == str(text)]
+        found = [(span.path, part) for span in spans for part in read_documents(span, "text")]
+    parts = [part for path, part in found if path == str(text)]
     assert "".join(part.text for part in parts) == "".join(content)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert not any(piece.replaced for _, piece in found)
-    assert [piece.text for path, piece in found if path == str(lines)] == content
+    assert not any(part.replaced for _, part in found)
+    assert [part.text for path, part in found if path == str(lines)] == content
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples with masked tokens: pure functions of the seed and the number, with every token of an epoch once."""
+"""Samples with masked tokens depend only on the seed and their number, and an epoch has every token once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def masking(**more: object) -> Masking:
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Documents of many lengths, whose tokens all differ within one and say where they are from."""
+    """A token file with documents of many lengths. Their tokens count up, so each tells its place in the document."""
     lengths = [1, 2, 3, 20, 29, 30, 31, 58, 59, 100, 299]
     documents = [[*range(10, 10 + n), END] for n in lengths]
     write_documents(tmp_path / "a", documents)
@@ -36,13 +36,13 @@ def prefix(tmp_path: Path) -> str:
 
 
 def streams(prefix: str, m: Masking, split: tuple[float, ...] = (1.0, 0.0, 0.0), seed: int = 5) -> MaskedStream:
-    found = build_datasets([prefix], None, split, SEQ, seed, masking=m)[0]
-    assert isinstance(found, MaskedStream)
-    return found
+    stream = build_datasets([prefix], None, split, SEQ, seed, masking=m)[0]
+    assert isinstance(stream, MaskedStream)
+    return stream
 
 
 def restored(sample: dict[str, np.ndarray]) -> list[int]:
-    """The tokens of a sample before they were masked and swapped."""
+    """Return the tokens of a sample as they were before masking and swapping."""
     ids = sample["tokens"].copy()
     counted = sample["loss_mask"] > 0
     ids[sample["places"][counted]] = sample["labels"][counted]
@@ -54,11 +54,11 @@ def restored(sample: dict[str, np.ndarray]) -> list[int]:
 
 def test_an_epoch_is_every_token_once_and_swaps_are_told(prefix: str) -> None:
     stream = streams(prefix, masking())
-    pieces = [restored(stream.sample(n)) for n in range(stream.source.epoch_samples)]
-    assert all(piece == list(range(piece[0], piece[0] + len(piece))) for piece in pieces)
+    texts = [restored(stream.sample(n)) for n in range(stream.source.epoch_samples)]
+    assert all(text == list(range(text[0], text[0] + len(text))) for text in texts)
     lengths = [1, 2, 3, 20, 29, 30, 31, 58, 59, 100, 299]
-    assert sorted(token for piece in pieces for token in piece) == sorted(t for n in lengths for t in range(10, 10 + n))
-    assert all(len(piece) <= SEQ - 3 for piece in pieces) and stream.source.epoch_samples == 29
+    assert sorted(token for text in texts for token in text) == sorted(t for n in lengths for t in range(10, 10 + n))
+    assert all(len(text) <= SEQ - 3 for text in texts) and stream.source.epoch_samples == 29
     swaps = [int(stream.sample(n)["swapped"]) for n in range(400)]
     assert 150 < sum(swaps) < 250
 
@@ -71,7 +71,8 @@ def test_a_sample_is_a_function_of_seed_and_number(prefix: str) -> None:
             assert np.array_equal(value, other.sample(n)[name]), name
     assert not np.array_equal(one.sample(4)["tokens"], streams(prefix, masking(), seed=6).sample(4)["tokens"])
     epochs = [sorted(tuple(restored(one.sample(e * 29 + n))) for n in range(29)) for e in (0, 1)]
-    assert epochs[0] == epochs[1]  # the same pieces, in another order and masked otherwise
+    # Epochs have the same texts, in different orders and with different masks.
+    assert epochs[0] == epochs[1]
     drawn = keyed_uniform(3, 5, "train", "masked", 0).tolist()
     assert drawn == keyed_uniform(4, 5, "train", "masked", 0).tolist()[:3] and all(0 <= x < 1 for x in drawn)
 
@@ -114,7 +115,8 @@ def test_without_pairs_there_is_one_segment(prefix: str) -> None:
     st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 12), st.integers(1, 3), st.integers(0, 1 << 30)
 )
 def test_words_are_masked_whole(lengths: list[int], predictions: int, ngrams: int, seed: int) -> None:
-    """Unless every word is longer than all that may be masked. Token 1 begins a word, 2 goes on."""
+    """Words are masked whole, unless every word is longer than the number of tokens that may be masked."""
+    # Token 1 begins a word, and token 2 continues it.
     words = WordParts(np.array([False, False, True]), np.ones(3, bool))
     ids = np.array([token for n in lengths for token in [1, *[2] * (n - 1)]])
     body = np.ones(len(ids), bool)
@@ -132,14 +134,16 @@ def test_words_are_masked_whole(lengths: list[int], predictions: int, ngrams: in
 
 def test_longer_runs_of_words_have_the_odds_of_their_length() -> None:
     m = masking(predictions=3, share=0.01, ngrams=3, words=WordParts(np.zeros(3, bool), np.ones(3, bool)))
-    ids, body, found = np.ones(100, np.int64), np.ones(100, bool), []
+    ids, body = np.ones(100, np.int64), np.ones(100, bool)
+    run_counts = []
     for seed in range(600):
         m3 = masking(predictions=3, share=0.03, ngrams=3, words=m.words)
         chosen = choose(ids, body, m3, *keyed_uniform(200, seed).reshape(2, -1))
-        found.append(int((np.diff(chosen) > 1).sum()) + 1)
+        run_counts.append(int((np.diff(chosen) > 1).sum()) + 1)
     assert len(choose(ids, body, m, *keyed_uniform(200, 1).reshape(2, -1))) == 1
-    runs = np.bincount(found, minlength=4)[1:] / 600
-    assert runs[0] > 0.15 and runs[2] > 0.2  # 2/11 draw three at once; 6/11 begin with one
+    runs = np.bincount(run_counts, minlength=4)[1:] / 600
+    # A run of three is drawn first in 2 of 11 samples, a single word in 6 of 11.
+    assert runs[0] > 0.15 and runs[2] > 0.2
 
 
 def test_vocabularies_show_their_words() -> None:

@@ -1,4 +1,4 @@
-"""`data merge`: the file that all inputs together would have given, written whole or not at all."""
+"""`data merge` writes the file that `data prepare` would write from all inputs, completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.token_files import sequences, write_documents, write_sequence
 
 @pytest.fixture
 def texts(tmp_path: Path) -> tuple[str, str]:
-    """Two .jsonl files; with documents longer than what is copied at once in the tests, and an end without text."""
+    """Two .jsonl files. Some documents are longer than a copied chunk in these tests, and all end with a blank."""
     paths = []
     for name, count in (("one", 30), ("two", 5)):
         lines = [json.dumps({"text": f"{name} is number {n}. And so on. " * (n % 9 + 1)}) for n in range(count)]
@@ -50,20 +50,23 @@ def test_a_trained_tokenizer_goes_along(texts: tuple[str, str], tmp_path: Path) 
     prepare(texts[:1], str(tmp_path / "a"), tokenizer="train:300")
     prepare(texts[1:], str(tmp_path / "b"), tokenizer=str(tmp_path / "a.tokenizer.json"))
     merge(str(tmp_path / "new" / "m"), [str(tmp_path / "a"), str(tmp_path / "b")])
-    found = read_metadata(str(tmp_path / "new" / "m"))
-    assert found is not None and found["tokenizer_file"] == found["tokenizer"] == "m.tokenizer.json"
+    metadata = read_metadata(str(tmp_path / "new" / "m"))
+    assert metadata is not None and metadata["tokenizer_file"] == metadata["tokenizer"] == "m.tokenizer.json"
     assert (tmp_path / "new" / "m.tokenizer.json").read_bytes() == (tmp_path / "a.tokenizer.json").read_bytes()
     assert sequences(TokenFile(tmp_path / "new" / "m"))[30:] == sequences(TokenFile(tmp_path / "b"))
 
 
 def test_files_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's say nothing about their tokenizer; documents without a sequence, and empty files, are kept too."""
+    """Files of Megatron, which do not name their tokenizer, can be merged with a warning.
+
+    Documents without a sequence and empty files are kept.
+    """
     write_sequences(tmp_path / "a", [[[1, 2], [3]], [], [[4]]], np.int32)
     write_sequences(tmp_path / "b", [], np.int32)
     write_sequences(tmp_path / "c", [[[5], [6, 7]]], np.int32)
     assert main(["data", "merge", *(str(tmp_path / name) for name in "mabc"), "--json"]) == 0
-    said = capsys.readouterr()
-    assert "only their dtypes were compared" in said.err and json.loads(said.out)["documents"] == 4
+    captured = capsys.readouterr()
+    assert "only their dtypes were compared" in captured.err and json.loads(captured.out)["documents"] == 4
     file = TokenFile(tmp_path / "m")
     assert sequences(file) == [[1, 2], [3], [4], [5], [6, 7]]
     assert file.document_indices.tolist() == [0, 2, 2, 3, 5]
@@ -99,10 +102,11 @@ def test_what_does_not_go_together(
         ("m.bin a b", "OUT is a prefix"),
     ):
         assert main(["data", "merge", *words.split()]) == 2
-        said = capsys.readouterr()
-        assert sentence in said.err and said.err.count("\n") == 1 and said.out == ""
+        captured = capsys.readouterr()
+        assert sentence in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert sorted(os.listdir()) == before
-    with Path("b.idx").open("r+b") as file:  # the length of the first sequence
+    with Path("b.idx").open("r+b") as file:
+        # The length of the first sequence is at offset 34.
         file.seek(34)
         file.write(b"\x01\x00\x00\x00")
     with pytest.raises(UserError, match=r"b\.idx is damaged"):

@@ -1,4 +1,4 @@
-"""`prepare`: text in, the same token file out whatever the workers, and nothing half-made whatever happens."""
+"""`prepare` writes the same token file from a text with any number of workers, and never an incomplete file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import HANG_S, until
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small files, one long text and a .jsonl, with some text that is not ASCII."""
+    """Write a folder with small files, one long text and a .jsonl file. Some of the text is not ASCII."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     words = ["the", "quick", "fox", "naïve", "x = 1\n", "—", "def f():\n   ", "1234", "end.", "\n\n"]
@@ -44,16 +44,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts_of(prefix: str, tokenizer: str) -> list[str]:
-    file, made = TokenFile(prefix), load_tokenizer(tokenizer)
-    found = sequences(file)
-    assert all(ids[-1] == made.eod and made.eod not in ids[:-1] for ids in found)
-    return [made.decode(ids[:-1]) for ids in found]
+    """Return the decoded documents of a token file, each of which must end with the end token."""
+    file, loaded = TokenFile(prefix), load_tokenizer(tokenizer)
+    encoded = sequences(file)
+    assert all(ids[-1] == loaded.eod and loaded.eod not in ids[:-1] for ids in encoded)
+    return [loaded.decode(ids[:-1]) for ids in encoded]
 
 
 def expected(corpus: Path) -> list[str]:
-    found = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
-    found += [json.loads(line)["text"] for line in (corpus / "many.jsonl").read_text().splitlines()]
-    return [text for text in found if text]
+    """Return the texts of the corpus that are not empty."""
+    texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
+    texts += [json.loads(line)["text"] for line in (corpus / "many.jsonl").read_text().splitlines()]
+    return [text for text in texts if text]
 
 
 def test_bytes(corpus: Path, tmp_path: Path) -> None:
@@ -62,11 +64,11 @@ def test_bytes(corpus: Path, tmp_path: Path) -> None:
     assert (summary.empty, summary.replaced, summary.dtype) == (1 + 43, 0, "uint16")
     assert summary.files == [f"{summary.prefix}{suffix}" for suffix in (".bin", ".idx", ".json")]
     assert sorted(os.listdir(tmp_path / "new")) == ["a.bin", "a.idx", "a.json"]
-    found = read_metadata(summary.prefix)
-    assert found is not None and found["tokenizer"] == "bytes" and found["tokenizer_file"] is None
-    assert (found["vocab_size"], found["eod"]) == (257, 256)
+    metadata = read_metadata(summary.prefix)
+    assert metadata is not None and metadata["tokenizer"] == "bytes" and metadata["tokenizer_file"] is None
+    assert (metadata["vocab_size"], metadata["eod"]) == (257, 256)
     file = TokenFile(summary.prefix)
-    assert (found["documents"], found["tokens"]) == (file.document_count, file.token_count)
+    assert (metadata["documents"], metadata["tokens"]) == (file.document_count, file.token_count)
     assert (summary.documents, summary.tokens) == (file.document_count, file.token_count)
 
 
@@ -87,9 +89,9 @@ def test_a_trained_tokenizer_lies_beside(corpus: Path, tmp_path: Path) -> None:
     prefix = str(tmp_path / "a")
     summary = prepare([str(corpus)], prefix, tokenizer="train:300")
     assert texts_of(prefix, f"{prefix}.tokenizer.json") == expected(corpus)
-    found = read_metadata(prefix)
-    assert found is not None and found["tokenizer_file"] == found["tokenizer"] == "a.tokenizer.json"
-    assert found["vocab_size"] == summary.vocab_size == 300
+    metadata = read_metadata(prefix)
+    assert metadata is not None and metadata["tokenizer_file"] == metadata["tokenizer"] == "a.tokenizer.json"
+    assert metadata["vocab_size"] == summary.vocab_size == 300
     prepare([str(corpus)], str(tmp_path / "b"), tokenizer=f"{prefix}.tokenizer.json")
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
     prepare([str(corpus)], prefix, tokenizer="bytes", force=True)
@@ -104,7 +106,7 @@ def test_training_on_a_part_of_much_text(corpus: Path, tmp_path: Path, monkeypat
 
 
 def test_a_tokenizer_that_cannot_be_cut(corpus: Path, tmp_path: Path) -> None:
-    """The library's own path: an unknown pre-tokenizer, large vocabulary."""
+    """A tokenizer with an unknown pre-tokenizer is run by its library without cutting. Its vocabulary is large."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     library = Tokenizer(models.WordLevel({"the": 0, "fox": 70_000, "<eos>": 1, "?": 2}, unk_token="?"))
@@ -164,15 +166,16 @@ def test_mistakes_leave_nothing(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """All processes beneath one, from /proc."""
-    found: list[int] = []
+    """Return all descendants of a process, from /proc."""
+    below: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
+            below += [child, *children(child)]
+    return below
 
 
 def gone(pid: int) -> bool:
+    """Return whether a process has ended. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -181,7 +184,7 @@ def gone(pid: int) -> bool:
 
 @contextlib.contextmanager
 def stuck(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
-    """A prepare that has written some tokens and then waits for ever: its last input is a pipe without a writer."""
+    """Start a `data prepare` that writes some tokens and then waits forever for a pipe without a writer."""
     (folder / "a.txt").write_text("some words to write, line by line\n" * 100_000)
     os.mkfifo(folder / "z.txt")
     inputs = [str(folder / name) for name in ("a.txt", "z.txt")]

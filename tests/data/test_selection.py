@@ -1,4 +1,4 @@
-"""What `prepare` leaves out (by length, and duplicates), and sentences as sequences."""
+"""Tests of documents that `prepare` leaves out (by length, and duplicates), and of sentences as sequences."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.token_files import sequences
 
 
 def texts_of(prefix: Path | str) -> list[str]:
-    """The documents of a file of bytes, whatever their sequences."""
+    """Return the documents of a file of bytes, with the sequences of each joined."""
     file = TokenFile(prefix)
-    found = sequences(file)
+    parts = sequences(file)
     bounds = file.document_indices.tolist()
-    joined = [sum(found[a:b], []) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    joined = [sum(parts[a:b], []) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     assert all(ids[-1] == 256 for ids in joined)
     return [bytes(ids[:-1]).decode() for ids in joined]
 
@@ -41,7 +41,7 @@ def write_lines(path: Path, texts: list[str]) -> str:
 def test_lengths_and_duplicates(
     tmp_path: Path, workers: int, task: int, sentences: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over files and tasks: the first of equal documents stays, and a long text is one document whatever the tasks."""
+    """The first of equal documents stays, over all files and tasks. A long text is one document in any tasks."""
     first = write_lines(tmp_path / "a.jsonl", ["One. Two.", "éé", "", "äöü", "One. Two.", "One. Two. "])
     second = write_lines(tmp_path / "b.jsonl", ["äöü", "longer than the limit is", "new", "One. Two."])
     long = tmp_path / "c.txt"
@@ -94,9 +94,9 @@ def test_where_sentences_end(text: str, expected: list[str]) -> None:
 
 @given(st.text(st.sampled_from("aB1 .!?\n\t\"')。”…é"), max_size=60))
 def test_sentences_are_the_text(text: str) -> None:
-    found = split_sentences(text)
-    assert "".join(found) == text
-    assert all(part.strip() for part in found) or len(found) == 1
+    sentences = split_sentences(text)
+    assert "".join(sentences) == text
+    assert all(sentence.strip() for sentence in sentences) or len(sentences) == 1
 
 
 def test_a_page_of_stops_takes_no_time() -> None:
@@ -108,7 +108,7 @@ def test_a_page_of_stops_takes_no_time() -> None:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
 def test_sentences_change_no_token(tmp_path: Path, tokenizer: str) -> None:
-    """The ids are those of the whole text; the masked objective finds the sentences' beginnings."""
+    """Splitting into sentences does not change the token ids. The masked objective knows where sentences begin."""
     texts = [f"This is number {n}. It has sentences! Are there {n} of them? Yes.\n\nNo, Dr. Who." for n in range(20)]
     path = write_lines(tmp_path / "a.jsonl", texts)
     plain = prepare([path], str(tmp_path / "plain"), tokenizer=tokenizer)

@@ -1,5 +1,8 @@
-"""Samples whose spans were taken out: pure functions of the seed and the number, as long as T5's formulas say. The text
-can be put together again from them."""
+"""Tests of samples whose spans were taken out.
+
+They depend only on the seed and their number. Their lengths follow T5's formulas, and the text can be restored from
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ def stream_of(prefix: str, seed: int = 5, decoder_seq: int = 0, **more: float) -
     share, mean = more.get("share", 0.15), more.get("mean", 3.0)
     target = decoder_seq or span_lengths(tokens_for(SEQ, share, mean), share, mean)[1]
     options = SpanOptions(SEQ, target, share, mean, SENTINEL, START, END)
-    found = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, seed, spans=options)[0]
-    assert isinstance(found, SpanStream)
-    return found
+    stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, seed, spans=options)[0]
+    assert isinstance(stream, SpanStream)
+    return stream
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def prefix(tmp_path: Path) -> str:
 
 
 def restored(sample: dict[str, np.ndarray]) -> list[int]:
-    """The text of a sample, from its input and its target."""
+    """Return the text of a sample, restored from its input and its target."""
     target = sample["labels"][sample["loss_mask"] > 0].tolist()
     inputs = sample["tokens"].tolist()
     assert inputs.pop() == END and target.pop() == END
@@ -50,7 +53,7 @@ def restored(sample: dict[str, np.ndarray]) -> list[int]:
         else:
             spans[list(spans)[-1]].append(token)
     assert list(spans) == [SENTINEL - n for n in range(len(spans))] and all(spans.values())
-    return [each for token in inputs for each in spans.pop(token, [token])]
+    return [id for token in inputs for id in spans.pop(token, [token])]
 
 
 def test_an_epoch_is_every_token_once(prefix: str) -> None:
@@ -59,7 +62,8 @@ def test_an_epoch_is_every_token_once(prefix: str) -> None:
     assert {len(text) for text in texts} == {stream.options.tokens}
     whole = sorted(token for n in (1, 2, 30, 59, 100, 299) for token in [*range(10, 10 + n), END])
     together = sorted(token for text in texts for token in text)
-    beyond = len(together) - len(whole)  # the last sample goes on into the next epoch
+    # The last sample continues into the next epoch.
+    beyond = len(together) - len(whole)
     assert 0 <= beyond < stream.options.tokens
     for token in whole:
         together.remove(token)
@@ -113,7 +117,7 @@ def test_t5s_own_lengths() -> None:
 
 
 def test_all_ways_to_cut_are_as_likely() -> None:
-    """The mean length of a span is as planned at every place, and each of its lengths occurs."""
+    """The first, second and third span have the same mean length, and the lengths of a span have the right odds."""
     masks = np.stack([noise_mask(60, 0.15, 3.0, keyed_uniform(120, n)) for n in range(3000)])
     ends = np.diff(np.pad(masks.astype(int), ((0, 0), (1, 1))), axis=1)
     lengths = (np.nonzero(ends == -1)[1] - np.nonzero(ends == 1)[1]).reshape(3000, 3)

@@ -1,4 +1,4 @@
-"""A run's samples: labels, masks, positions and segments; splits; what files together need."""
+"""Tests of a run's samples: labels, masks, positions and segments; splits; and several files in one run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from tests.support.token_files import write_documents
 
-ALL = (1, 0, 0)  # a split that leaves everything to training
+# A split that gives everything to training.
+ALL = (1, 0, 0)
 
 
 class Fixed:
+    """A dataset whose only sample has the given tokens."""
+
     epoch_samples = 1
 
     def own_labels(self, n: int) -> int:
@@ -37,9 +40,10 @@ class Fixed:
 
 
 def one(tokens: list[int], **options: bool) -> dict[str, list[int]]:
-    found = SampleStream(Fixed(tokens), SampleOptions(eod=0, **options)).sample(0)  # type: ignore[arg-type]
-    assert all(value.dtype == np.int64 for value in found.values())
-    return {name: value.tolist() for name, value in found.items()}
+    """Return the sample of a stream with these tokens, where token 0 ends a document."""
+    sample = SampleStream(Fixed(tokens), SampleOptions(eod=0, **options)).sample(0)  # type: ignore[arg-type]
+    assert all(value.dtype == np.int64 for value in sample.values())
+    return {name: value.tolist() for name, value in sample.items()}
 
 
 def test_a_plain_sample() -> None:
@@ -47,7 +51,7 @@ def test_a_plain_sample() -> None:
 
 
 def test_masks_and_resets() -> None:
-    """The loss is masked where the input ends a document; the end token belongs to the document it ends."""
+    """The loss is masked where the input is an end token. The end token belongs to the document that it ends."""
     text = [5, 0, 6, 7, 0, 0, 8, 9]
     assert one(text, mask_eod=True)["loss_mask"] == [1, 0, 1, 1, 0, 0, 1]
     assert "positions" not in one(text, mask_eod=True)
@@ -67,9 +71,9 @@ def test_resets_against_a_plain_loop(tokens: list[int]) -> None:
         positions.append(position)
         segments.append(segment)
         position, segment = (0, segment + 1) if token == 0 else (position + 1, segment)
-    found = one(tokens, mask_eod=True, reset_positions=True, reset_attention=True)
-    assert (found["positions"], found["segments"]) == (positions, segments)
-    assert found["loss_mask"] == [int(token != 0) for token in tokens[:-1]]
+    sample = one(tokens, mask_eod=True, reset_positions=True, reset_attention=True)
+    assert (sample["positions"], sample["segments"]) == (positions, segments)
+    assert sample["loss_mask"] == [int(token != 0) for token in tokens[:-1]]
 
 
 def test_a_sample_may_be_changed_by_who_asked_for_it() -> None:
@@ -102,6 +106,7 @@ def test_split_as_megatron_rounds() -> None:
 
 
 def write(prefix: Path, documents: int, length: int = 10, **metadata: int) -> str:
+    """Write documents that repeat their number and end with token 999."""
     with TokenFileWriter(prefix, np.uint16) as writer:
         for number in range(documents):
             tokens = np.array([number] * (length - 1) + [999], np.uint16)
@@ -127,7 +132,7 @@ def test_build_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "length"), [(1, 50), (1, 49), (1, 9), (2, 50), (2, 49)])
 def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
-    """No label comes twice, and in a single file none is left out; no sample is without one."""
+    """One epoch has no label twice and no sample without a label. In a single file it leaves no label out."""
     prefixes = [str(tmp_path / str(number)) for number in range(files)]
     for number, prefix in enumerate(prefixes):
         write_documents(prefix, [range(100 * number, 100 * number + length + 24 * number)])
@@ -137,7 +142,7 @@ def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
     samples = [epoch.sample(n) for n in range(epoch.samples)]
     labels = [sample["labels"][sample["loss_mask"] == 1].tolist() for sample in samples]
     seen = [label for part in labels for label in part]
-    assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the end token's mask stays"
+    assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the mask after the end token stays"
     if files == 1:
         assert set(seen) == set(range(1, length)) - {31} and epoch.samples == -(-(length - 1) // 8)
     assert OneEpoch(stream, 1).samples == 1
@@ -177,7 +182,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
-    """Their ids mean different texts, and nothing else would tell."""
+    """Their ids mean different texts, and no other check would notice it."""
     (tmp_path / "a.txt").write_text("one two three four " * 40)
     (tmp_path / "b.txt").write_text("uno dos tres cuatro " * 40)
     a, b, c = (str(tmp_path / name) for name in "abc")
@@ -188,7 +193,8 @@ def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
         build_datasets([a, b], None, ALL, 7, 5)
     build_datasets([a, c], None, ALL, 7, 5)
     again = json.dumps(json.loads(Path(f"{a}.tokenizer.json").read_text()) | {"padding": None}, indent=7)
-    Path(f"{a}.again.json").write_text(again)  # as another program writes the same
+    # The same tokenizer, as another program may write it, is accepted.
+    Path(f"{a}.again.json").write_text(again)
     prepare([f"{b}.txt"], c, tokenizer=f"{a}.again.json", workers=1, force=True)
     build_datasets([a, c], None, ALL, 7, 5)
 
@@ -210,21 +216,24 @@ def test_damaged_metadata_is_one_sentence(tmp_path: Path, metadata: dict[str, ob
 
 
 def test_a_split_is_drawn_from_all_over_a_file(tmp_path: Path) -> None:
-    """Of two inputs one after the other, both are validated on; the parts have no document in common, and the same ones
-    whatever the seed; in the file's order it is the last input alone."""
+    """A drawn split takes validation documents from all over a file, here from both of its halves.
+
+    The parts have no document in common and do not depend on the seed. Without a drawn split, the last documents of the
+    file are the validation and test parts.
+    """
     write_documents(tmp_path / "two", [np.full(20, n) for n in range(200)])
 
     def documents(seed: int, drawn: bool) -> list[set[int]]:
         parts = build_datasets([str(tmp_path / "two")], None, (8, 1, 1), 19, seed, drawn=drawn)
-        found = []
+        by_part = []
         for part in parts:
             assert part is not None
             numbers = range(part.source.epoch_samples)
-            found.append({int(token) for n in numbers for token in part.sample(n)["tokens"]})
-        return found
+            by_part.append({int(token) for n in numbers for token in part.sample(n)["tokens"]})
+        return by_part
 
     train, valid, test = documents(1, True)
     assert len(train) == 160 and len(valid) == len(test) == 20 and len(train | valid | test) == 200
-    assert 4 <= len(valid & set(range(100))) <= 16, "about half of it is the first input's"
+    assert 4 <= len(valid & set(range(100))) <= 16, "about half of it is from the first input"
     assert documents(2, True) == [train, valid, test]
     assert documents(1, False)[1:] == [set(range(160, 180)), set(range(180, 200))]

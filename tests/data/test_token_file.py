@@ -1,4 +1,4 @@
-"""Token files: Megatron's bytes, the round trip, every damaged file, and runs that end half-way."""
+"""Tests of token files: Megatron's byte format, the round trip, damaged files, and writers that die half-way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
 from tests.support.token_files import sequences, write_documents, write_sequences
 
-# Two documents, [1, 2, 3] and [4] + [5, 6], as megatron-core 0.16.1 writes them in uint16.
+# Two documents, [1, 2, 3] and [4] + [5, 6] (two sequences), as megatron-core 0.16.1 writes them in uint16.
 GOLDEN_BIN = bytes.fromhex("010002000300040005000600")
 GOLDEN_IDX = (
     bytes.fromhex("4d4d494449445800000100000000000000080300000000000000" + "0300000000000000")
@@ -30,7 +30,10 @@ GOLDEN_IDX = (
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """Those of documents that are one sequence each, as the writer's are, differ in the documents' bounds alone."""
+    """The files equal Megatron's byte for byte.
+
+    The writer makes one sequence of each document, so that with the same sequences only the documents' bounds differ.
+    """
     with TokenFileWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_documents(GOLDEN_BIN[:8], [3, 1])
         writer.add_documents(GOLDEN_BIN[8:], [2])
@@ -95,6 +98,7 @@ def test_a_document_too_long_for_the_index(tmp_path: Path) -> None:
 
 
 def damaged(tmp_path: Path, idx: bytes | None, data: bytes | None) -> str:
+    """Write a pair of files, None for a missing one, which can't be opened. Return the error message."""
     for name, content in (("a.idx", idx), ("a.bin", data)):
         (tmp_path / name).unlink(missing_ok=True)
         if content is not None:
@@ -201,7 +205,10 @@ print(json.dumps([code, states]))
 
 
 def test_a_crash_at_any_step_leaves_nothing_that_opens(tmp_path: Path) -> None:
-    """Written over an older pair: at every step there is the old pair, none, or the new one; never a mixture."""
+    """A writer that dies while it replaces an older pair of files leaves the old pair, none or the new one.
+
+    It never leaves a mixture of both.
+    """
     write_documents(tmp_path / "a", [[1, 2], [3]])
     command = [sys.executable, "-c", CRASH, str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -226,7 +233,8 @@ except UserError as error:
 """
 
 
-@pytest.mark.parametrize("tokens", [4000, 4_000_000])  # refused when the buffer is flushed, and at once
+# The first number is refused when the buffer is flushed, the second at once.
+@pytest.mark.parametrize("tokens", [4000, 4_000_000])
 def test_no_space_left(tmp_path: Path, tokens: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path / "a"), str(tokens)], capture_output=True, text=True, check=True

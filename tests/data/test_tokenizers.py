@@ -1,4 +1,4 @@
-"""Tokenizers by name, and that the word cache gives the library's own ids."""
+"""Tests of tokenizers by name, and of the word cache, which must give the same ids as the library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = [
 
 @cache
 def byte_level(pattern: str | None = None) -> Tokenizer:
-    """A small byte-level BPE with GPT-2's words, or those of another pattern."""
+    """Train a small byte-level BPE that splits words as GPT-2 does, or by another pattern."""
     library = Tokenizer(models.BPE())
     if pattern is None:
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,7 +79,7 @@ def test_word_cache_equals_the_library(pattern: str | None, text: str) -> None:
 @settings(max_examples=100)
 @given(text=messy)
 def test_text_may_be_cut_where_it_says(pattern: str | None, text: str) -> None:
-    """Documents are parted at these places: the parts' ids must be the whole's."""
+    """Long documents are split at these places, so the ids of the parts must be those of the whole text."""
     library = byte_level(pattern)
     parts = [library.encode(part).ids for part in CUT.split(text)]
     assert sum(parts, []) == library.encode(text).ids
@@ -101,6 +101,7 @@ def test_the_cache_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(**changes: Any) -> Tokenizer:
+    """Return the byte-level BPE with some of its settings replaced."""
     config = json.loads(byte_level().to_str())
     return Tokenizer.from_str(json.dumps({**config, **changes}))
 
@@ -155,7 +156,8 @@ def test_an_end_token_must_be_found(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--eod TOKEN"):
         load_tokenizer(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"), "<stop>")
-    assert (tokenizer.eod, tokenizer.vocab_size) == (3, 8)  # ids may have gaps
+    # The ids may have gaps, so the vocabulary size is the largest id plus one.
+    assert (tokenizer.eod, tokenizer.vocab_size) == (3, 8)
     Tokenizer(models.WordLevel({"2": 5, "a": 0, "b": 2}, unk_token="a")).save(str(tmp_path / "t.json"))
     assert load_tokenizer(str(tmp_path / "t.json"), "2").eod == 2, "a number is an id, not the text of a digit"
     with pytest.raises(UserError, match="no token with the id 9"):

@@ -1,4 +1,4 @@
-"""Packed files and parquet: the same token file as from the plain text, however small the parts; damage is named."""
+"""Compressed files and parquet give the same token file as plain text, with any size of tasks; damage is reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pairs(prefix: Path) -> list[bytes]:
 def test_packed_is_as_plain(
     tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a file that was joined from several, and padded with zeros."""
+    """Compressed files give the same tokens, also if they are joined from several and padded with zeros."""
     long = "\n".join(TEXTS).encode()
     for name, data in (("a.jsonl", LINES), ("b.txt", b"\xef\xbb\xbf" + long)):
         (tmp_path / "plain" / name).parent.mkdir(exist_ok=True)
@@ -51,6 +51,7 @@ def test_packed_is_as_plain(
 
 
 def counting(seen: list[int]) -> Any:
+    """Return a progress bar that appends each advance to `seen`."""
     import contextlib
 
     return lambda label, total: contextlib.nullcontext(seen.append)

@@ -1,4 +1,4 @@
-"""The project's Markdown pages, taken apart: headings, links, fenced blocks."""
+"""Functions that parse the project's Markdown pages into headings, links and fenced blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what stands behind its first fence, and its text."""
+    """A fenced block: `info` is the text after its opening fence, and `text` its content."""
 
     info: str
     text: str
@@ -32,13 +32,14 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
+    """Return the text of a page without its fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as Markdown renderers make them."""
-    found = re.findall(r"^#{1,6} +(.+?)\s*$", prose(page), re.M)
-    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "", text) for text in found)
+    """Return the anchors of a page's headings, as Markdown renderers make them."""
+    headings = re.findall(r"^#{1,6} +(.+?)\s*$", prose(page), re.M)
+    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "", text) for text in headings)
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in plain}
 
 
@@ -47,6 +48,6 @@ def links(page: Path) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """The `meshwright ...` commands of a text, each as one line."""
+    """Return the `meshwright ...` commands of a text, each as one line."""
     joined = re.sub(r"\\\n\s*", " ", text)
     return [line.strip() for line in joined.splitlines() if line.strip().startswith("meshwright ")]

@@ -1,5 +1,8 @@
-"""Every command of the tutorial, the how-tos, the concepts and the README is executed, as a person would type it, in an
-empty folder, and makes the figures that the pages show; and the wheel works where nothing else of the project is."""
+"""The documentation works: its commands are executed in an empty folder, as a person would type them.
+
+This covers the tutorial, the how-tos, the concepts, the plugins page, the README, the table of commands, and the
+figures that pages show. The site builds, and the wheel works without the repository.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|\[|CONFIG|\bMODEL\b|\bRUN\b|\bDI
 
 @pytest.fixture
 def shell(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `meshwright` and `python` are those of this project, with a home of its own."""
+    """Environment variables in which `meshwright` and `python` run this project, with a temporary home folder."""
     there = tmp_path / "bin"
     there.mkdir()
     for name, words in (("meshwright", "-m meshwright"), ("python", "")):
@@ -38,16 +41,17 @@ def shell(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.stem)
 def test_a_page_can_be_followed(page: Path, tmp_path: Path, shell: dict[str, str]) -> None:
-    folder, said = tmp_path / "empty", ""
+    folder = tmp_path / "empty"
     folder.mkdir()
+    output = ""
     for block in blocks(page):
         if block.language == "bash":
             source = f"set -e\n{block.text}"
             done = subprocess.run(
                 ["bash", "-c", source], cwd=folder, env=shell, capture_output=True, text=True, timeout=600
             )
-            said = done.stdout + done.stderr
-            assert done.returncode == 0, f"{block.text}\n{said[-3000:]}"
+            output = done.stdout + done.stderr
+            assert done.returncode == 0, f"{block.text}\n{output[-3000:]}"
         elif block.language == "python":
             done = subprocess.run(
                 [sys.executable, "-c", block.text], cwd=folder, env=shell, capture_output=True, text=True, timeout=600
@@ -55,17 +59,20 @@ def test_a_page_can_be_followed(page: Path, tmp_path: Path, shell: dict[str, str
             assert done.returncode == 0, done.stderr[-3000:]
         elif block.is_output:
             for line in block.text.splitlines():
-                assert line.strip() in said, f"the page promises '{line}', and the command said:\n{said[-3000:]}"
+                assert line.strip() in output, f"the page shows '{line}', and the command printed:\n{output[-3000:]}"
     for figure in re.findall(r"!\[[^\]]*\]\(([^)]+\.svg)\)", page.read_text(encoding="utf-8")):
         assert (folder / figure).read_text() == (page.parent / figure).read_text(), f"{figure}: make it again"
 
 
-def test_the_readme_commands_run(tmp_path: Path, shell: dict[str, str]) -> None:
-    """Those without a placeholder; `make` and what needs several machines are left out."""
-    inline = re.findall(r"`(meshwright [^`]+)`", (ROOT / "README.md").read_text().replace("\\|", "|"))
-    fenced = [line for block in blocks(ROOT / "README.md") for line in commands(block.text)]
+def test_the_readme_and_the_table_of_commands_run(tmp_path: Path, shell: dict[str, str]) -> None:
+    """Commands with a placeholder, and those that need the reader's own files, are left out."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "commands.md"]
+    texts = [page.read_text().replace("\\|", "|") for page in pages]
+    inline = [line for text in texts for line in re.findall(r"`(meshwright [^`]+)`", text)]
+    fenced = [line for page in pages for block in blocks(page) for line in commands(block.text)]
     chosen = [line.split("  #")[0] for line in dict.fromkeys([*inline, *fenced]) if not PLACEHOLDER.search(line)]
-    chosen = [line for line in chosen if not re.search(r"books/|config\.yaml|runs/mine|here\.yaml|\.\.\.|\|", line)]
+    needs_files = re.compile(r"books/|talks\.jsonl|examples/|(mine|tune|here)\.yaml|runs/(mine|tune)|\.\.\.|\|")
+    chosen = [line for line in chosen if not needs_files.search(line)]
     chosen = [line for line in chosen if len(line.split()) > 2]
     assert len(chosen) >= 4, chosen
     for line in chosen:
@@ -87,7 +94,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
-    """Built from the sources and installed beside the packages that are here, away from the repository."""
+    """The wheel is built from the sources and works outside the repository, with the packages installed here."""
     sources = tmp_path / "sources"
     shutil.copytree(ROOT / "meshwright", sources / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -121,7 +128,7 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     for words in steps:
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{words}\n{done.stderr[-2000:]}"
-    asked = [python, "-c", "import meshwright; print(meshwright.__file__)"]
-    found = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert str(place) in found.stdout, "the tests' own package was used instead of the wheel"
+    imported_from = [python, "-c", "import meshwright; print(meshwright.__file__)"]
+    done = subprocess.run(imported_from, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert str(place) in done.stdout, "the repository's package was used instead of the wheel"
     assert "<title>c · Meshwright</title>" in (tmp_path / "page.html").read_text()

@@ -1,4 +1,4 @@
-"""docs/faults.md, and what an everyday run promises: every row names tests, and they exist."""
+"""Every row of the tables in docs/faults.md and tests/cli/test_everyday.py names tests that exist."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def test_every_row_names_tests_that_exist(page: str) -> None:
         assert named and len(named) == len(re.findall(r"`[^`]*test_\w+`", row)), row
         file = page if page.endswith(".py") else ""
         for path, function in named:
-            file = path or file  # a test without a file is of the file before it
+            # A test without a file belongs to the file named before it.
+            file = path or file
             tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
             assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, function)

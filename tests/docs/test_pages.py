@@ -1,4 +1,7 @@
-"""Links lead somewhere, YAML blocks are configs, commands and keys that pages name exist; every page is in the site."""
+"""Tests of all pages: links have targets, YAML blocks are valid configs, and the named commands and keys exist.
+
+The site has every page, and the README every command.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ def test_blocks_and_keys_are_real(page: Path) -> None:
             compile(block.text, name_of(page), "exec")
     if name_of(page).startswith(("docs/how-to", "docs/tutorial", "docs/coming", "docs/trouble", "docs/glossary")):
         text = prose(page)
-        if page.name == "coming-from.md":  # the left columns are other programs' options
+        # The left columns of that page's tables are options of other programs.
+        if page.name == "coming-from.md":
             text = "\n".join(line.rpartition(" | ")[2] for line in text.splitlines())
         named = re.findall(r"`([a-z_]+\.[a-z_0-9.]+)(?:[:=][^`]*)?`", text)
         for key in named:
@@ -86,8 +90,8 @@ def test_commands_can_be_parsed(page: Path) -> None:
             pytest.fail(f"{line}: {error}")
 
 
-def test_every_command_stands_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_every_command_stands_in_the_table() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"meshwright {name}" not in text] == []
 
 

@@ -1,5 +1,7 @@
-"""A rank that is run dry is the rank that runs: its ledger, states and schedule against those of real Gloo ranks, and
-against the plan. And the command around it."""
+"""A dry run of a rank gives the ledger, states and schedule of a real Gloo rank, and those of the plan.
+
+Also tests the command `meshwright dryrun`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "dp": (2, {}),
     "pp": (2, {"layout": {"pp": 2}, "train": BF16}),
     "tp-selective": (2, {"layout": {"tp": 2}, "recompute": {"mode": "selective"}, "model": {"vocab": 51}}),
-    # To files: what goes to the host's memory stays where it is on a real rank here, whose device is the host.
+    # Offload to files, because on a real rank of this test the device memory already is the host memory.
     "zero3-offload": (2, {"zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "glm": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "glm"}, "train": BF16}),
     "bert": (4, {"layout": {**SP, "pp": 2}, "model": {"kind": "bert"}, "train": BF16}),
@@ -89,12 +91,13 @@ def config_of(name: str) -> Config:
 
 
 def entries(trainer: Any) -> dict[Any, tuple[int, int, int]]:
-    """The ledger with layers, line by line."""
-    found = trainer.ctx.ledger.entries
-    return {entry: (tally.calls, tally.payload_bytes, tally.wire_bytes) for entry, tally in found.items()}
+    """Return the calls, payload bytes and wire bytes of each entry of the ledger."""
+    tallies = trainer.ctx.ledger.entries
+    return {entry: (tally.calls, tally.payload_bytes, tally.wire_bytes) for entry, tally in tallies.items()}
 
 
 def facts(trainer: Any) -> dict[str, Any]:
+    """Return the properties of a trainer in which a dry rank and a real one must agree."""
     return {
         "ledger": entries(trainer), "states": state_bytes(trainer), "schedule": action_counts(trainer.executor.done),
         "slots": [(s.name, s.start, tuple(s.view.shape)) for b in trainer.data_parallel.buffers for s in b.slots],
@@ -102,22 +105,24 @@ def facts(trainer: Any) -> dict[str, Any]:
 
 
 def real(rank: int, world: int, names: list[str]) -> list[dict[str, Any]]:
-    found = []
+    """Train a step of each case on a real rank and return its facts."""
+    by_case = []
     for name in names:
         trainer = make_trainer(config_of(name), rank, world)
         trainer.step()
-        found.append(facts(trainer))
-    return found
+        by_case.append(facts(trainer))
+    return by_case
 
 
 @pytest.fixture(scope="module")
 def of_real_ranks() -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Run all cases on real ranks, with one launch per number of ranks. Return the facts of each rank by case."""
+    by_case: dict[str, list[dict[str, Any]]] = {}
     for world in sorted({world for world, _ in CASES.values()}):
         names = [name for name, (ranks, _) in CASES.items() if ranks == world]
         by_rank = run_ranks(world, real, names)
-        found |= {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
-    return found
+        by_case |= {name: [rank[i] for rank in by_rank] for i, name in enumerate(names)}
+    return by_case
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -137,13 +142,14 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
     for rank in {0, world - 1}:
         one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank))
         assert one["equal"], one
-        if config.train.precision == "bf16":  # fp64 and fp32 have other kernels of attention
+        # In fp64 and fp32 attention uses other kernels, whose saved activations differ.
+        if config.train.precision == "bf16":
             assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["pp", "zero2", "zero3-full", "all"])
 def test_on_a_device_what_others_would_send_is_finite(name: str) -> None:
-    """On real tensors, as on an accelerator: the last rank gets all of its input from ranks that are not there."""
+    """The last rank has finite results on real tensors, though all of its input comes from ranks that do not exist."""
     world, config = CASES[name][0], config_of(name)
     with fake_world(world - 1, world):
         trainer = make_rank(config, world, world - 1, Device("cpu"))
@@ -163,7 +169,10 @@ def test_a_device_is_timed_and_counts_the_same() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_updates_though_the_one_that_counts_its_norm_is_absent(stage: int) -> None:
-    """The second replica of the second tensor-parallel rank of the last stage: neither its loss nor its norm counts."""
+    """The last rank makes an update, though the ranks that contribute the loss and the norm are absent.
+
+    It is the second replica of the second tensor-parallel rank of the last stage, so its own values do not count.
+    """
     config = small_config(layout={"tp": 2, "pp": 2}, zero={"stage": stage}, train={"precision": "bf16"})
     assert run_rank(config, 8, 7, Device("cpu")).updated
 
@@ -189,9 +198,10 @@ def test_storages_are_counted_while_they_live() -> None:
 
 
 def test_a_module_that_branches_on_its_data_meets_nothing_unusual() -> None:
-    """As transformers asks whether a mask is full, or whether a number overflowed; twice, since results are kept."""
+    """Conditions on data, such as whether a mask is full or a number overflowed, take their usual branch."""
     with MetaMode():
         x = torch.empty(4, 3, device="meta")
+        # The second time, remembered results are used.
         for _ in range(2):
             assert bool((x > 0).all()) and not bool(x.isnan().any())
             assert (x[:, -1] == 0).all().item() and not torch.any(x < 0).item()
@@ -200,7 +210,8 @@ def test_a_module_that_branches_on_its_data_meets_nothing_unusual() -> None:
 def test_results_are_remembered_by_all_that_they_depend_on() -> None:
     meta = {"device": "meta"}
     with MetaMode():
-        for _ in range(2):  # made, then remembered
+        # The second time, remembered results are used.
+        for _ in range(2):
             a, b = torch.empty(4, 6, dtype=torch.bfloat16, **meta), torch.empty(6, 5, dtype=torch.bfloat16, **meta)
             assert (a @ b).shape == (4, 5) and (a.t() @ a).shape == (6, 6)
             assert (a * 2).dtype == torch.bfloat16 and (a * torch.empty(4, 1, **meta)).dtype == torch.float32
@@ -215,7 +226,7 @@ def test_saved_tensors_are_counted_once() -> None:
     saved = SavedBytes([weight])
     with saved:
         y = (x @ weight) * x
-        assert saved.bytes.now == 2 * 60, "x, which two need, and the product"
+        assert saved.bytes.now == 2 * 60, "the product, and x only once, though two operators save it"
         y.sum().backward()
     assert (saved.bytes.now, saved.bytes.most) == (0, 120)
 
@@ -238,10 +249,10 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
     assert main(["dryrun", *words]) == 0
     out, err = capsys.readouterr()
     assert "rank 0 of 8 (tp 0, dp 0, pp 0)" in err and "rank 7 of 8 (tp 1, dp 1, pp 1)" in err
-    found = json.loads(out)
-    assert set(found) == {"model", "world", "device", "equal", "ranks"} and found["equal"]
-    assert [one["rank"] for one in found["ranks"]] == [0, 7]
-    one = found["ranks"][1]
+    result = json.loads(out)
+    assert set(result) == {"model", "world", "device", "equal", "ranks"} and result["equal"]
+    assert [one["rank"] for one in result["ranks"]] == [0, 7]
+    one = result["ranks"][1]
     assert set(one) == {
         "rank", "coordinate", "layers", "micro_batches", "parameters", "bytes", "comm", "calls", "schedule", "most",
         "updated", "build_s", "run_s", "step_s", "equal",
@@ -254,7 +265,7 @@ def test_json_holds_every_figure_twice(config_file: str, capsys: pytest.CaptureF
         "calls", "payload_bytes", "wire_bytes",
     }  # fmt: skip
     assert one["bytes"]["gradients"]["ran"] == 2 * one["bytes"]["parameters"]["ran"]
-    assert one["bytes"]["master"]["ran"] == one["bytes"]["parameters"]["ran"] // 2, "remainders, divided by two ranks"
+    assert one["bytes"]["master"]["ran"] == one["bytes"]["parameters"]["ran"] // 2, "remainders, sharded over two ranks"
     assert one["schedule"]["forward"]["ran"] == 4 and set(one["most"]) == {"activations", "gathered", "peak"}
 
 
@@ -310,10 +321,10 @@ BAD = {
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_mistakes_are_one_sentence(name: str, config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, said = BAD[name]
+    words, message = BAD[name]
     assert main(["dryrun", config_file, *words]) == 2
     out, err = capsys.readouterr()
-    assert not out and said in err and err.count("\n") == 1
+    assert not out and message in err and err.count("\n") == 1
 
 
 def test_an_unknown_model_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,17 +337,18 @@ MT_NLG = ["mt-nlg-530b", "--world", "4480", "--ranks", "0,2240,4479"]
 
 
 def check_large(words: list[str], parameters: list[int], micro_batches: int, capsys: Any) -> None:
+    """Run ranks of a large model dry, and compare with the plan and with parameters counted by hand."""
     assert main(["dryrun", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"] and [one["parameters"]["ran"] for one in found["ranks"]] == parameters
-    for one in found["ranks"]:
+    result = json.loads(capsys.readouterr().out)
+    assert result["equal"] and [one["parameters"]["ran"] for one in result["ranks"]] == parameters
+    for one in result["ranks"]:
         assert one["micro_batches"] == micro_batches == one["schedule"]["backward"]["ran"]
         assert one["most"]["activations"]["ratio"] == pytest.approx(1.0, abs=0.001)
         assert one["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
 def test_three_ranks_of_gpt3(capsys: pytest.CaptureFixture[str]) -> None:
-    """A few micro-batches; all of them are the wide test's."""
+    """This runs two micro-batches. The wide test below runs whole steps."""
     layer = 12 * 12288**2 // 8 + (3 + 4) * 12288 // 8 + 6 * 12288
     embedding = -(-50257 // 8) * 12288
     first, middle, last = embedding + 2048 * 12288 + 6 * layer, 6 * layer, embedding + 2 * 12288 + 6 * layer
@@ -357,13 +369,16 @@ def test_whole_steps_of_gpt3_and_mt_nlg(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("losses", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"aux_loss": 0.1, "router": "sigmoid"}])
 def test_nothing_of_a_routers_losses_outlives_its_micro_batch(losses: dict[str, Any]) -> None:
-    """A graph that no backward runs through would stay, and one step has many micro-batches."""
+    """The memory of saved activations does not grow with the number of micro-batches in a step.
+
+    An autograd graph that no backward pass runs through would stay.
+    """
     experts = {"count": 8, "top_k": 2, "ffn": 16, **losses}
-    kept = set()
+    peaks = set()
     for batch in (2, 16):
-        made = small_config(model={**LLAMA, "layers": 2, "experts": experts}, train={"global_batch": batch})
-        kept.add(run_rank(made, 1, 0, Device("meta")).most["activations"])
-    assert len(kept) == 1
+        config = small_config(model={**LLAMA, "layers": 2, "experts": experts}, train={"global_batch": batch})
+        peaks.add(run_rank(config, 1, 0, Device("meta")).most["activations"])
+    assert len(peaks) == 1
 
 
 @pytest.mark.parametrize(
@@ -374,28 +389,36 @@ def test_nothing_of_a_routers_losses_outlives_its_micro_batch(losses: dict[str, 
     ],
 )  # fmt: skip
 def test_gradients_of_one_micro_batch_come_while_activations_go(world: int, sections: dict[str, Any]) -> None:
-    """The peak is below that of gradients that are there all the time, and the plan says the same one."""
+    """The peak is lower than with gradients allocated all the time, and the plan predicts it.
+
+    With one micro-batch, gradients are allocated during backward while activations are freed.
+    """
     model = {"layers": 16, "hidden": 256, "heads": 4, "seq": 128, "vocab": 512} | sections.get("model", {})
     dp = 2 if "zero" in sections else 1
     train = {"precision": "bf16", "micro_batch": 4, "global_batch": 4 * dp}
     config = small_config(**{**sections, "model": model, "train": train})
     for rank in {0, world - 1}:
-        ran, said = run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank)
-        assert compare(rank, ran, said)["equal"]
-        assert ran.most["peak"] == pytest.approx(said.most["peak"], rel=0.03)
+        ran = run_rank(config, world, rank, Device("meta"))
+        planned = expected(checked_job(config, world), rank)
+        assert compare(rank, ran, planned)["equal"]
+        assert ran.most["peak"] == pytest.approx(planned.most["peak"], rel=0.03)
         if "recompute" not in sections:
             assert ran.most["peak"] < 0.97 * (sum(ran.states.values()) + ran.most["activations"])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_keep_their_memory_on_a_cpu(stage: int) -> None:
-    """A page that is returned to the system costs ten times as much to write as one that was kept."""
+    """The buffers of gradients stay allocated between steps on a CPU, and the plan predicts it.
+
+    Writing to memory that was returned to the system costs ten times as much as writing to memory that was kept.
+    """
     model = {"layers": 16, "hidden": 256, "seq": 128, "vocab": 512}
     train = {"precision": "fp32", "global_batch": 2}
     config = small_config(model=model, train=train, zero={"stage": stage}, run={"device": "cpu"})
-    ran, said = run_rank(config, 2, 0, Device("meta")), expected(checked_job(config, 2), 0)
-    assert compare(0, ran, said)["equal"]
-    assert ran.most["peak"] == pytest.approx(said.most["peak"], rel=0.03)
+    ran = run_rank(config, 2, 0, Device("meta"))
+    planned = expected(checked_job(config, 2), 0)
+    assert compare(0, ran, planned)["equal"]
+    assert ran.most["peak"] == pytest.approx(planned.most["peak"], rel=0.03)
     trainer = make_trainer(small_config(train={"global_batch": 1}, run={"device": "cpu"}))
     for _ in range(2):
         trainer.step()

@@ -1,4 +1,4 @@
-"""Runs of replicas that synchronise rarely: what each rank has after some steps, and what each step sent."""
+"""Runs of replicas that synchronise rarely: the weights of each rank after some steps, and the traffic of each step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ EVERY_STEP = {"steps": 1, "outer": "sgd", "outer_lr": 1.0}
 
 
 def replicas(number: int, local: Sections | None = None, layout: Sections | None = None, **more: Sections) -> Sections:
-    """The sections of a run of replicas, by default of one that synchronises after each plain step."""
+    """Return the config sections of a run of replicas, which by default synchronises after every plain SGD step."""
     train = {"clip": 0.0, "local": EVERY_STEP if local is None else local} | more.pop("train", {})
     return PLAIN_STEPS | {"layout": {"replicas": number} | (layout or {}), "train": train} | more
 
 
 def alone(sections: Sections) -> Sections:
-    """The same run of one process without replicas."""
+    """Return the sections of the same run in one process without replicas."""
     dropped = ("layout", "zero", "context")
     train = {key: value for key, value in sections["train"].items() if key != "local"}
     return {name: keys for name, keys in sections.items() if name not in dropped} | {"train": train}
 
 
-class Found(NamedTuple):
-    """What one rank found: losses, its parameters at the end, the calls of each step, and those planned."""
+class RankResult(NamedTuple):
+    """The results of one rank: its losses, its final parameters, the traffic of each step, and the planned traffic."""
 
     losses: list[float]
     parameters: Whole
@@ -48,7 +48,7 @@ def values_of(trainer: Trainer) -> Whole:
     return into
 
 
-def trained(rank: int, world: int, cases: list[Sections], steps: int) -> list[Found]:
+def trained(rank: int, world: int, cases: list[Sections], steps: int) -> list[RankResult]:
     torch.set_num_threads(1)
     found = []
     for sections in cases:
@@ -59,18 +59,20 @@ def trained(rank: int, world: int, cases: list[Sections], steps: int) -> list[Fo
             losses.append(trainer.step().loss)
             calls.append(lines_of(trainer))
         planned = [predict_rank(config, world, rank, step=step + 1) for step in range(steps)]
-        found.append(Found(losses, values_of(trainer), calls, planned))
+        found.append(RankResult(losses, values_of(trainer), calls, planned))
     return found
 
 
 def furthest(found: Whole, reference: Whole) -> float:
-    """The largest difference, over the largest number of all; what a rank does not hold is not compared."""
+    """Return the largest difference, relative to the largest value of the reference. Elements that a rank does not hold
+    are NaN and are not compared.
+    """
     scale = max(float(np.abs(value).max()) for value in reference.values())
     return max(float(np.nanmax(np.abs(value - reference[name]))) for name, value in found.items()) / scale
 
 
 class Part:
-    """The samples that one replica takes of a run's, under the numbers that it would give them alone."""
+    """The samples that one replica takes from a run, numbered as if the replica ran alone."""
 
     def __init__(self, data: Any, batch: int, part: range) -> None:
         self.data, self.batch, self.part = data, batch, part
@@ -81,7 +83,7 @@ class Part:
 
 
 def by_hand(sections: Sections, steps: int) -> list[list[np.ndarray]]:
-    """The weights of each replica by bucket, as lone trainers and a few lines of numpy find them."""
+    """Return the weights of each replica by bucket, computed with lone trainers and a few lines of numpy."""
     config = small_config(**sections)
     local, n, batch = config.train.local, config.layout.replicas, config.train.global_batch
     shares = local.shares or (1,) * n
@@ -96,27 +98,27 @@ def by_hand(sections: Sections, steps: int) -> list[list[np.ndarray]]:
     outer, momentum = [x.copy() for x in own[0]], [np.zeros_like(x) for x in own[0]]
     tokens, arriving = np.zeros((local.fragments, n)), {}
 
-    def pieces(f: int) -> list[slice]:
+    def fragment_slices(f: int) -> list[slice]:
         cut = [-(-x.size // (16 * n)) for x in outer]
         return [slice(c * f // local.fragments * 16 * n, c * (f + 1) // local.fragments * 16 * n) for c in cut]
 
     def begin(f: int) -> list[np.ndarray]:
         weights = tokens[f] / tokens[f].sum()
         tokens[f] = 0
-        ways = [
+        outer_grads = [
             sum(w * (x[at] - mine[i][at]) for w, mine in zip(weights, own, strict=True))
-            for i, (x, at) in enumerate(zip(outer, pieces(f), strict=True))
+            for i, (x, at) in enumerate(zip(outer, fragment_slices(f), strict=True))
         ]
-        return ways
+        return outer_grads
 
-    def arrive(f: int, ways: list[np.ndarray], kept: float) -> None:
-        for i, (at, way) in enumerate(zip(pieces(f), ways, strict=True)):
+    def arrive(f: int, outer_grads: list[np.ndarray], local_weight: float) -> None:
+        for i, (at, outer_grad) in enumerate(zip(fragment_slices(f), outer_grads, strict=True)):
             if local.outer == "nesterov":
-                momentum[i][at] = local.momentum * momentum[i][at] + way
-                way = way + local.momentum * momentum[i][at]
-            outer[i][at] -= (1.0 if local.outer == "average" else local.outer_lr) * way
+                momentum[i][at] = local.momentum * momentum[i][at] + outer_grad
+                outer_grad = outer_grad + local.momentum * momentum[i][at]
+            outer[i][at] -= (1.0 if local.outer == "average" else local.outer_lr) * outer_grad
             for mine in own:
-                mine[i][at] = kept * mine[i][at] + (1 - kept) * outer[i][at]
+                mine[i][at] = local_weight * mine[i][at] + (1 - local_weight) * outer[i][at]
 
     for step in range(1, steps + 1):
         tokens += [trainer.step().counted for trainer in trainers]
@@ -134,7 +136,7 @@ def by_hand(sections: Sections, steps: int) -> list[list[np.ndarray]]:
 
 
 def weights_of(rank: int, world: int, sections: Sections, steps: int, bug: str = "") -> list[np.ndarray]:
-    """The weights of one replica of one rank by bucket."""
+    """Return the weights of this rank's replica by bucket after some steps, with a planted bug if one is named."""
     if bug:
         BUGS[bug]()
     trainer = make_trainer(small_config(**sections), rank, world)
@@ -161,7 +163,9 @@ def samples_not_weighted() -> None:
 
 
 def way_begins_anew() -> None:
-    """A replica that begins its way anew from where it stands, not from the outer parameters."""
+    """Plant a bug: a replica measures its next progress from its current weights instead of from the outer
+    parameters.
+    """
     begin = OuterOptimizer._begin
 
     def anew(self: OuterOptimizer, state: Any, bucket: Any, f: int) -> None:

@@ -1,4 +1,6 @@
-"""What reducers make of gradients: the sums that come out, what is kept, and the calls that were made."""
+"""Helpers that show the results of reducers: the reduced gradients, the residuals that they hold back, and their
+calls.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def trainer_of(rank: int, world: int, sections: dict[str, Any], reducer: Any) ->
 
 
 def reduced(trainer: Trainer, steps: int) -> list[Pairs]:
-    """The gradients of several steps, without updates between them."""
+    """Return the gradients of several steps, without updates between them."""
     found = []
     for _ in range(steps):
         trainer.gradients()
@@ -39,7 +41,9 @@ def reduced(trainer: Trainer, steps: int) -> list[Pairs]:
 
 
 def kept_of(trainer: Trainer) -> Pairs:
-    """What this rank's reducer owes to the sum, of each parameter that it holds first."""
+    """Return this rank's residuals, the gradients that its reducer has not sent yet, of every parameter whose first
+    copy it holds.
+    """
     found = []
     for state in (each for each in trainer.data_parallel.reducer_states() if each.additive):
         for slot in state.buffer.slots:

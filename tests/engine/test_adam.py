@@ -1,4 +1,4 @@
-"""The flat optimizers against torch's, and the fp32 masters against a loop written out by hand."""
+"""The flat optimizers match torch's, and the fp32 masters match a loop written out by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES = (1e-2, 3e-2, 2e-2, 5e-3)
 
 
 class Small(nn.Module):
-    """Matrices (which decay) and vectors (which don't) in turn, of sizes that leave gaps in the buffers."""
+    """Matrices, which decay, mixed with vectors, which do not, of sizes that leave gaps in the buffers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def torch_groups(module: nn.Module, decay: float) -> list[dict[str, object]]:
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.float32, 2e-6)], ids=["fp64", "fp32"])
 def test_adamw_equals_torch(dtype: torch.dtype, close: float, decay: float) -> None:
-    """Over several steps with a changing rate, whatever factor the gradients are stored with."""
+    """They agree over several steps with a changing learning rate, whatever factor the gradients are stored with."""
     config = OptimizerConfig(betas=(0.85, 0.97), eps=1e-7, weight_decay=decay)
     ours, theirs = Small(dtype), Small(dtype)
     buffers, optimizer = flat(ours, config)
@@ -95,7 +95,7 @@ def test_sgd_equals_its_formula() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_low_precision_has_masters(dtype: torch.dtype) -> None:
-    """Weights are the rounded masters; masters follow AdamW in float32 and so keep what rounding would lose."""
+    """Weights are the rounded masters. Masters follow AdamW in float32 and so retain what rounding would lose."""
     config = OptimizerConfig(weight_decay=0.1)
     module = Small(dtype)
     masters = [p.detach().float() for p in module.parameters()]
@@ -125,7 +125,7 @@ def test_low_precision_has_masters(dtype: torch.dtype) -> None:
 
 
 def test_padding_stays_zero() -> None:
-    """Gaps between parameters are zero after any update: norms over whole ranges count on it."""
+    """Gaps between parameters stay zero after any update, because norms over whole ranges rely on it."""
     module = Small(torch.float32)
     buffers, optimizer = flat(module, OptimizerConfig())
     for step, lr in enumerate(RATES):
@@ -141,7 +141,9 @@ def test_padding_stays_zero() -> None:
 @pytest.mark.parametrize("global_batch", [1, 4])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_joined_ranges_hold_the_same_weights(stage: int, global_batch: int) -> None:
-    """What one pass updates on a device is what separate ranges are, each element once and with its own decay."""
+    """The spans that a device updates in one pass cover every element once, with the same decay as the separate
+    ranges.
+    """
     sections = {"train": {"global_batch": global_batch}, "zero": {"stage": stage}, "comm": {"bucket_mib": 0.01}}
     for state in make_trainer(small_config(**sections)).optimizer.states:
         expected, found = {}, {}

@@ -1,5 +1,8 @@
-"""A run that chooses how it sends gradients: what it chooses by, that all ranks choose alike, and that the choice is
-sent as planned, is in the checkpoint, and lasts."""
+"""A run that chooses how it compresses gradients.
+
+Tested are the criterion of the choice and that all ranks choose alike. The choice must be sent as planned, be saved in
+checkpoints, and last.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ def test_candidates_become_harsher_down_to_the_least_ratio() -> None:
 
 
 @pytest.mark.parametrize(("room", "expected"), [
-    (9.0, PLAIN),  # all of it is hidden
-    (4.0, BF16),  # what is left to send is hidden, and harsher ones only take as long to be made
-    (1.0, SPARSE[0]),  # int8 would leave one second, and no room
+    (9.0, PLAIN),  # All traffic is hidden.
+    (4.0, BF16),  # The remaining traffic is hidden, and harsher kinds take as long to encode.
+    (1.0, SPARSE[0]),  # int8 would leave one second exposed.
     (1.9, INT8),
 ])  # fmt: skip
 def test_the_mildest_is_chosen_that_nothing_beats_by_much(room: float, expected: ReduceConfig) -> None:
@@ -45,7 +48,7 @@ def test_the_mildest_is_chosen_that_nothing_beats_by_much(room: float, expected:
     assert best([FASTER[0], *slower], room, step_s=6.0).config is PLAIN, "making messages is never hidden"
 
 
-# A link on which a step's gradients take much longer than its backward.
+# On this link the gradients of a step take much longer than its backward.
 SLOW: dict[str, Any] = FEW | {"comm": {
     "bucket_mib": 0.02, "emulate": {"link_gb_s": 0.002}, "reduce": {"adaptive": True, "ratio": 0.1, "block": 32},
 }}  # fmt: skip
@@ -53,7 +56,9 @@ SLOW["train"] = {"precision": "fp64", "global_batch": 4, "micro_batch": 1, "comp
 
 
 def chosen(rank: int, world: int, folder: str, sections: dict[str, Any]) -> tuple[Any, ...]:
-    """The choice, what a step sent before and after it, and the norms of later steps with and without a load."""
+    """Train until the run has chosen and save it. Return the choice, the traffic of each step, whether the choice is
+    final, the choice after a load, and the norms of two more steps without and with the load.
+    """
     config = small_config(**sections)
     trainer, again = (make_trainer(config, rank, world) for _ in range(2))
     hook = Adapting(trainer, Path(folder))
@@ -77,7 +82,9 @@ def choice_of(trainer: Trainer) -> ReduceConfig | None:
 
 
 def moved(rank: int, world: int, folder: str, sections: dict[str, Any]) -> tuple[bool, bool, float, float]:
-    """On another number of ranks: what was kept is sent with the first plain sums, and the run will choose anew."""
+    """Load a checkpoint on another number of ranks and take a step. Return whether the choice is gone, whether the run
+    will choose again, and the size of the residuals before and after the step, whose plain sums send them.
+    """
     trainer = make_trainer(small_config(**sections), rank, world)
     load_into(trainer, Reader(Path(folder) / f"step-{BEFORE + MEASURED + 1:08d}"))
 
@@ -100,7 +107,7 @@ def check_chooses(sections: dict[str, Any], folder: Path) -> None:
         for plan in (None, planned_choice(config.comm.reduce, choice))
     )
     assert sent[:-1] == [plain] * (BEFORE + MEASURED) and sent[-1] == later != plain
-    assert loaded == choice and norms == after, "a run that goes on has its choice, and goes on to the bit"
+    assert loaded == choice and norms == after, "a resumed run has its choice, and continues bit for bit"
     event = json.loads((folder / "events.jsonl").read_text())
     assert event["kind"] == "reduce" and event["choice"] == choice.kind and event["step"] == BEFORE + MEASURED
     assert f"sent as {choice.kind}" in event["text"]
@@ -125,8 +132,9 @@ def test_runs_of_every_stage_choose(stage: int, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_nothing_to_compress_agrees_as_often_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else they would wait for each other for ever, for instance where a stage holds vectors alone. And all ranks find
-    the numbers of the one that sends most."""
+    """Otherwise they would wait for each other forever, for instance if a stage holds only vectors. All ranks use the
+    numbers of the rank that sends most.
+    """
     trainer = make_trainer(small_config(**SLOW), 0, 1)
     hook = Adapting(trainer, None)
     assert hook.reducer is not None and not hook.reducer.buffers, "one rank sends nothing"
@@ -134,7 +142,7 @@ def test_a_rank_that_has_nothing_to_compress_agrees_as_often_as_the_others(monke
     monkeypatch.setattr(hook, "_agreed", lambda value: given.append(value) or 7.0)
 
     def agreed() -> list[bool]:
-        """Which of the agreements are on seconds, not only on the moment to begin."""
+        """Return for each agreement whether it is about seconds, rather than about the moment to start."""
         given.clear()
         trials = [hook._trial(each) for each in (PLAIN, INT8)]
         assert [(trial.seconds, trial.making) for trial in trials] == [(7.0, 0.0), (7.0, 7.0)]

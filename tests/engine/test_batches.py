@@ -1,4 +1,4 @@
-"""Micro-batches are read ahead, each once, and what can't be read fails the step that needs it."""
+"""Micro-batches are read ahead, each once. A sample that cannot be read fails the step that needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import HANG_S
 
 
 class Watched(Made):
-    """Notes which samples are read and on which thread; `broken` can't be read."""
+    """Data that records which samples are read and on which thread. Reading the sample `broken` fails."""
 
     def __init__(self, broken: int = -1) -> None:
         super().__init__(53, 16)
@@ -55,8 +55,9 @@ def test_the_next_micro_batch_is_read_while_one_is_computed() -> None:
     def step(module: Any, batch: Any, received: Any) -> Any:
         nonlocal forwards
         forwards += 1
-        if forwards < 4:  # the last of the run has none after it
-            assert data.wait_for(2 * forwards + 1), "nobody reads ahead"
+        # No micro-batch follows the last one of the run.
+        if forwards < 4:
+            assert data.wait_for(2 * forwards + 1), "nothing is read ahead"
         return real(module, batch, received)
 
     trainer.executor.forward_step = step
@@ -75,7 +76,7 @@ def test_a_sample_that_cant_be_read_fails_its_own_step() -> None:
 
 
 def test_what_was_read_ahead_for_elsewhere_is_not_used() -> None:
-    """A checkpoint moves the run on after its first step has been read."""
+    """A checkpoint moves the run to other samples after its first step has already been read ahead."""
     data, other = Watched(), Watched()
     trainer, moved = trainer_of(data, steps=9), trainer_of(other, steps=9)
     moved.step()
@@ -97,5 +98,7 @@ def host_copies(rank: int, world: int) -> bool:
 
 
 def test_every_tensor_parallel_rank_reads_what_the_host_plans_attention_by() -> None:
-    """A rank with a broadcast copy on its device alone would wait there for all work before, in each micro-batch."""
+    """A rank that had only the copy broadcast to its device would wait for all earlier device work in every
+    micro-batch.
+    """
     assert run_ranks(2, host_copies) == [True, True]

@@ -1,4 +1,4 @@
-"""Clipping against torch's own."""
+"""Gradient clipping matches torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.support.oracle import gather_global, make_trainer, parameters, small_
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 0.3, 100.0])
 def test_an_update_takes_the_gradients_that_torch_would(clip: float, precision: str) -> None:
-    """Descent at a rate of 1 shows the clipped gradients themselves. (torch adds 1e-6 to the norm it divides by.)"""
+    """Plain descent at a learning rate of 1 makes the update equal to the clipped gradient. (torch adds 1e-6 to the
+    norm that it divides by.)
+    """
     config = small_config(
         model={"layers": 1}, train={"global_batch": 2, "clip": clip, "precision": precision},
         optimizer={"name": "sgd", "lr": 1.0, "weight_decay": 0.0}, lr={"schedule": "constant"},

@@ -1,4 +1,6 @@
-"""What becomes of numbers in a compressed message: as many bytes as planned, errors within the step of a code."""
+"""Numbers in a compressed message: they take as many bytes as planned, and their errors are within one step of a
+code.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from meshwright.engine.sharding.compression.sizes import message_bytes, sent_ele
 BLOCK = 32
 CODED = [kind for kind in KINDS if kind not in ("plain", *LOW_RANK)]
 SPARSE = ("topk", "threshold")
-WIDTHS = [16, 48, 320]  # less than a block, one and a half, ten
+WIDTHS = [16, 48, 320]  # Less than a block, one and a half blocks, and ten blocks.
 
 
 def config_of(kind: str, **keys: object) -> ReduceConfig:
@@ -24,7 +26,7 @@ def config_of(kind: str, **keys: object) -> ReduceConfig:
 
 
 def numbers(pieces: int, width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Numbers of many sizes, zeros among them, and a block of nothing else."""
+    """Return numbers of many magnitudes, including zeros and a block of zeros only."""
     x = torch.randn(pieces, width, dtype=dtype, generator=torch.Generator().manual_seed(width))
     x = x * 10.0 ** torch.linspace(-6, 3, width, dtype=dtype)
     x[:, ::7] = 0
@@ -45,7 +47,7 @@ def through(kind: str, x: Tensor, noise: Tensor | None = None) -> Tensor:
 
 
 def steps(kind: str, x: Tensor) -> Tensor:
-    """The distance of neighbouring codes at each element."""
+    """Return the distance between neighbouring codes at each element."""
     scale = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in x.split(BLOCK, 1)], 1)
     if kind in ("int8", "int4"):
         return scale / {"int8": 127, "int4": 7}[kind]
@@ -59,7 +61,7 @@ def steps(kind: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "int8", "int4"])
 def test_rounding_is_within_a_step_and_right_on_average(kind: str, width: int) -> None:
     x = numbers(3, width)
-    step = steps(kind, x) * (1 + 1e-5)  # scales are float32
+    step = steps(kind, x) * (1 + 1e-5)  # Scales are float32.
     assert (through(kind, x) - x).abs().le(step / 2 + 1e-30).all()
     assert torch.equal(through(kind, x)[x == 0], x[x == 0]), "zero arrives as zero"
     draws = torch.stack([through(kind, x, uniform(x, seed)) for seed in range(300)])

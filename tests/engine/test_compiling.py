@@ -1,4 +1,6 @@
-"""What compiled blocks need of torch, in every version that we support."""
+"""Gradients pass through every output of an autograd function in compiled blocks, in every supported version of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def double_(x: Tensor) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """2 (x W^T + b) twice, whose first result is as `way` says and whose second is x again."""
+    """A function that returns 2 (x W^T + b), computed as `way` says, and x itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, way: str) -> tuple[Tensor, Tensor]:
@@ -53,7 +55,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of one block, of which `compile_blocks` needs no more."""
+    """A stage of one block, with the only method that `compile_blocks` needs."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""What compression leaves out, and PowerSGD's factors, in checkpoints: on the same layout a run goes on to the bit, and
-on another one nothing of it is lost."""
+"""Checkpoints hold the residuals of compression and the factors of PowerSGD. On the same layout a run resumes bit for
+bit, and on another layout nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def saved(trainer: Trainer, folder: str) -> Reader:
 
 
 def twice(rank: int, world: int, cases: list[Sections], folder: str) -> list[tuple[list[float], list[float]]]:
-    """The grad norms of two more steps after a save, and after a load of it."""
+    """Return the grad norms of two more steps after a save, and of the same steps after loading it."""
     found = []
     for number, sections in enumerate(cases):
         first, again = (make_trainer(small_config(**sections), rank, world) for _ in range(2))
@@ -38,7 +39,7 @@ def twice(rank: int, world: int, cases: list[Sections], folder: str) -> list[tup
         first.step()
         reader = saved(first, f"{folder}/{number}")
         norms = [first.step().grad_norm for _ in range(2)]
-        again.step()  # what a run had before it loads is gone
+        again.step()  # The load must replace this step's state.
         load_into(again, reader)
         found.append((norms, [again.step().grad_norm for _ in range(2)]))
     return found
@@ -62,7 +63,9 @@ def test_runs_go_on_to_the_bit(kind: str, tmp_path: Path) -> None:
 
 
 def moved(rank: int, world: int, cases: list[Sections], folder: str) -> list[tuple[Whole, Whole]]:
-    """What all of a layout's ranks kept, and their factors, saved by the first and as the others load it."""
+    """Return by layout the residuals and factors of this rank: saved with the first layout, and loaded with each other
+    one.
+    """
     found: list[tuple[Whole, Whole]] = []
     for number, sections in enumerate(cases):
         trainer = trainer_of(rank, world, sections, None)
@@ -77,7 +80,9 @@ def moved(rank: int, world: int, cases: list[Sections], folder: str) -> list[tup
 
 
 def factors_of(trainer: Trainer) -> Whole:
-    """This rank's parts of the factors, zeros elsewhere; of several rows the first alone."""
+    """Return this rank's parts of the factors, with zeros elsewhere. Of a state with several rows only the first is
+    included.
+    """
     whole: Whole = {}
     for state in trainer.data_parallel.reducer_states():
         if not state.additive:
@@ -124,7 +129,7 @@ def test_what_is_kept_moves_to_many_layouts(tmp_path: Path) -> None:
 
 
 def test_factors_are_cut_with_the_layout(tmp_path: Path) -> None:
-    """A matrix cut by rows keeps its factor of rows, whose parts another number of ranks reads."""
+    """A matrix that is cut by rows keeps its factor of rows, whose parts another number of ranks can read."""
     cases = [compressed("powersgd", SMALL | layout) for layout in ({"layout": {"tp": 2}}, {}, {"layout": {"tp": 2}})]
     ranks = run_ranks(4, moved, cases, str(tmp_path))
     before, whole, again = ([rank[case][1] for rank in ranks] for case in range(3))
@@ -136,7 +141,7 @@ def test_factors_are_cut_with_the_layout(tmp_path: Path) -> None:
         assert all(np.array_equal(mine[key], theirs[key]) for key in mine)
 
 
-# Every side of these matrices is a multiple of 32, and so is that of a half of them: no layout here cuts a block.
+# Every side of these matrices, and half of it, is a multiple of 32, so no layout here cuts a block.
 BLOCKY = {"model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 64, "seq": 8, "position": "rope",
                     "tied_embeddings": False}}  # fmt: skip
 OTHERS: list[Sections] = [
@@ -145,7 +150,7 @@ OTHERS: list[Sections] = [
 
 
 def losses(rank: int, world: int, sections: Sections, folder: str, saves: bool) -> list[float]:
-    """Three steps that end with a save, or three more after it."""
+    """Return the losses of three steps before a save and three after it, or those of three steps after loading it."""
     trainer = make_trainer(small_config(**sections), rank, world)
     if not saves:
         load_into(trainer, Reader(Path(folder) / "step-00000003"))
@@ -157,7 +162,7 @@ def losses(rank: int, world: int, sections: Sections, folder: str, saves: bool) 
 
 
 def check_same_losses(there: Sections, here: list[tuple[int, Sections]], folder: Path, dp: int = 2) -> None:
-    """A run that goes on elsewhere has the losses of one that went on where it was."""
+    """Check that a run resumed on another layout has the same losses as one that continues where it was."""
     undisturbed = run_ranks(dp, losses, there, str(folder), True)[0]
     assert len(set(undisturbed)) == 6
     for world, sections in here:
@@ -166,15 +171,16 @@ def check_same_losses(there: Sections, here: list[tuple[int, Sections]], folder:
 
 
 def test_top_k_goes_on_with_the_same_losses_on_another_layout(tmp_path: Path) -> None:
-    """From dp 2 to dp 2 x tp 2, with the second selection of ZeRO stage 0."""
+    """The run moves from dp 2 to dp 2 x tp 2. It includes the second selection that ZeRO stage 0 makes."""
     check_same_losses(compressed("topk", BLOCKY), [(4, compressed("topk", BLOCKY | OTHERS[0]))], tmp_path)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["topk", "onebit", "int4"])
 def test_losses_are_the_same_on_many_layouts(kind: str, tmp_path: Path) -> None:
-    """Of one number of data-parallel ranks: stage 0 by itself, and stages 1 to 3, which send a sum once. With one
-    micro-batch for each rank all of these send once in a step."""
+    """All layouts have the same number of data-parallel ranks. Stage 0 forms one group. Stages 1 to 3, which send a sum
+    only once, form the other. With one micro-batch per rank each of these sends once per step.
+    """
     batch = {"train": {"precision": "fp64", "global_batch": 2, "micro_batch": 1, "compile": False}}
     zeros: list[Sections] = [{}, *({"zero": {"stage": stage}} for stage in (1, 2, 3))]
     for number, stages in enumerate([zeros[:1], zeros[1:]]):
@@ -186,6 +192,6 @@ def test_losses_are_the_same_on_many_layouts(kind: str, tmp_path: Path) -> None:
 
 
 def test_power_sgd_goes_on_with_the_same_losses_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """Its sums are linear in what the ranks hold together, so it does not matter how many they are."""
+    """Its sums are linear in the ranks' gradients and residuals together, so the number of ranks does not matter."""
     there = compressed("powersgd", BLOCKY | {"zero": {"stage": 1}})
     check_same_losses(compressed("powersgd", BLOCKY), [(2, there)], tmp_path, dp=4)

@@ -1,4 +1,4 @@
-"""Compressed sums on real ranks, in float64: nothing is lost, copies stay equal, and the bytes are those planned."""
+"""Compressed sums on real ranks, in float64: nothing is lost, copies stay equal, and the bytes are the planned ones."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def compressed(kind: str, sections: Sections | None = None, **keys: Any) -> Sect
     return {"comm": {"bucket_mib": 0.02, "reduce": reduce}} | (sections or {})
 
 
-class Found(NamedTuple):
-    """What one rank found: the sums of each step, what it keeps, whether all that is no parameter's is zero, its calls
-    in one step, its parameters after it."""
+class RankResult(NamedTuple):
+    """The results of one rank: the sums of each step, its residuals, whether all elements outside parameters are zero
+    and blocks are whole, its calls in one step, and its parameters after that step.
+    """
 
     sums: list[Whole]
     kept: Whole
@@ -48,19 +49,21 @@ class Found(NamedTuple):
     parameters: Whole
 
 
-def sums_of(rank: int, world: int, cases: list[Sections]) -> list[Found]:
+def sums_of(rank: int, world: int, cases: list[Sections]) -> list[RankResult]:
     found = []
     for sections in cases:
         trainer = trainer_of(rank, world, sections, None)
         sums = [boxes_of(pairs) for pairs in reduced(trainer, STEPS)]
         kept, clean = added(kept_of(trainer)), is_clean(trainer) and cuts_no_block(trainer)
         trainer.step()
-        found.append(Found(sums, kept, clean, lines_of(trainer), boxes_of(parameters(trainer))))
+        found.append(RankResult(sums, kept, clean, lines_of(trainer), boxes_of(parameters(trainer))))
     return found
 
 
 def is_clean(trainer: Trainer) -> bool:
-    """Whether what lies between parameters, and their rows of padding, is zero: the grad norm counts it."""
+    """Return True if the gaps between parameters, including their rows of padding, are zero. The grad norm counts
+    them.
+    """
     total = torch.zeros(())
     for bucket in trainer.data_parallel.buckets:
         for low, high in gaps_of(bucket):
@@ -70,7 +73,7 @@ def is_clean(trainer: Trainer) -> bool:
 
 
 def cuts_no_block(trainer: Trainer) -> bool:
-    """Whether parameters that are compressed, and the ranks' pieces of them, begin where blocks do."""
+    """Return True if compressed parameters, and the ranks' slices of them, begin at block boundaries."""
     buffers = [buffer for buffer in trainer.data_parallel.trained if buffer.key.compressed]
     starts = [slot.start for buffer in buffers for slot in buffer.slots]
     starts += [buffer.split.written(b.start, b.stop)[0] for buffer in buffers for b in buffer.buckets]
@@ -84,7 +87,7 @@ def boxes_of(pairs: Any) -> Whole:
 
 
 def together(wholes: Iterable[Whole], equal: bool = True) -> Whole:
-    """Global tensors from the ranks' parts, which must be equal to the bit where several hold the same."""
+    """Assemble global tensors from the ranks' parts. Elements that several ranks hold must be equal bit for bit."""
     into: Whole = {}
     for whole in wholes:
         for name, part in whole.items():
@@ -105,7 +108,9 @@ def far(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def check_nothing_is_lost(world: int, cases: list[Sections], model: Sections | None = None) -> None:
-    """Of each case: sums and residuals are together the true sums; parameters' copies are equal; calls as planned."""
+    """Check for every case that sums and residuals add up to the true sums, that copies of parameters are equal, and
+    that the calls match the plan.
+    """
     cases = [case | (model or {}) for case in cases]
     true, ranks = true_sums(model or {}), run_ranks(world, sums_of, cases)
     for case, sections in enumerate(cases):
@@ -127,12 +132,12 @@ def check_nothing_is_lost(world: int, cases: list[Sections], model: Sections | N
             check_calls(job, number, rank.calls)
 
 
-# Eight tokens in all: no gradient of a product has a higher rank.
+# There are only eight tokens, so no gradient of a product has a rank above eight.
 FEW = {"model": {"layers": 2, "hidden": 24, "heads": 4, "vocab": 53, "seq": 4, "tied_embeddings": False}}
 
 
 def check_calls(job: Job, number: int, calls: dict[Line, Traffic]) -> None:
-    """A rank's sums are those planned. (What experts are sent depends on the data.)"""
+    """Check that a rank's calls that reduce gradients match the plan. (The traffic of experts depends on the data.)"""
     planned = by_line(stage_calls(job, job.layout.coordinate(number)["pp"]))
     found, expected = ({line: each for line, each in of.items() if line.phase == "reduce"} for of in (calls, planned))
     assert found == expected, (job.config.comm, job.config.layout, job.config.zero, number)
@@ -142,7 +147,7 @@ NODES = {"zero": {"stage": 1, "shard_group": "node"}, "layout": {"node_size": 2}
 
 
 def test_nothing_is_lost() -> None:
-    """Two of four ranks hold copies of norms and positions in one case; shards have copies in another."""
+    """In one case two of four ranks hold copies of norms and positions. In another one shards have copies."""
     cases = [
         compressed("topk", {"layout": {"tp": 2}}), compressed("onebit", NODES),
         compressed("int8", {"zero": {"stage": 3}}), compressed("powersgd", {"zero": {"stage": 2}}),
@@ -175,7 +180,7 @@ FEW_AT_ONCE = FEW | {"train": {"precision": "fp64", "global_batch": 2, "micro_ba
 
 
 def check_exact(world: int, layouts: list[Sections]) -> None:
-    """All elements, or a product of full rank, are the sum itself."""
+    """Check that sending all elements, or a product of full rank, gives the exact sum."""
     whole = [("topk", {"ratio": 1.0}), ("threshold", {"ratio": 1.0}), ("powersgd", {"rank": 8})]
     cases = [compressed(kind, layout | FEW_AT_ONCE, **keys) for kind, keys in whole for layout in layouts]
     true, ranks = true_sums(FEW_AT_ONCE), run_ranks(world, sums_of, cases)
@@ -196,7 +201,7 @@ def test_all_elements_and_full_rank_are_exact_on_many_layouts() -> None:
 
 
 def check_algorithms(world: int, kinds: list[str], layouts: list[Sections], **more: Any) -> None:
-    """Our own algorithms find torch's sums, and send what was planned."""
+    """Check that Meshwright's own algorithms compute torch's sums and send the planned bytes."""
     links = {"link_gb_s": 1.0, "network_gb_s": 0.1, "latency_us": 5.0}
     cases = [
         {"comm": {"bucket_mib": 0.02, "algorithm": kind, "links": links} | more} | layout
@@ -231,7 +236,7 @@ def test_own_algorithms_on_many_layouts() -> None:
 
 
 def steps_of(rank: int, world: int, kinds: list[Sections]) -> list[list[tuple[float, float, dict[str, int]]]]:
-    """(grad norm, norm of what arrived after clipping, what was sent over dp) of each step."""
+    """Return for each step the grad norm, the norm of the reduced gradients after clipping, and the traffic over dp."""
     found = []
     for sections in kinds:
         trainer = make_trainer(small_config(**sections), rank, world)

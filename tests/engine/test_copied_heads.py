@@ -1,5 +1,8 @@
-"""States of reducers where tp ranks hold copies of key-value heads: the key and value rows of a tensor then have more
-rows of state than its query rows, or have one where the others have none."""
+"""States of reducers if tp ranks hold copies of key-value heads.
+
+The key and value rows of a tensor then have more rows of state than its query rows, or they have state and the query
+rows have none.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from tests.engine.test_compressed_checkpoints import check_goes_on, check_moves,
 from tests.engine.test_compression import Sections, compressed
 from tests.engine.test_server import served
 
-# Every side is a multiple of 32, and so is that of each rank's part of it: no layout here cuts a block.
+# Every side, and each rank's part of it, is a multiple of 32, so no layout here cuts a block.
 MODEL = {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "vocab": 64, "seq": 8, "position": "rope",
          "tied_embeddings": False}  # fmt: skip
 COPIED: Sections = {"model": MODEL, "layout": {"tp": 2}}
 TOKENS_SPLIT: Sections = {"model": MODEL, "layout": {"tp": 2, "sequence_parallel": True}}
-# The two factors are smaller than the query rows, but not than those of the one head of keys and values.
+# The two factors are smaller than the query rows, but not smaller than the rows of the single key-value head.
 FEW_ROWS: Sections = {"model": MODEL | {"heads": 16, "hidden": 64, "kv_heads": 1}, "layout": {"tp": 2}}
 
 
@@ -54,7 +57,7 @@ def test_it_goes_on_with_the_same_losses_on_another_layout(name: str, tmp_path: 
 
 
 def test_what_is_kept_moves_to_and_from_copied_heads(tmp_path: Path) -> None:
-    """From copied heads to whole ones and to another number of copies, and back."""
+    """Residuals move from copied heads to whole ones and to another number of copies, and back."""
     whole = {"model": MODEL, "layout": {}}
     check_moves(4, [reducing("topk"), compressed("topk", whole), compressed("topk", TOKENS_SPLIT)], tmp_path / "from")
     check_moves(4, [compressed("topk", whole), reducing("topk"), reducing("topk") | {"zero": {"stage": 1}}],

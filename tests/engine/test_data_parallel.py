@@ -1,4 +1,6 @@
-"""When a bucket is known to be complete, and what its gradients are then. On one rank: the launches are what counts."""
+"""Buckets are launched as soon as they are complete, with the right gradients. One rank suffices, since only the
+launches matter.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Net(nn.Module):
 
 
 class Run(PlainReducer):
-    """A net whose every parameter is a bucket, with the launches and contributions noted in order."""
+    """A net with one bucket per parameter, which records launches and micro-batches in order."""
 
     def __init__(self, releases_grads: bool = False) -> None:
         self.net, self.events = Net(), list[str]()
@@ -76,7 +78,7 @@ def agree(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "shared"])
 def test_buckets_go_while_the_last_backward_runs(twice: bool) -> None:
-    """The first step learns how often each parameter contributes; a shared one contributes more than once."""
+    """The first step learns how often each parameter contributes. A shared parameter contributes more than once."""
     run = Run()
     run.step(inputs(2), twice=twice)
     order = ["0.last.weight", "0.middle.weight", "0.first.weight"]
@@ -96,7 +98,7 @@ def test_each_step_begins_anew() -> None:
 
 
 def test_a_parameter_without_a_gradient_has_zero_and_holds_up_nothing() -> None:
-    """Also when it had one in the step before: nothing stale is left."""
+    """This also holds if it had a gradient in the previous step: nothing stale is left."""
     run = Run()
     run.step(inputs(2))
     run.events.clear()
@@ -142,8 +144,9 @@ def test_frozen_parameters_have_a_place_but_no_gradient() -> None:
 
 
 def test_gradients_of_one_micro_batch_have_memory_from_the_first_one_on() -> None:
-    """Before backward no bucket has memory, during it those do that were reached; the results are those of gradients
-    that stay, also where a parameter gets none."""
+    """Buckets have no memory before backward. During backward the buckets that were reached have it. The results equal
+    those of permanent gradients, even if a parameter gets none.
+    """
     run, seen = Run(releases_grads=True), []
     buckets = run.buffer.buckets
 

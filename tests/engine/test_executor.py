@@ -1,4 +1,4 @@
-"""What a pipeline's executor holds."""
+"""The tensors that a pipeline's executor holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MICRO_BATCHES = 12
 
 
 def outputs_alive(rank: int, world: int, schedule: str) -> int:
-    """The most outputs of a stage whose memory was there at once, counted before each forward."""
+    """Return the largest number of stage outputs whose memory existed at once, counted before each forward."""
     config = small_config(
         layout={"pp": 2}, pipeline={"schedule": schedule}, train={"global_batch": MICRO_BATCHES}, run={"device": "cpu"}
     )
@@ -33,6 +33,8 @@ def outputs_alive(rank: int, world: int, schedule: str) -> int:
 
 
 def test_what_was_sent_is_not_held_until_its_backward() -> None:
-    """gpipe begins its backwards after all forwards: held until then, all outputs would be there at once."""
+    """gpipe starts its backwards after all forwards. If outputs were held until then, all of them would exist at
+    once.
+    """
     first, last = run_ranks(2, outputs_alive, "gpipe")
     assert 1 <= first <= 5 and last == 0

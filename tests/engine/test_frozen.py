@@ -1,4 +1,4 @@
-"""Frozen parameters and modules of several precisions: what is not trained is left alone, wide weights stay wide."""
+"""Frozen parameters and modules of mixed precision: untrained weights are left alone, and wide weights stay wide."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def provider(ctx: Any, stage: Any) -> nn.Module:
-    """The embedding and the first half of the layers are frozen."""
+    """Build the model with the embedding and the first half of the layers frozen."""
     module = model_provider(ctx, stage)
     if module.embedding is not None:
         module.embedding.requires_grad_(False)
@@ -111,8 +111,10 @@ def load(trainer: Trainer, folder: Path) -> None:
 
 
 def from_layout_to_layout(rank: int, world: int, folder: str) -> list[Any]:
-    """With each layout two steps and a checkpoint, from which the next layout, with other random weights, goes on: its
-    loss and norm, all parameters, the ledger of its step and the bytes of its states."""
+    """Take two steps and save a checkpoint with each layout. Then resume each checkpoint with the next layout and other
+    random weights. Return by layout: loss and norm, all parameters, the ledger of the step, and the bytes of the
+    states.
+    """
     found: list[Any] = []
     for number, sections in enumerate(LAYOUTS):
         trainer = frozen_trainer(rank, world, sections)
@@ -140,7 +142,7 @@ class FrozenBlock(FrozenUnit, BlockUnit):
 
 
 def with_frozen_units(model: Model) -> Model:
-    """The model as the planner must see it: the same parts are frozen that `provider` freezes."""
+    """Return the model as the planner must see it, with the parts frozen that `provider` freezes."""
     copy = lambda kind, unit: kind(*(getattr(unit, field.name) for field in fields(unit)))  # noqa: E731
     kinds = {"embedding": FrozenUnit, "blocks.0": FrozenBlock, "blocks.1": FrozenBlock}
     return model.mapped(lambda node: copy(kinds[node.key], node.unit) if node.key in kinds else node.unit)
@@ -195,7 +197,7 @@ def test_a_tie_that_is_frozen_at_one_end_is_refused() -> None:
 
 
 def test_a_frozen_weight_has_no_master(tmp_path: Path) -> None:
-    """It is kept as it is, in bf16; a run that trains it from there on begins with its moments at zero."""
+    """It is saved in bf16 as it is. A run that later trains it starts with zero moments."""
     trainer = frozen_trainer(0, 1, {}, precision="bf16")
     trainer.step()
     save(trainer, tmp_path)
@@ -207,11 +209,11 @@ def test_a_frozen_weight_has_no_master(tmp_path: Path) -> None:
     for (record, value), (_, other) in zip(parameters(trainer), parameters(again), strict=True):
         assert torch.equal(value, other), record.name
     config = small_config(model=MODEL, train={"precision": "bf16", "global_batch": 8})
-    thawed = make_trainer(config)
-    load(thawed, tmp_path)
-    zero = {state.name for state in thawed.states() if state.name != "param" for slot in state.buffer.slots
+    unfrozen = make_trainer(config)
+    load(unfrozen, tmp_path)
+    zero = {state.name for state in unfrozen.states() if state.name != "param" for slot in state.buffer.slots
             if frozen(slot.record.name) and not state.values(slot, *state.holds(slot)).any()}  # fmt: skip
-    assert zero == {"exp_avg", "exp_avg_sq"} and thawed.step().loss == again.step().loss
+    assert zero == {"exp_avg", "exp_avg_sq"} and unfrozen.step().loss == again.step().loss
 
 
 class Mixed(nn.Module):
@@ -236,7 +238,7 @@ def fill(parallel: DataParallel, value: float) -> None:
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_the_norm_of_gradients_of_two_precisions(low: torch.dtype) -> None:
-    """Each is summed in float32 at least: 64 x 64 squares of 3000 are beyond fp16."""
+    """Each is summed at least in float32, because 64 x 64 squares of 3000 exceed the range of fp16."""
     parallel = filled(Mixed(low), low, 3000.0)
     grads = [slot.grad.double() for buffer in parallel.buffers for slot in buffer.slots]
     true = sum(float(grad.square().sum()) for grad in grads)
@@ -244,7 +246,9 @@ def test_the_norm_of_gradients_of_two_precisions(low: torch.dtype) -> None:
 
 
 def test_wide_weights_keep_their_width_without_masters() -> None:
-    """master_dtype=bf16 means no masters, not narrow ones: Adam's steps of 1e-3 are lost beside a bf16 one."""
+    """master_dtype=bf16 means no masters rather than narrow ones. Adam's steps of 1e-3 would vanish in a bf16
+    weight.
+    """
     module = Mixed(torch.bfloat16)
     parallel = filled(module, torch.float32, 1.0)
     optimizer = FlatOptimizer(parallel.buffers, OptimizerConfig(master_dtype="bf16", lr=1e-3, weight_decay=0.0))

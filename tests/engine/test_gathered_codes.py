@@ -1,5 +1,6 @@
-"""Weights that are gathered in fewer bits: equal on all ranks, within the bound of their codes, sent as planned; what
-is updated and saved stays exact."""
+"""Weights that are gathered in fewer bits are equal on all ranks, within the bound of their codes, and sent as planned.
+Updated and saved weights stay exact.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from meshwright.plan.communication import Line, Traffic, predict_rank
 from tests.support.oracle import make_trainer, parameters, small_config
 from tests.support.ranks import run_ranks
 
-BOUNDS = {"bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 1 / 254}  # of a block's largest weight, or of the weight itself
+# Relative to the largest weight of a block, or to the weight itself.
+BOUNDS = {"bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 1 / 254}
 SECTIONS: dict[str, Any] = {
     "model": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 53, "seq": 16}, "zero": {"stage": 3},
     "train": {"precision": "fp64", "global_batch": 4, "micro_batch": 1},

@@ -1,4 +1,4 @@
-"""Loss scaling, alone and in a step whose gradient overflowed."""
+"""Loss scaling by itself, and in a step whose gradient overflowed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_overflow_starts_the_window_again() -> None:
 
 def test_a_window_made_shorter_than_the_good_steps_so_far() -> None:
     scale = LossScale(LossScaleConfig(initial=64.0, window=2), active=True)
-    scale.good_steps = 7  # as a checkpoint had it
+    scale.good_steps = 7  # A checkpoint may hold this.
     scale.update(True)
     assert (scale.value, scale.good_steps) == (128.0, 0)
 
@@ -63,8 +63,9 @@ def fp16_config(**sections: dict[str, Any]) -> Any:
 
 
 def overflow_once(trainer: Trainer) -> None:
-    """The next backward gives an infinite gradient in a parameter that no other tp or pp rank holds: it is there when
-    its bucket is reduced, be that while backward runs."""
+    """Make the next backward produce an infinite gradient in a parameter that no other tp or pp rank holds. It is there
+    when its bucket is reduced, even if that happens during backward.
+    """
     parallel = trainer.data_parallel
     places = ((buffer, slot) for buffer in parallel.buffers for slot in buffer.slots if not slot.record.copies)
     buffer, slot = next(places)
@@ -92,7 +93,9 @@ def all_moments(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def story(rank: int, world: int, layout: dict[str, int]) -> list[tuple[Any, ...]]:
-    """Ten steps, the second of which overflows on the last rank alone: what each did, as every rank saw it."""
+    """Take ten steps, the second of which overflows on the last rank only. Return the outcome of each, as this rank saw
+    it.
+    """
     trainer = make_trainer(fp16_config(model={"layers": 2}, layout=layout), rank, world)
     lines: list[tuple[Any, ...]] = []
     for step in range(10):
@@ -114,7 +117,9 @@ def story(rank: int, world: int, layout: dict[str, int]) -> list[tuple[Any, ...]
     ids=["alone", "dp", "tp", "pp"],
 )
 def test_a_step_that_overflows_is_skipped_everywhere(world: int, layout: dict[str, int]) -> None:
-    """Weights and moments unchanged, batch consumed, scale halved; it doubles after three good steps."""
+    """Weights and moments stay unchanged, the batch is consumed, and the scale is halved. It doubles after three good
+    steps.
+    """
     ranks = run_ranks(world, story, layout)
     assert all([line[:7] for line in rank] == [line[:7] for line in ranks[0]] for rank in ranks)
     lines = ranks[0]
@@ -128,7 +133,7 @@ def test_a_step_that_overflows_is_skipped_everywhere(world: int, layout: dict[st
 
 
 def test_a_scale_that_is_far_too_large_finds_its_way_down() -> None:
-    """No overflow is planted: the numbers themselves leave fp16's range."""
+    """The overflow is not planted: the numbers themselves exceed the range of fp16."""
     trainer = make_trainer(fp16_config(loss_scale={"initial": 2.0**32, "window": 1000}))
     start = weights(trainer)
     results = [trainer.step()]

@@ -1,4 +1,6 @@
-"""A loss of several terms, from several stages, each divided by its own count; and values that only some ranks have."""
+"""A loss of several terms from several stages, each divided by its own count, and monitored values that only some ranks
+have.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Found = tuple[Whole, list[float], list[dict[str, float]], dict[str, Any]]
 
 
 def chosen(tokens: Any) -> Any:
-    """The tokens whose embeddings the second term holds small: other ones than those that the loss counts."""
+    """Select the tokens whose embeddings the second term keeps small. They differ from those that the loss counts."""
     return tokens % 3 == 0
 
 
@@ -46,7 +48,7 @@ def small_embeddings(module: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def two_terms(ctx: Any, module: Any, batch: Any, received: Any) -> StageOutput:
-    """The first stage adds one term, the last the other."""
+    """Return a stage's output, to which the first stage adds one term and the last stage the other."""
     out = forward_step(ctx, module, batch, received)
     terms = list(out.terms)
     monitored = {"from the last": 3.0} if terms else {}
@@ -57,7 +59,7 @@ def two_terms(ctx: Any, module: Any, batch: Any, received: Any) -> StageOutput:
 
 
 def one_term(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
-    """The second term as if it were the loss."""
+    """Return the second term as if it were the loss."""
     return *small_embeddings(module, batch), {}
 
 
@@ -72,7 +74,9 @@ def trainer_of(config: Config, step: Any, loss_counts: Any, rank: int = 0, world
 
 
 def found_of(trainer: Trainer) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
-    """Two steps: losses and norms, the values of terms and what is monitored; and a validation."""
+    """Take two steps and validate. Return losses and norms, the values of terms and monitored quantities, and the
+    validation.
+    """
     results = [trainer.step() for _ in range(2)]
     numbers = [number for result in results for number in (result.loss, result.grad_norm)]
     line = trainer.validate()
@@ -86,7 +90,7 @@ def one_process() -> Found:
 
 
 def test_the_gradient_is_the_sum_of_the_terms_own() -> None:
-    """Each alone is divided after backward, as a loss of one term is: another way to the same numbers."""
+    """Each term alone is divided after backward, as a loss of one term is. This is another way to the same numbers."""
     both = one_process()
     loss, small = (
         gather_global(true_gradients(trainer_of(config_of(), step, None))) for step in (forward_step, one_term)
@@ -97,17 +101,19 @@ def test_the_gradient_is_the_sum_of_the_terms_own() -> None:
     (first, *_), (values, _), line = both[1:]
     assert values["small"] > 0 and first == pytest.approx(values["loss"] + WEIGHT * values["small"], rel=1e-12)
     assert line["loss"] == pytest.approx(line["losses"]["loss"] + WEIGHT * line["losses"]["small"], rel=1e-12)
-    with mock.patch.object(Normalisation, "seed", lambda self, name: self.weight / self.counts["loss"]):  # planted
+    # The planted bug divides every term by the count of the loss.
+    with mock.patch.object(Normalisation, "seed", lambda self, name: self.weight / self.counts["loss"]):
         wrong = gather_global(true_gradients(trainer_of(config_of(), two_terms, counts)))
     assert max(np.abs(value - both[0][name]).max() for name, value in wrong.items()) > 1e-3 * scale
 
 
 def measure(rank: int, world: int, layouts: list[dict[str, Any]], reference: Found, planted: bool) -> list[Any]:
-    """By layout: the worst gradient, the numbers that steps and validation report."""
+    """Return by layout the worst error of a gradient, and the numbers that steps and validation report."""
     found = []
     for layout in layouts:
         trainer = trainer_of(config_of(**layout), two_terms, counts, rank, world)
-        if planted:  # each rank divides by its own counts
+        # The planted bug lets each rank divide by its own counts.
+        if planted:
             with mock.patch("meshwright.engine.step.declared_counts", lambda ctx, names, mine: dict(mine)):
                 found.append((worst(true_gradients(trainer), reference[0]),))
         else:
@@ -152,7 +158,7 @@ def test_a_term_must_be_declared_and_counted_alike() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_term_that_nobody_counted_leaves_the_others_alone(tied: bool) -> None:
-    """No token counts in the loss of this step, and the other term does."""
+    """In this step no token counts in the loss, but tokens count in the other term."""
 
     class Blind(Made):
         def sample(self, n: int) -> dict[str, Any]:
@@ -176,7 +182,7 @@ def test_the_loss_of_a_model_with_a_fused_gradient_has_weight_one() -> None:
 
 
 def test_declared_terms_are_planned() -> None:
-    """The counts before a step, and the longer sums after it."""
+    """The plan includes the counts before a step and the longer sums after it."""
     trainer = trainer_of(config_of(), two_terms, counts)
     job = job_of(trainer.ctx.config, 2, terms=2)
     world = [call for call in stage_calls(job, 0) if call.axis == "world"]
@@ -185,7 +191,7 @@ def test_declared_terms_are_planned() -> None:
 
 
 def test_a_new_name_while_the_next_step_is_under_way() -> None:
-    """Where the loop runs ahead, a step is launched before the one before it is read."""
+    """A loop that runs ahead launches a step before it reads the previous one."""
 
     def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
         return replace(forward_step(ctx, module, batch, received), monitored={"x": 2.0})
@@ -197,7 +203,9 @@ def test_a_new_name_while_the_next_step_is_under_way() -> None:
 
 
 def some_ranks_monitor(rank: int, world: int) -> list[dict[str, float]]:
-    """The first data-parallel rank has a value of its own from the second step on, the first stage another one."""
+    """Return the monitored values of three steps. All ranks monitor their stage, and from the second step on the first
+    data-parallel rank monitors a further value.
+    """
     calls = 0
 
     def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:

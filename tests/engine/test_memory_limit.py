@@ -1,4 +1,4 @@
-"""Offload for its purpose: states that are several times larger than the memory a process takes."""
+"""Offload makes it possible to train states that are several times larger than the memory a process takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# A process that trains a few steps and prints its losses and how far its anonymous memory grew beyond its imports.
+# A program that trains a few steps. It prints its losses and how far its anonymous memory grew beyond its imports.
 PROGRAM = """
 import json, sys, threading, time
 import torch
@@ -58,8 +58,11 @@ def run(where: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_states_that_do_not_fit_train_from_disk(tmp_path: Path) -> None:
-    """Weights, gradients, masters and moments are 16 bytes a parameter. From disk, all but the gradients' 2 live in
-    files: never more than 3.7 are resident, from the first weight that is drawn on, and the losses are the same."""
-    held, offloaded = run("cpu", tmp_path), run("disk", tmp_path)  # a CPU's own memory is cpu: nothing is moved
+    """Weights, gradients, masters and moments take 16 bytes per parameter. With offload to disk, everything except the
+    gradients' 2 bytes lives in files. Never more than 3.7 bytes are resident, counted from the first drawn weight, and
+    the losses are the same.
+    """
+    # On a CPU, offload to cpu moves nothing, since that is its own memory.
+    held, offloaded = run("cpu", tmp_path), run("disk", tmp_path)
     assert offloaded["losses"] == held["losses"]
     assert held["bytes"] > 16 and offloaded["bytes"] < 3.7, (held["bytes"], offloaded["bytes"])

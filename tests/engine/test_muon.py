@@ -1,4 +1,4 @@
-"""Muon against its formula, and the plan that makes matrices whole."""
+"""Muon matches its formula, and its plan makes matrices whole."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ LLAMA = {
     "hidden": 32, "heads": 4, "kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "ffn": 48,
     "bias": True, "layers": 2, "tied_embeddings": False,
 }  # fmt: skip
-# By the end of a name, where its rows are cut: four query heads and two key-value heads of 8; gate and up.
+# By the end of a name, the rows at which a parameter is cut into matrices: four query heads and two key-value heads of
+# width 8, and gate and up.
 MATRICES = {"qkv.weight": [0, 32, 48, 64], "out.weight": [0, 32], "gate_up.weight": [0, 48, 96], "down.weight": [0, 32]}
 
 
 def orthogonal(d: Tensor) -> Tensor:
-    """Five iterations as the paper writes them, on the shorter side."""
+    """Run five iterations as the paper writes them, on the shorter side."""
     x = (d if d.shape[0] <= d.shape[1] else d.T) / d.norm()
     for _ in range(5):
         gram = x @ x.T
@@ -43,8 +44,9 @@ def orthogonal(d: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scale", ["match_adamw", "original"])
 def test_muon_equals_its_formula(scale: str) -> None:
-    """Queries, keys, values, gate and up are matrices of their own; all that is no matrix of a block follows AdamW with
-    its own learning rate."""
+    """Queries, keys, values, gate and up are separate matrices. All parameters that are not matrices of a block follow
+    AdamW with its own learning rate.
+    """
     lr, own, mu, decay, (b1, b2) = 0.02, 0.003, 0.9, 0.1, (0.9, 0.95)
     muon = {"momentum": mu, "adamw_lr": own, "scale": scale}
     trainer = make_trainer(small_config(model=LLAMA, optimizer={"name": "muon", "lr": lr, "muon": muon}))
@@ -109,7 +111,7 @@ def test_zeros_stay_and_small_gradients_do_not_underflow(dtype: torch.dtype) -> 
 
 
 def moved(plan: Redistribution, before: Sequence[Sequence[np.ndarray]], after: Sequence[Sequence[np.ndarray]]) -> None:
-    """Run a plan in one process; both lists are by rank and tensor."""
+    """Run a plan in one process. Both lists are indexed by rank and tensor."""
     for move in plan.moves:
         values = before[move.source][move.tensor][move.slices(move.source_start)]
         after[move.target][move.tensor][move.slices(move.target_start)] = values
@@ -126,7 +128,7 @@ def local(record: ParamRecord, tensor: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_matrices_are_whole_on_one_owner_and_come_back(tp: int, shards: int) -> None:
-    """With two key-value heads, tp=4 holds copies of them."""
+    """tp=4 holds copies of the two key-value heads."""
     config = small_config(model=LLAMA | {"bias": False}, optimizer={"name": "muon"})
     by_rank = [model_of(config).records(Coordinate((("tp", tp, t),) if tp > 1 else ())) for t in range(tp)]
     keys = [key for key, record in by_rank[0].items() if record.matrices]
@@ -152,7 +154,7 @@ def test_matrices_are_whole_on_one_owner_and_come_back(tp: int, shards: int) -> 
     owners = []
     for s in range(shards):
         owners += _check_owners([plans[t][s] for t in range(tp)], [held[t][s][0] for t in range(tp)], parameters, whole)
-    # Queries, keys, values, out, gate, up and down of two blocks, each on one rank.
+    # Queries, keys, values, out, gate, up and down of two blocks are each on one rank.
     assert len(owners) == 2 * 7 and len({(name, start) for name, start in owners}) == len(owners)
     for t in range(tp):
         back = [[np.zeros(size // shards)] for _ in range(shards)]
@@ -164,7 +166,7 @@ def _check_owners(
     plans: Sequence[BucketPlan], held: Sequence[np.ndarray], parameters: Sequence[MatrixParameter],
     whole: dict[str, np.ndarray],
 ) -> list[tuple[str, Any]]:  # fmt: skip
-    """Assemble the matrices of one shard's ranks, compare, and put -2 x each back in place."""
+    """Assemble the matrices of one shard's ranks, compare them, and put -2 times each back in place."""
     if not plans[0].matrices:
         return []
     views, made, found = [], [], []
@@ -187,7 +189,7 @@ def _check_owners(
 
 
 def test_the_work_is_shared() -> None:
-    """No rank has more than twice the mean where there are many matrices."""
+    """The busiest rank has at most twice the mean if there are many matrices."""
     config = small_config(model=LLAMA | {"layers": 16}, optimizer={"name": "muon"})
     records = [record for record in model_of(config).records(Coordinate()).values() if record.matrices]
     parameters = [MatrixParameter(1000 * number, (record,)) for number, record in enumerate(records)]

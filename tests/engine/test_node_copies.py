@@ -1,5 +1,6 @@
-"""A second copy of the weights inside each node: gradients and parameters as without it, in float64, and a step sends
-and keeps what was planned: one gather over all ranks, the others inside the node."""
+"""A second copy of the weights inside each node. In float64 gradients and parameters are the same as without it. A step
+sends and holds the planned bytes: one gather is over all ranks, and the others are inside the node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that live in files: brought and taken back in pieces, and what happens when the disk does not play along."""
+"""States that live in files are brought and written back in chunks, and a disk that fails stops the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SIZES = [3 * PAGE + 16, 48, 2 * PAGE]
 @pytest.mark.parametrize("most", [PAGE, 2 * PAGE, 100 * PAGE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_every_element_is_brought_once_and_taken_back(dtype: torch.dtype, most: int, tmp_path: Path) -> None:
-    """Over three passes, of states in a file, in memory of another precision, and at hand."""
+    """This holds over three passes for states in a file, in memory of another precision, and in memory of the compute
+    precision.
+    """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     cpu = torch.device("cpu")
     kinds = [StateStore(SIZES, dtype, cpu, "disk", tmp_path), StateStore(SIZES, torch.bfloat16, cpu, "none"),

@@ -1,5 +1,6 @@
-"""Replicas that take steps of their own: synchronising after every plain step is data parallelism, and the streaming
-form without fragments and delay is DiLoCo. Every byte is planned."""
+"""Replicas that take local steps. Synchronising after every plain step is data parallelism, and the streaming form
+without fragments and delay is DiLoCo. Every byte is planned.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from tests.support.ranks import run_ranks
 
 EXACT = 1e-12
 STEPS = 3
-# Each replica is a layout of its own.
+# Each replica is itself a layout of several ranks.
 FOUR = [replicas(2, layout={"tp": 2}), replicas(2, EVERY_STEP | {"shares": [3, 1]}, zero={"stage": 3})]
 UNTIED = {"model": {"layers": 4, "hidden": 32, "heads": 4, "vocab": 53, "seq": 16, "tied_embeddings": False}}
 EIGHT: list[Sections] = [
@@ -67,7 +68,8 @@ def test_so_it_is_in_every_layout() -> None:
     check_equals_data_parallelism(8, EIGHT)
 
 
-# With AdamW inside, clipping, and unequal parts of each batch. (At the last step all is synchronised: these go on.)
+# AdamW inside, clipping, and unequal shares of each batch. A run synchronises everything at its last step, which these
+# runs do not reach.
 INSIDE = {"optimizer": {"name": "adamw", "lr": 1e-2}, "train": {"clip": 1.0}}
 DILOCO = {"steps": 3, "shares": [3, 1]}
 STREAMED = DILOCO | {"steps": 4, "fragments": 2, "delay": 1}
@@ -136,7 +138,7 @@ def test_fragments_cover_a_share_once(share: int, fragments: int, n: int) -> Non
 
 
 def bytes_of_kinds(rank: int, world: int, cases: list[Sections], steps: int) -> list[Any]:
-    """The calls of each step and those planned; whether all replicas have the same weights after each round."""
+    """Return by case whether the calls match the plan, the parameters, and the layout."""
     found = []
     for sections, one in zip(cases, trained(rank, world, cases, steps), strict=True):
         found.append((one.calls == one.planned, one.parameters, sections["layout"]))
@@ -146,7 +148,9 @@ def bytes_of_kinds(rank: int, world: int, cases: list[Sections], steps: int) -> 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "powersgd"])
 def test_what_replicas_send_is_planned_and_all_have_the_same_weights(kind: str) -> None:
-    """At the end of a round, with every kind of compression, in fragments too; after plain steps where asked for."""
+    """They agree at the end of a round with every kind of compression, also in fragments, and after plain warm-up
+    steps.
+    """
     compress = {"compress": {"kind": kind} | ({"warmup_steps": 2} if kind == "topk" else {})}
     layouts: list[Sections] = [
         {"layout": {"tp": 2}}, {"layout": {"pp": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 2}},
@@ -156,7 +160,8 @@ def test_what_replicas_send_is_planned_and_all_have_the_same_weights(kind: str) 
     ranks = run_ranks(8, bytes_of_kinds, cases, 4)
     for number in range(len(cases)):
         assert all(rank[number][0] for rank in ranks), cases[number]
-    for number in range(3):  # fragments end their rounds at different steps
+    # Fragments end their rounds at different steps, so the last case is left out.
+    for number in range(3):
         for rank in range(4):
             one, other = ranks[rank][number][1], ranks[rank + 4][number][1]
             assert all(np.array_equal(one[name], other[name], equal_nan=True) for name in one), cases[number]
@@ -194,7 +199,7 @@ def test_replicas_know_what_they_cannot_do() -> None:
     ],
 )
 def test_a_dry_rank_is_the_planned_one(sections: Sections) -> None:
-    """Bytes of states, calls and schedule of the last step of a round."""
+    """This compares the bytes of states, the calls, and the schedule of the last step of a round."""
     config = small_config(**sections | {"train": sections["train"] | {"global_batch": 16}})
     for rank in (0, 5):
         one = compare(rank, run_rank(config, 8, rank, Device("meta")), expected(checked_job(config, 8), rank))

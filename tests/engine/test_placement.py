@@ -1,5 +1,8 @@
-"""A schedule of one's own: stages laid out as a V, so that the first rank has both ends of the model, and backwards
-whose weight gradients come later. It is added from outside, and trains as one process does."""
+"""A custom schedule that is registered from outside trains as one process does.
+
+Its stages are laid out as a V, so that the first rank has both ends of the model. In one variant the weight gradients
+come later than the input gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,14 @@ MODEL = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 53, "seq": 16}
 
 
 def v_placement(pp: int, chunks: int) -> Placement:
-    """Down the ranks with the first chunk and up again with the second."""
+    """Place the first chunks down the ranks, and the second chunks up again."""
     return (*((rank, 0) for rank in range(pp)), *((rank, 1) for rank in reversed(range(pp))))
 
 
 def v_order(split: bool) -> Order:
-    """Each rank's part of one global order, in which a micro-batch begins every few stages."""
+    """Return the order of a V: each rank takes its part of one global order, in which a micro-batch starts every two
+    slots.
+    """
 
     def order(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
         stages = 2 * pp
@@ -78,7 +83,7 @@ def test_everybody_who_reads_a_table_takes_it(kind: str, pp: int) -> None:
         table = build(kind, pp, 5, 2)
     simulation = simulate(table)
     assert sum(simulation.busy) == pytest.approx(3.0 * 5 * pp)
-    # Activations are held from the forward until the weight gradient; the backward in one piece releases them earlier.
+    # Activations are held from the forward until the weight gradient. A backward in one piece releases them earlier.
     releases = Op.WEIGHT_GRAD if kind == "v-split" else Op.BACKWARD
     for rank, actions in enumerate(table.ranks):
         alive = [sum((a.op is Op.FORWARD) - (a.op is releases) for a in actions[:n]) for n in range(len(actions) + 1)]
@@ -91,7 +96,7 @@ def test_everybody_who_reads_a_table_takes_it(kind: str, pp: int) -> None:
 
 
 def test_a_split_backward_that_is_not_whole_is_found() -> None:
-    """A weight gradient that is missing, comes first, or comes beside a backward in one piece."""
+    """The weight gradient is missing, comes first, or comes in addition to a backward in one piece."""
     with mock.patch.dict(KINDS, V):
         table = build("v-split", 2, 3, 2)
     weight, grad = Action(Op.WEIGHT_GRAD, 1, 1), Action(Op.INPUT_GRAD, 1, 1)
@@ -179,12 +184,12 @@ def check_runs(world: int, runs: list[Run]) -> None:
 
 
 def test_v_shaped_trains_as_one_process_does() -> None:
-    """With a tied embedding, whose two ends are one parameter on the first rank."""
+    """The embedding is tied, so that its two ends are one parameter on the first rank."""
     check_runs(2, [sections("v"), sections("v-split")])
 
 
 def late_weights(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Action]:
-    """On one rank: the weight gradients of all micro-batches after everything else."""
+    """Order a rank so that the weight gradients of all micro-batches come after everything else."""
     steps = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
     return [Action(op, m, 0) for op in steps for m in range(micro_batches)]
 
@@ -192,7 +197,7 @@ def late_weights(pp: int, micro_batches: int, chunks: int, rank: int) -> list[Ac
 @pytest.mark.wide
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_late_weight_gradients_of_compiled_blocks(norm: str) -> None:
-    """A compiled backward writes over what it has read: what is needed later must be a copy of it."""
+    """A compiled backward overwrites its inputs, so whatever is needed later must be a copy of them."""
     model = {"norm": norm, "mlp": "swiglu", "position": "rope", "bias": False, "layers": 2}
     with mock.patch.dict(KINDS, {"late": Kind(late_weights, chunks=(1,))}):
         eager = make_trainer(small_config(model=model, run={"device": "cpu"}))

@@ -1,4 +1,4 @@
-"""bf16 and fp16 train: with masters, gradients summed in float32 and, for fp16, a moving loss scale."""
+"""bf16 and fp16 train with masters, gradients summed in float32 and, for fp16, a moving loss scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 25
 
 
 class Few(Made):
-    """Four samples, over and over: a model of any size learns them."""
+    """Four samples that repeat, so that a model of any size learns them."""
 
     def sample(self, n: int) -> dict[str, Any]:
         return super().sample(n % 4)
@@ -37,7 +37,7 @@ PRECISIONS = ["fp32", "bf16", "fp16"]
 
 @cache
 def four_ranks() -> dict[str, list[float]]:
-    """dp 2 x tp 2 with sequence parallelism."""
+    """Return the losses by precision on dp 2 x tp 2 with sequence parallelism."""
     ranks = run_ranks(4, losses, PRECISIONS, {"tp": 2, "sequence_parallel": True})
     assert all(rank == ranks[0] for rank in ranks)
     return dict(zip(PRECISIONS, ranks[0], strict=True))

@@ -1,4 +1,4 @@
-"""Two ranks that share weights hold the same ones, also where updates, loads or the data take rarer ways."""
+"""Two ranks that share weights hold the same values, even with rarer kinds of updates, loads or data."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def train_bf16(rank: int, world: int, stage: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_without_masters(stage: int) -> None:
-    """They are updated in pieces, in place: nobody may gather them before the last piece is back."""
+    """They are updated in place, slice by slice. No rank may gather them before the last slice is written back."""
     first, second = run_ranks(2, train_bf16, stage)
     assert first == second
 
 
-def go_on(rank: int, world: int, folder: str, stage: int) -> tuple[int, list[float], float]:
+def train_or_resume(rank: int, world: int, folder: str, stage: int) -> tuple[int, list[float], float]:
     config = small_config(
         zero={"stage": stage}, checkpoint={"dir": folder}, run={"dir": folder}, train={"global_batch": 4}
     )
@@ -61,18 +61,18 @@ def go_on(rank: int, world: int, folder: str, stage: int) -> tuple[int, list[flo
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_checkpoint_that_one_rank_finds_damaged(stage: int, tmp_path: Path) -> None:
-    """All go back to the one before, and hold what it holds."""
-    run_ranks(2, go_on, str(tmp_path), stage)
+    """All ranks return to the previous checkpoint and hold its weights."""
+    run_ranks(2, train_or_resume, str(tmp_path), stage)
     newest = fmt.list_checkpoints(tmp_path)[-1][1] / "rank-00001.safetensors"
     data = bytearray(newest.read_bytes())
     data[-5] ^= 16
     newest.write_bytes(bytes(data))
-    (step, first, loss), (other, second, same) = run_ranks(2, go_on, str(tmp_path), stage)
+    (step, first, loss), (other, second, same) = run_ranks(2, train_or_resume, str(tmp_path), stage)
     assert step == other == 1 and first == second and loss == same
 
 
 class Sometimes(nn.Module):
-    """A module that is not ours, one layer of which only some micro-batches use."""
+    """A plain torch module with a layer that only some micro-batches use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def data_dependent(rank: int, world: int, stage: int) -> list[list[float]]:
 
 
 def test_what_a_module_uses_may_depend_on_the_data() -> None:
-    """Ranks launch alike all the same, and every stage finds the same gradients."""
+    """Ranks launch the same collectives anyway, and every ZeRO stage computes the same gradients."""
     plain = run_ranks(2, data_dependent, 0)[0]
     for stage in (1, 2, 3):
         for rank in run_ranks(2, data_dependent, stage):

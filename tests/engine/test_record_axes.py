@@ -1,7 +1,7 @@
-"""A record's axes are obeyed: dense parameters are summed over dp, experts over edp, in every ZeRO stage.
+"""The axes of a record decide its sums: dense parameters over dp, experts over edp, at every ZeRO stage.
 
-The model is a linear layer and a few experts that are cut over ep; each ep group gathers its tokens, so that an expert
-sees all tokens that come to it, and one process is the oracle.
+The model is a linear layer and a few experts that are divided over ep. Each ep group gathers its tokens, so that an
+expert sees all tokens routed to it. One process is the oracle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STEPS = 2
 
 
 class Vectors:
-    """Sample n: a few vectors, and which expert each goes to."""
+    """Samples of a few random vectors, each with the expert that it is routed to."""
 
     def sample(self, n: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng([3, n])
@@ -62,7 +62,9 @@ def dense_record() -> ParamRecord:
 
 
 def expert_record(ep: int, index: int) -> ParamRecord:
-    """Matrices of all experts below one another, of which an ep rank holds a run."""
+    """Return the record of the experts' matrices, which are stacked by rows. An ep rank holds a contiguous range of
+    them.
+    """
     rows = EXPERTS * WIDTH // ep
     return rows_of(
         "experts", ((index * rows, rows, 0),), EXPERTS * WIDTH, (WIDTH,), Init("normal", 0.3), data_axes="edp",
@@ -70,7 +72,9 @@ def expert_record(ep: int, index: int) -> ParamRecord:
 
 
 class Gathered(torch.autograd.Function):
-    """All ep ranks' rows; backward is the sum of what they found for this rank's."""
+    """An all-gather of the ep ranks' rows. Its backward sums the gradients that all ranks computed for this rank's
+    rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -87,7 +91,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """This rank's rows of the sum over all ep ranks."""
+    """A reduce-scatter: this rank's rows of the sum over all ep ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -155,7 +159,7 @@ def trainer_of(rank: int, world: int, ep: int, stage: int, **more: Any) -> Train
 
 
 def lines_of(trainer: Trainer) -> dict[Line, Traffic]:
-    """The ledger of the last step: gradients, weights, and the vector of the metrics."""
+    """Return the ledger of the last step for gradients, weights, and the vector of metrics."""
     found: dict[Line, Traffic] = {}
     for entry, tally in trainer.ctx.ledger.entries.items():
         if entry.phase in ("reduce", "gather", "metrics"):
@@ -165,7 +169,7 @@ def lines_of(trainer: Trainer) -> dict[Line, Traffic]:
 
 
 def planned(trainer: Trainer) -> dict[Line, Traffic]:
-    """What the planner says of the same records."""
+    """Return the planned traffic of the same records."""
     layout, config = trainer.ctx.layout, trainer.ctx.config
     params = [HeldParameter(dense_record(), "fp64", 0), HeldParameter(expert_record(layout.ep, 0), "fp64", 1)]
     buffers = buffers_of(params, layout, BUCKET_MIB, config.zero)
@@ -190,8 +194,9 @@ def copied(pairs: Any) -> Any:
 
 
 def train(rank: int, world: int, cases: list[tuple[int, int]], folder: str) -> list[Any]:
-    """For each (ep, stage): gradients, norms, parameters and moments, the ledger's lines and the planner's. The first
-    case is saved; then every case goes on from that for a step."""
+    """Train every (ep, stage). Return gradients, norms, parameters, moments, the recorded and the planned traffic, and
+    the norms of one more step. The first case is saved, and every case resumes from that checkpoint for this step.
+    """
     found = []
     for number, (ep, stage) in enumerate(cases):
         trainer = trainer_of(rank, world, ep, stage)
@@ -205,12 +210,13 @@ def train(rank: int, world: int, cases: list[tuple[int, int]], folder: str) -> l
         after, states = copied(parameters(trainer)), copied(moments(trainer))
         loaded = trainer_of(rank, world, ep, stage)
         load_into(loaded, Reader(Path(folder) / f"step-{STEPS:08d}"))
-        went_on = [loaded.step().grad_norm, trainer.step().grad_norm]
-        found.append((gradients, norms, after, states, lines, planned(trainer), went_on))
+        resumed_norms = [loaded.step().grad_norm, trainer.step().grad_norm]
+        found.append((gradients, norms, after, states, lines, planned(trainer), resumed_norms))
     return found
 
 
-CASES = [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3), (1, 2)]  # (ep, stage); ep=4: edp is one rank
+# (ep, stage). With ep=4 edp has a single rank.
+CASES = [(2, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 3), (1, 2)]
 
 
 @pytest.mark.wide
@@ -222,17 +228,17 @@ def test_experts_are_summed_over_their_own_axes(tmp_path: Path) -> None:
     next_norm = oracle.step().grad_norm
     assert len(gradients) == 2 and min(float(np.abs(g).min()) for g in gradients.values()) > 0
     for rank in run_ranks(4, train, CASES, str(tmp_path)):
-        for case, (found, own_norms, own, own_states, lines, plan, went_on) in zip(CASES, rank, strict=True):
+        for case, (found, own_norms, own, own_states, lines, plan, resumed_norms) in zip(CASES, rank, strict=True):
             assert worst(found, gradients)[0] <= EXACT, case
             assert relative(own_norms, norms) <= EXACT, case
             assert worst(own, after)[0] <= EXACT, case
             assert worst(own_states, states)[0] <= EXACT, case
-            assert relative(went_on, [next_norm] * 2) <= EXACT, case
+            assert relative(resumed_norms, [next_norm] * 2) <= EXACT, case
             assert lines == plan, case
 
 
 def test_ranks_along_cp_read_the_same_samples() -> None:
-    """So each runs as many micro-batches as dp alone would say."""
+    """So each rank runs as many micro-batches as dp alone implies."""
     config = small_config(layout={"cp": 2, "tp": 2}, train={"global_batch": 16})
     layout = Layout(8, tp=2, cp=2)
     assert job_of(config, 8).micro_batches == 8
@@ -242,7 +248,7 @@ def test_ranks_along_cp_read_the_same_samples() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_groups_of_a_step_are_those_the_planner_counts(stage: int) -> None:
-    """Also where a group is made later: it is no axis of the metrics."""
+    """This also holds if a group is created later: it is no axis of the metrics."""
     layout = Layout(4, ep=2)
     assert layout.step_groups() == ["dp", "edp", "embedding", "ep", "pp", "tp", "world"]
     assert replace(layout, ep=1).step_groups() == ["dp", "embedding", "pp", "tp", "world"]

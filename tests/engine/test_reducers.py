@@ -1,7 +1,7 @@
-"""A reducer with state of its own, in every ZeRO stage: nothing is lost or counted twice, and its bytes are planned.
+"""A reducer with state at every ZeRO stage: nothing is lost or counted twice, and its bytes are planned.
 
-The reducer rounds what it sends to bf16 and keeps the rest for the next time (error feedback). Whatever the layout: the
-sums that came out, and what is still kept, are together the sums that a plain reducer gives.
+The reducer rounds gradients to bf16 before it sends them and keeps the rest for the next time (error feedback). On any
+layout, the reduced sums plus the remaining residuals equal the sums of a plain reducer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SENT = torch.bfloat16
 
 
 class ErrorFeedback(PlainReducer):
-    """All ranks' rounded gradients are gathered, or exchanged, and added up in full precision."""
+    """A reducer that gathers or exchanges the rounded gradients of all ranks and adds them up in full precision."""
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         self.buffers = buffers
@@ -64,7 +64,8 @@ class ErrorFeedback(PlainReducer):
         return sent
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
-        kept = self.of_shares if bucket.stage else self.kept  # the second sum of sharded gradients: over replicas
+        # This is the second sum of sharded gradients, over replicas.
+        kept = self.of_shares if bucket.stage else self.kept
         sent = self._rounded(kept[bucket], grads)
         found = sent.new_empty(group.size * sent.numel())
         group.all_gather(found, sent)
@@ -93,8 +94,10 @@ class ErrorFeedback(PlainReducer):
 Found = tuple[list[Pairs], Pairs, dict[Line, Traffic]]
 
 
-def go_on(rank: int, world: int, cases: list[dict[str, Any]], folder: str) -> list[Found]:
-    """Two steps with the first layout and one more with each of them, from its checkpoint; then a whole step."""
+def reduce_and_resume(rank: int, world: int, cases: list[dict[str, Any]], folder: str) -> list[Found]:
+    """Reduce two steps with the first layout and save a checkpoint. Resume it with each layout, reduce one more step,
+    and then take a whole step.
+    """
     first = trainer_of(rank, world, cases[0], ErrorFeedback())
     gradients = reduced(first, 2)
     saver = Saver(first, Path(folder), asynchronous=True, busy="wait", keep=0)
@@ -123,10 +126,10 @@ CASES: list[dict[str, Any]] = [
 def test_what_is_left_out_is_kept_saved_and_cut_for_another_layout(tmp_path: Path) -> None:
     plain = trainer_of(0, 1, {}, PLAIN_REDUCER)
     true = [added(pairs) for pairs in reduced(plain, 3)]
-    ranks = run_ranks(4, go_on, CASES, str(tmp_path))
+    ranks = run_ranks(4, reduce_and_resume, CASES, str(tmp_path))
 
     def totals(case: int) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-        """The gradients that came out of each step, and what all ranks keep."""
+        """Return the reduced gradients of each step, and the residuals of all ranks."""
         steps: list[dict[str, np.ndarray]] = [{} for _ in ranks[0][case][0]]
         for rank in ranks:
             for pairs, into in zip(rank[case][0], steps, strict=True):
@@ -148,7 +151,7 @@ def test_what_is_left_out_is_kept_saved_and_cut_for_another_layout(tmp_path: Pat
 
 def test_planned_equals_recorded(tmp_path: Path) -> None:
     cases = [CASES[0], NODES, {"zero": {"stage": 3}}, {}]
-    ranks = run_ranks(4, go_on, cases, str(tmp_path))
+    ranks = run_ranks(4, reduce_and_resume, cases, str(tmp_path))
     for case, sections in enumerate(cases, start=1):
         job = replace(job_of(small_config(**sections), 4), reducer=ErrorFeedback())
         for rank in ranks:
@@ -157,7 +160,7 @@ def test_planned_equals_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.wide), 2])
 def test_a_run_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
-    """Also where the next backward changes the state before the save has copied the rest."""
+    """This holds even if the next backward changes the state before the save has copied the rest."""
     for before, after in run_ranks(2, twice, stage, str(tmp_path)):
         assert before == after
 

@@ -1,4 +1,6 @@
-"""fp32 masters that are stored as bf16 weights and remainders: every bit pattern, and updates beside plain masters."""
+"""fp32 masters that are stored as bf16 weights plus remainders: every bit pattern survives, and updates equal those of
+plain masters.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from tests.checkpoint.runs import tensors
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
-# On a CPU, offload to its own memory changes one thing: masters are stored in full.
+# On a CPU, offload to its own memory changes only one thing: masters are stored in full.
 IN_FULL = {"offload": {"optimizer": "cpu"}}
 
 
 def patterns() -> Tensor:
-    """Every bf16 value with the low halves at which something changes, and random bits."""
+    """Return every bf16 value combined with the low halves at which something changes, followed by random bits."""
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     edges = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF], dtype=torch.int32)
     drawn = torch.randint(-(2**31), 2**31, (2**20,), dtype=torch.int64, generator=torch.Generator().manual_seed(5))
@@ -65,7 +67,7 @@ def bf16_trainer(rank: int = 0, world: int = 1, **sections: Any) -> Trainer:
 
 
 def stored(trainer: Trainer) -> list[Tensor]:
-    """Masters, then moments, of every share."""
+    """Return the masters, then the moments, of every share."""
     return [plain(share) for state in trainer.states() for share in state.tensors]
 
 
@@ -80,7 +82,9 @@ def stored(trainer: Trainer) -> list[Tensor]:
 def test_updates_are_those_of_masters_in_full(
     sections: dict[str, Any], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, over steps whose gradients are computed with the same weights: a tie is rounded otherwise."""
+    """They agree bit for bit over steps whose gradients are computed with the same weights. The weights must be copied,
+    because ties are rounded differently.
+    """
     monkeypatch.setattr(flat, "SLICE", 256)
     paired, full = bf16_trainer(**sections), bf16_trainer(zero=IN_FULL, **sections)
     (ours,), (theirs,) = paired.optimizer.states, full.optimizer.states
@@ -111,8 +115,10 @@ def load(trainer: Trainer, folder: str) -> None:
             assert torch.equal(bucket.own_params, halve(values)[0] if state.paired else values.bfloat16())
 
 
-def pass_on(rank: int, world: int, folder: str) -> None:
-    """Trains in one layout, saves, and saves again what others have loaded."""
+def save_through_layouts(rank: int, world: int, folder: str) -> None:
+    """Train with one layout and save a checkpoint. Each further layout loads the previous checkpoint and saves it
+    again.
+    """
     trainer = bf16_trainer(rank, world, zero={"stage": 2})
     for _ in range(3):
         trainer.step()
@@ -128,8 +134,8 @@ def pass_on(rank: int, world: int, folder: str) -> None:
 
 
 def test_checkpoints_hold_the_masters_whatever_stores_them(tmp_path: Path) -> None:
-    """Bit for bit, through ZeRO stages, tensor parallelism, masters in full and back."""
-    run_ranks(2, pass_on, str(tmp_path))
+    """The bits survive ZeRO stages, tensor parallelism, masters stored in full, and the way back."""
+    run_ranks(2, save_through_layouts, str(tmp_path))
     alone = bf16_trainer()
     load(alone, str(tmp_path / "full"))
     save(alone, str(tmp_path / "alone"), asynchronous=True)

@@ -1,4 +1,4 @@
-"""Our own sums under the rules of NCCL, whose sends wait for their receives: none of them locks."""
+"""Meshwright's own sums never deadlock under the rules of NCCL, whose sends wait for their receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [
 
 
 def summed(monkeypatch: pytest.MonkeyPatch, size: int, reducer: Any, op: str) -> None:
-    """Sums distinct integers over `size` ranks and compares the result on each."""
+    """Sum distinct integers over `size` ranks and compare the result on each rank."""
     transport = Transport(size)
     monkeypatch.setattr(group_module, "dist", transport.dist)
     inputs = [torch.arange(size * 3, dtype=torch.float64) * 10**rank for rank in range(size)]
@@ -67,7 +67,7 @@ class Both:
 
 
 def unbatched(group: Group, sent: Tensor, to: int, found: Tensor, source: int) -> Both:
-    """A send and a receive by themselves. Of two ranks that send to each other the first sends first."""
+    """Send and receive in separate calls. Of two ranks that send to each other, the first sends first."""
     calls = [lambda: group.send(sent, to), lambda: group.receive(found, source)]
     if to == source and group.index > to:
         calls.reverse()
@@ -75,7 +75,7 @@ def unbatched(group: Group, sent: Tensor, to: int, found: Tensor, source: int) -
 
 
 def longest_ring(kind: str, size: int, node_size: int) -> int:
-    """The ranks of the longest ring that an algorithm goes round; 2 where it talks in pairs alone."""
+    """Return the number of ranks in the longest ring of an algorithm, or 2 if it exchanges only in pairs."""
     if kind == "halving_doubling":
         return 2
     on_node = node_size if size % node_size == 0 else (size if node_size > size else 1)
@@ -98,14 +98,14 @@ def test_unbatched_sends_lock_in_every_ring_of_three(
 
 @pytest.mark.parametrize(("kind", "size", "node_size"), CASES)
 def test_every_rank_takes_part_in_every_round(kind: str, size: int, node_size: int) -> None:
-    """NCCL needs all ranks in the first batch of a group: it makes the communicator."""
+    """NCCL creates the communicator in the first batch of a group, which needs all ranks for that."""
     for place in range(size):
         for each, _ in rounds_of(kind, size, place, "all_reduce", node_size):
             assert each.sent and each.received
 
 
 def test_an_exchange_leaves_out_empty_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank only sends and the second only receives; then neither does anything."""
+    """The first rank only sends and the second only receives. Then neither does anything."""
     transport = Transport(2)
     monkeypatch.setattr(group_module, "dist", transport.dist)
     empty = torch.empty(0)

@@ -33,7 +33,7 @@ def test_a_config_accepts_the_names_of_the_registry() -> None:
 
 
 def test_rules_that_share_a_state_are_the_same_class() -> None:
-    """Else a run that changes its optimizer would go on from values of another meaning."""
+    """Otherwise a run that changes its optimizer would resume from values with another meaning."""
     rules = [rule for name in RULES for rule in rules_of(OptimizerConfig(name=name)) if rule is not None]
     names = [state.name for rule in rules for state in rule.states]
     assert len(set(names)) == len(names) and "param" not in names
@@ -47,7 +47,7 @@ def test_the_registry_says_which_rules_need_whole_matrices() -> None:
 @pytest.mark.parametrize("cut", [7, 2**22])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_lion_equals_its_formula(cut: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the slices are; bf16 weights follow fp32 masters."""
+    """The size of the slices does not matter. bf16 weights follow fp32 masters."""
     monkeypatch.setattr(storage, "SLICE", cut)
     config = OptimizerConfig(name="lion", betas=(0.8, 0.95), weight_decay=0.25)
     module = Small(dtype)
@@ -69,7 +69,7 @@ def test_lion_equals_its_formula(cut: int, dtype: torch.dtype, monkeypatch: pyte
 
 
 class HeavyBall(Rule):
-    """A rule that is nowhere in the package: m = b1 m + g; p = p (1 - lr wd) - lr m. Its state stays in fp32."""
+    """A rule that the package does not contain: m = b1 m + g; p = p (1 - lr wd) - lr m. Its state stays in fp32."""
 
     states = (StateSpec("heavy_ball", wide=True),)
 
@@ -90,13 +90,14 @@ def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("heavy_ball")
 def test_a_new_rule_needs_its_class_and_an_entry(tmp_path: Path) -> None:
-    """It trains the same from states in a file, its state is in checkpoints, and the planner knows the bytes."""
+    """It trains the same from states in a file, its state is in checkpoints, and the planner knows its bytes."""
     places: list[dict[str, object]] = [{}, {"optimizer": "disk", "path": str(tmp_path), "buffer_mib": 0.02}]
     trained = []
     for offload in places:
         optimizer, zero = {"state_dtype": "bf16"}, {"stage": 1, "offload": offload}
         config = small_config(train={"precision": "bf16"}, optimizer=optimizer, zero=zero)
-        object.__setattr__(config.optimizer, "name", "heavy_ball")  # a file's names were fixed at the import
+        # The names that a config file may use were fixed at import, before this rule was registered.
+        object.__setattr__(config.optimizer, "name", "heavy_ball")
         trained.append(make_trainer(config))
         for _ in range(3):
             trained[-1].step()

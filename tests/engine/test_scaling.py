@@ -1,4 +1,4 @@
-"""The one formula of the gradient's scale gives a device's tensors what it gives the host's floats."""
+"""The formula of the gradient's scale gives the same results for tensors of a device as for floats of the host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The parameter server: without staleness it is data parallelism; with it, every gradient is summed once, and never
-later than allowed. What all ranks send together is planned."""
+"""The parameter server. Without staleness it is data parallelism. With staleness every gradient is summed once, and
+never later than allowed. The traffic of all ranks together is planned.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def served(ranks: int, staleness: int = 0, **more: Any) -> Sections:
 
 
 def check_is_data_parallelism(world: int, cases: list[Sections], steps: int = 3) -> None:
-    """Against one process, and against the same layout without a server: there to the bit with two ranks that sum."""
+    """Compare with one process, and with the same layout without a server. The latter must be equal bit for bit if two
+    ranks sum.
+    """
     plain = [{name: keys for name, keys in case.items() if name != "train"} for case in cases]
     references = trained(0, 1, [SGD] * len(cases), steps)
     for found in run_ranks(world, trained, [*cases, *plain], steps):
@@ -58,7 +61,7 @@ class Alone:
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_every_gradient_arrives_once_and_never_later_than_allowed(staleness: int) -> None:
-    """A gradient that is one in the place of its step alone shows when it is summed."""
+    """Each gradient is nonzero only at the index of its step, which shows when it is summed."""
     steps, reducer = 40, ServerReducer(1, staleness, seed=5)
     bucket: Any = object()
     late = [torch.zeros(steps, dtype=torch.float64) for _ in range(staleness)]
@@ -79,7 +82,7 @@ def test_every_gradient_arrives_once_and_never_later_than_allowed(staleness: int
 
 
 def sums_of(rank: int, world: int, sections: Sections, steps: int) -> tuple[Any, Any, Any]:
-    """What arrived in all steps, what is still on its way, and what plain sums find."""
+    """Return the sums that arrived over all steps, the gradients that are still late, and the plain sums."""
     late, plain = trainer_of(rank, world, sections, None), trainer_of(rank, world, SGD, None)
     arrived = [added(pairs) for pairs in reduced(late, steps)]
     found = {name: sum(each[name] for each in arrived) for name in arrived[0]}

@@ -1,4 +1,4 @@
-"""Exposed communication on a device whose stream waits in the host's place, with a simulated stream."""
+"""Exposed communication on a device whose stream waits instead of the host, with a simulated stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 
 
 class FakeStream:
-    """A stream on which a millisecond passes up to each mark; marks are reached from `reached` on."""
+    """A stream that advances one millisecond up to each mark. Marks have times only while `is_reached` is true."""
 
     def __init__(self) -> None:
         self.now, self.marks, self.is_reached = 0, 0, True
@@ -51,7 +51,7 @@ def trained(rank: int, world: int) -> list[tuple[dict[str, float], dict[str, Any
 
 
 def test_waits_of_a_sampled_step_are_exposed_two_steps_later() -> None:
-    """One millisecond passes in each wait and one before it; the sum of the counts comes after the step's end."""
+    """One millisecond passes in each wait and one before it. The sum of the counts comes after the end of the step."""
     for steps in run_ranks(4, trained):
         for number, (exposed, comm, ranks, marks) in enumerate(steps, 1):
             if number % EVERY != FIRST + LATER:
@@ -82,7 +82,7 @@ def test_a_device_that_is_far_behind_is_not_waited_for() -> None:
 
 
 class FakeEvent:
-    """An event of a device; whoever waits for it fails."""
+    """An event of a device that fails if the host waits for it."""
 
     made = 0
 
@@ -121,15 +121,15 @@ def test_the_timer_reads_marks_that_were_reached(monkeypatch: pytest.MonkeyPatch
 
 
 def slow_run(slow: int | None) -> Told:
-    """Names of a run on accelerators, of which every tenth step has the ranks' times."""
-    told = Told()
-    hook = SlowRanks(Layout(4), FaultsConfig(slow_seconds=0.0, slow_steps=4), told)
+    """Return the reports about slow ranks of a run on accelerators, in which every tenth step has the ranks' times."""
+    reports = Told()
+    hook = SlowRanks(Layout(4), FaultsConfig(slow_seconds=0.0, slow_steps=4), reports)
     for step in range(1, WARM_UP + 6 * EVERY):
         result = StepResult(step, 1.0, 1.0, 0.0, None, False, 1, 1, step_time_s=0.3)
         busy = [0.1 + 0.1 * (rank == slow) for rank in range(4)] if step % EVERY == 0 else []
         result.ranks = RankFigures(busy, [], [0.001] * 4, [])
         hook.after(result, False)
-    return told
+    return reports
 
 
 def test_a_rank_that_computes_slowly_on_an_accelerator_is_named() -> None:

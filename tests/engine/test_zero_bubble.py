@@ -1,5 +1,8 @@
-"""ZB-H1, the schedule that ships with weight gradients apart from input gradients: its order and its bubble, that it
-trains as one process does, and that the planner knows the memory of what waits for a weight gradient."""
+"""ZB-H1, the schedule of the package that separates weight gradients from input gradients.
+
+Tested are its order and its bubble, that it trains as one process does, and that the planner knows the memory of
+tensors that wait for a weight gradient.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def test_the_table_is_sound_and_its_bubble_is_the_formulas(pp: int, micro_batche
         verify(build("zb-h1", pp, micro_batches, 1, stage))
     table = build("zb-h1", pp, micro_batches)
     simulation, plain = simulate(table, 1.0, 2.0), simulate(build("1f1b", pp, micro_batches), 1.0, 2.0)
-    if micro_batches >= pp:  # F + I - W = 1
+    # Each further rank adds F + I - W = 1 to the makespan.
+    if micro_batches >= pp:
         assert simulation.makespan == pytest.approx(3.0 * micro_batches + (pp - 1))
     assert simulation.makespan < plain.makespan or pp == 1
     assert set(simulation.peak_activations) == {min(pp, micro_batches)}
@@ -126,7 +130,9 @@ MEMORY: dict[str, Sections] = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", list(MEMORY))
 def test_planned_memory_is_that_of_a_dry_run(name: str, compiled: bool) -> None:
-    """On every pipeline rank: between the two halves of a backward factors are kept, and no activations."""
+    """This holds on every pipeline rank. Between the two halves of a backward, factors are held and activations are
+    not.
+    """
     given = MEMORY[name]
     layout = {"pp": 4, **given.get("layout", {})}
     dp = 2 if "zero" in given else 1

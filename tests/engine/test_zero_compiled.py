@@ -1,4 +1,4 @@
-"""ZeRO under compiled blocks: weights that come and go beneath one compiled graph."""
+"""ZeRO under compiled blocks: weights are gathered and freed beneath one compiled graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 
 
 def worst_gradient(rank: int, world: int, stage: int, mode: str) -> tuple[float, str]:
-    """The largest error of a compiled model's gradients, after a step, against one process that compiles nothing."""
+    """Return the largest gradient error of a compiled model after a step, against one process that compiles nothing."""
     config = small_config(
         model={"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "layers": 2},
         zero={"stage": stage}, recompute={"mode": mode}, run={"device": "cpu"},

@@ -1,4 +1,4 @@
-"""ZeRO under fp8 products, whose weight gradients go to the buffers by a way of their own."""
+"""ZeRO under fp8 products, whose weight gradients take a separate path to the buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 
 def losses(rank: int, world: int, stage: int, scale: str, micro_batches: int) -> list[list[float]]:
-    """Of the stage, and without ZeRO."""
+    """Return the losses with the given ZeRO stage and without ZeRO."""
     config = small_config(
         model={"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tied_embeddings": False}
         | {"ffn": 96, "vocab": 64},
@@ -27,7 +27,9 @@ def losses(rank: int, world: int, stage: int, scale: str, micro_batches: int) ->
 @pytest.mark.parametrize("scale", ["tensor", "row"])
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_losses_are_those_without_zero(stage: int, scale: str) -> None:
-    """With one micro-batch the sums are the same to the bit; with several, but for the order of their terms."""
+    """The sums are equal bit for bit with one micro-batch. With several they differ only in the order of their
+    terms.
+    """
     for micro_batches in (1, 3):
         divided, plain = run_ranks(2, losses, stage, scale, micro_batches)[0]
         assert len(set(plain)) == STEPS

@@ -1,4 +1,4 @@
-"""Runs of `pretrain` in which something is planted: a wrong activation or gradient on one rank, a bit of a weight."""
+"""Runs of `pretrain` with a planted fault: a wrong activation or gradient on one rank, or a flipped bit in a weight."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ TIMES = ("step_time_s", "tokens_per_s", "phases", "time", "tflops", "mfu", "expo
 
 @dataclass(frozen=True)
 class Fault:
-    """In `step` (0: in every step from the fifth on) one element of a module's output, or of its gradient, is made
-    `factor` times the largest (with `whole`: all are multiplied) in its first micro-batch on one rank (-1: on
-    all), `times` times at most in a step, and each time `growth` times as much."""
+    """A fault planted in the output of one module, or with `backward` in the gradient of that output.
+
+    It occurs in the first micro-batch of `step` (0: of every step from the fifth on), on `rank` (-1: on all), and at
+    most `times` times per step. One element becomes `factor` times the largest magnitude in the tensor. With `whole`
+    the whole tensor is multiplied by `factor` instead. Each occurrence is `growth` times as large as the one before.
+    """
 
     step: int
     rank: int = 0
@@ -38,18 +41,18 @@ class Fault:
 
 
 def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
-    been = Counter[int]()  # how often it was, by step
+    occurrences = Counter[int]()  # occurrences so far, by step
 
     def due() -> bool:
         step, micro_batch, _ = ctx.parallel.streams.where
         now = step == fault.step or (not fault.step and step >= 5)
-        if fault.rank not in (-1, ctx.rank) or micro_batch or not now or been[step] == fault.times:
+        if fault.rank not in (-1, ctx.rank) or micro_batch or not now or occurrences[step] == fault.times:
             return False
-        been[step] += 1
+        occurrences[step] += 1
         return True
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
-        factor = fault.factor * fault.growth ** been.total()
+        factor = fault.factor * fault.growth ** occurrences.total()
         if fault.whole:
             return x * factor
         at = torch.arange(x.numel(), device=x.device).view(x.shape) == 3
@@ -72,7 +75,7 @@ def plant(ctx: Any, module: nn.Module, fault: Fault) -> None:
 
 
 class Flip(Hook):
-    """Flips one bit of a parameter, or of one of its moments, on one rank, just before a step."""
+    """A hook that flips one bit of a parameter, or of its optimizer state, on one rank just before a step."""
 
     def __init__(self, rank: int, step: int, name: str, state: str = "param", bit: int = 7) -> None:
         self.rank, self.step, self.name, self.state, self.bit = rank, step, name, state, bit
@@ -90,7 +93,7 @@ class Flip(Hook):
 
 
 def run(folder: Path, fault: Fault | None = None, hooks: tuple[Hook, ...] = (), **sections: Any) -> Any:
-    """The trainer after a run, or the sentence with which it ended."""
+    """Run `pretrain` and return the trainer, or the message of the error that ended the run."""
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 3, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8},
         "train": {"precision": "fp32", "global_batch": 8, "micro_batch": 2, "steps": 12},
@@ -118,7 +121,7 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """What two runs must have in common, bit for bit."""
+    """Return the lines of metrics without timings. Two equal runs must agree in these bit for bit."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines(folder)]
 
 

@@ -1,4 +1,4 @@
-"""Bad steps, planted on one of two ranks: the verdict, the rank, the layer, what is done, and the losses after it."""
+"""Bad steps planted on one of two ranks: the verdict, the named rank and layer, the action taken, and later losses."""
 
 from __future__ import annotations
 
@@ -64,18 +64,21 @@ def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A few of the cases, in one world."""
+    """Run the quick cases in one world. Returns the folder of the runs and each rank's results."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(2, story, str(folder), {name: CASES[name] for name in QUICK})
 
 
 def check_passing(folder: Path, ends: Any, names: Sequence[str]) -> None:
-    """Gone when the step is computed again: the hardware. The run goes on as if nothing had been."""
+    """Check a fault that disappears when its step is computed again.
+
+    It is attributed to the hardware, and the run continues as if nothing had happened.
+    """
     for name in names:
         why, where = PASSING[name]
         (event,) = events(folder / name, "fault")
         assert event["text"].startswith(why) and where in event["text"] and event["rank"] == 1, event
-        assert event["text"] in ends[name][1], "told on the display"
+        assert event["text"] in ends[name][1], "shown on the display"
         assert numbers(folder / name) == numbers(folder / "clean"), name
 
 
@@ -153,7 +156,9 @@ def test_every_way_in_which_a_bad_step_ends(tmp_path: Path) -> None:
     ids=["tp", "pp", "zero3"],
 )
 def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who: str) -> None:
-    """Of ranks that add up a layer's gradient, none can be told apart; with stages it is the one whose layer it is."""
+    """Ranks that sum a layer's gradient cannot be distinguished. With stages, the rank that holds the layer is
+    named.
+    """
     sections = {"model": {"layers": 4}, "layout": layout, "zero": {"stage": zero}}
     cases = {"clean": (None, sections), "forward": (Fault(6, 1, "blocks.3.mlp"), sections)}
     cases["backward"] = (Fault(6, 1, "blocks.3.attention", backward=True), sections)
@@ -165,11 +170,11 @@ def test_on_other_layouts(tmp_path: Path, layout: dict[str, int], zero: int, who
 
 
 def story_ahead(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """The loop launches a step before it has read the one before it, as on an accelerator."""
+    """Run the cases with a loop that launches a step before it has read the one before it, as on an accelerator."""
 
     def step_on_device(self: FlatOptimizer, lr: float, scaling: Any) -> None:
         if bool(scaling.updates):
-            with patch.object(FlatOptimizer, "on_device", False):  # there is no kernel for a CPU
+            with patch.object(FlatOptimizer, "on_device", False):  # a CPU has no kernel for the step on the device
                 self.step(lr, float(scaling.divisor))
 
     with patch.object(FlatOptimizer, "on_device", True), patch.object(FlatOptimizer, "step_on_device", step_on_device):
@@ -178,13 +183,13 @@ def story_ahead(rank: int, world: int, folder: str, cases: dict[str, Any]) -> di
 
 @pytest.mark.wide
 def test_where_steps_run_ahead(tmp_path: Path) -> None:
-    """The step after a bad one has begun by the time of the verdict: it is dropped, and nothing is left of it."""
+    """The step after a bad one has already been launched when the verdict is known. It is dropped without a trace."""
     ends = run_ranks(2, story_ahead, str(tmp_path), {name: CASES[name] for name in (*QUICK, "loss", "again")})[0]
     assert not events(tmp_path / "clean", *KINDS)
     check_passing(tmp_path, ends, ["forward", "spike", "loss"])
     check_skipped(tmp_path)
     check_rollback(tmp_path, ends)
-    # Step 6 had its fault when it was begun after the bad one, and was dropped with it.
+    # The planted fault of step 6 occurred when that step was launched after the bad one, and was dropped with it.
     assert ends["again"][0].startswith("rank 1 had 2 faults, the last in step 7")
     assert [line["step"] for line in lines(tmp_path / "again")] == list(range(1, 8))
     saved = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("step-*"))
@@ -193,7 +198,7 @@ def test_where_steps_run_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_a_run_that_goes_on_knows_its_last_steps(tmp_path: Path) -> None:
-    """A spike in its second step stands out as it would have without a stop."""
+    """A spike in the second step after a resume stands out as it would have in an uninterrupted run."""
     sections = {"checkpoint": {"every": 8}}
     run(tmp_path / "run", None, train={"steps": 8}, **sections)
     run(tmp_path / "run", Fault(10, 0, factor=1e4, backward=True), **sections)
@@ -211,7 +216,7 @@ def test_spikes_stand_out_of_the_window() -> None:
 
 
 def machine(folder: Path) -> BadSteps:
-    """The state machine without a trainer, after twenty good steps."""
+    """Return the state machine of bad steps after twenty good steps, with a stand-in for the trainer."""
     config = FaultsConfig()
     trainer: Any = SimpleNamespace(gate=Gate(1), marks=None, train_batches=None, take_back=lambda result: None)
     bad = object.__new__(BadSteps)
@@ -226,9 +231,11 @@ def machine(folder: Path) -> BadSteps:
 
 
 def test_a_step_is_judged_by_the_bounds_that_held_it(tmp_path: Path) -> None:
-    """Where steps run ahead, the window has moved on by the time of the verdict: the same numbers are no fault."""
+    """The window has moved on by the time of the verdict if steps run ahead. A step that gives the same numbers when
+    it is computed again is then no fault.
+    """
     bad = machine(tmp_path)
-    norm = bad.window.bounds()[1] - 0.1  # below the bound by now, and above the one of its launch
+    norm = bad.window.bounds()[1] - 0.1  # below the current bound, and above the bound at its launch
     result = StepResult(30, 3.0, norm, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, norm - 0.1))
     assert bad.settle(result, lambda: replace(result, held=False, skipped=False)).skipped is False
     (event,) = events(tmp_path, "bad_step")
@@ -236,13 +243,13 @@ def test_a_step_is_judged_by_the_bounds_that_held_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bound", "again", "kind"), [
-    (90.0, 99.95, "bad_step"),  # as much as kernels that add in any order differ
+    (90.0, 99.95, "bad_step"),  # kernels that add in varying order may differ by this much
     (99.98, 99.95, "bad_step"), (90.0, 6.0, "fault"), (20.0, 40.0, "fault"),
 ])  # fmt: skip
 def test_what_is_another_number_when_it_is_computed_again_is_a_fault(
     tmp_path: Path, bound: float, again: float, kind: str
 ) -> None:
-    """Also where that one stands out too; and a number that is the same but for rounding is none."""
+    """A changed number is a fault even if the new one stands out too. A difference of rounding errors is no fault."""
     bad = machine(tmp_path)
     result = StepResult(30, 3.0, 100.0, 1e-3, None, True, 8, 8, held=True, bounds=(9.0, bound))
     found = bad.settle(result, lambda: replace(result, grad_norm=again, held=False, skipped=False))
@@ -261,7 +268,7 @@ def test_a_spike_that_grows_when_it_is_computed_again_is_not_trained(tmp_path: P
 
 
 def test_an_infinite_loss_is_no_spike() -> None:
-    """It is left to what handles numbers that are not finite, as with a loss scale."""
+    """An infinite loss is left to the code that handles numbers that are not finite, as with a loss scale."""
     gate = Gate(1)
     gate.active, gate.loss_bound = True, 5.0
     for loss, held in ((math.inf, 0.0), (6.0, 1.0), (4.0, 0.0)):

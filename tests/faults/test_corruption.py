@@ -1,4 +1,4 @@
-"""Silent corruption: a bit that is flipped on one rank is found, laid to it and mended, or the run stops."""
+"""Silent corruption: a bit flipped on one rank is found, attributed to the rank and repaired, or the run stops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def story(rank: int, world: int, folder: str, cases: dict[str, Any]) -> dict[str
 SMALL_MODEL = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}
 BATCH = {"global_batch": 8, "micro_batch": 1}
 SMALL = {"train": {"global_batch": 6, "micro_batch": 1, "steps": 5}, "run": {"eval_samples": 6}}
-BF16 = SMALL | {"train": SMALL["train"] | {"precision": "bf16"}}  # masters are weights and remainders
+BF16 = SMALL | {"train": SMALL["train"] | {"precision": "bf16"}}  # master weights are the bf16 weights and remainders
 CASES: dict[str, tuple[Flip | None, dict[str, Any]]] = {
     "clean": (None, SMALL),
     "weight": (Flip(2, 4, "layers.1.mlp.down.weight"), SMALL),
@@ -67,7 +67,7 @@ def check_mended(folder: Path, name: str) -> None:
 
 
 def test_the_planner_knows_what_it_sends(tmp_path: Path) -> None:
-    """And the ledger counts it, in every fourth step."""
+    """The ledger counts the planned traffic of the comparisons, which happen in every fourth step."""
     from tests.support.oracle import small_config
 
     run_ranks(2, story, str(tmp_path), {"clean": (None, {})})
@@ -75,9 +75,9 @@ def test_the_planner_knows_what_it_sends(tmp_path: Path) -> None:
         model={"layers": 3, "hidden": 16, "heads": 2, "vocab": 31, "seq": 8}, train={"precision": "fp32",
         "global_batch": 8, "micro_batch": 2, "steps": 12}, faults={"check_every": 4},
     )  # fmt: skip
-    found = [line["comm"]["world"] for line in lines(tmp_path / "clean")]
-    told = [predict_step(config, 2, step=step)["world"]._asdict() for step in range(1, 13)]
-    assert found == told and [n for n, counts in enumerate(found, 1) if counts["calls"] == 6] == [4, 8, 12]
+    counted = [line["comm"]["world"] for line in lines(tmp_path / "clean")]
+    planned = [predict_step(config, 2, step=step)["world"]._asdict() for step in range(1, 13)]
+    assert counted == planned and [n for n, counts in enumerate(counted, 1) if counts["calls"] == 6] == [4, 8, 12]
 
 
 @pytest.mark.wide
@@ -109,7 +109,7 @@ def test_of_two_nobody_knows_who_is_right(tmp_path: Path) -> None:
     {"layout": {"pp": 2, "tp": 2}, "model": SMALL_MODEL | {"kind": "t5"}},
 ])  # fmt: skip
 def test_no_false_alarm(tmp_path: Path, sections: dict[str, Any]) -> None:
-    """Whatever ranks hold alike is alike to the last bit in every layout."""
+    """Replicated state is equal to the last bit in every layout."""
     sections = {"model": SMALL_MODEL} | sections
     ends = run_ranks(4, story, str(tmp_path), {"run": (None, sections | {"faults": {"check_every": 2}})})
     assert ends[0]["run"] == 12, ends
@@ -124,7 +124,8 @@ def test_who_is_wrong() -> None:
     assert divergences(four, ["dp"], sums(four)) == []
     assert divergences(four, ["dp"], sums(four, (2, 0))) == [Divergence("dp", (0, 1, 2, 3), (2,))]
     assert divergences(four, ["dp"], sums(four, (2, 0), (3, 0)))[0].wrong == ()
-    square = Layout(4, tp=2)  # a weight that all four hold: where two and two differ, the one in both pairs is wrong
+    # All four ranks hold the weight. If both axes have a group that differs, the rank in both groups is wrong.
+    square = Layout(4, tp=2)
     found = divergences(square, ["dp", "tp"], sums(square, (3, 0), (3, 1)))
     assert {(each.axis, each.wrong) for each in found} == {("dp", (3,)), ("tp", (3,))}
     assert divergences(square, ["dp", "tp"], sums(square, (3, 0)))[0].wrong == ()
@@ -133,7 +134,7 @@ def test_who_is_wrong() -> None:
 @pytest.mark.parametrize("size", [1, 3, 8, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])
 def test_every_bit_counts(size: int, dtype: torch.dtype) -> None:
-    x = (torch.arange(size + 1) * 1.37).to(dtype)[size % 2 :]  # one of two begins within a word of 64 bits
+    x = (torch.arange(size + 1) * 1.37).to(dtype)[size % 2 :]  # odd sizes begin within a word of 64 bits
     before, bits = int(checksum(x)), x.view(torch.uint8)
     for at in range(bits.numel()):
         bits[at] ^= 1 << at % 8

@@ -1,4 +1,4 @@
-"""Bugs put into what is done about faults: the checks of the tests that plant faults find each of them."""
+"""Bugs planted in the handling of faults: the checks of the tests that plant faults find each of these bugs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.wide
 
-Check = Callable[[Path, Any], None]  # given the folder of the runs, and how they ended
+Check = Callable[[Path, Any], None]  # called with the folder of the runs and their results
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`owner.name` does something else, made of what it did; `cases` are those of the module that `check` reads."""
+    """A planted bug. `wrong` takes the real `owner.name` and returns a replacement that misbehaves.
+
+    The bug is active while the named `cases` of `module` run. `check` reads their results and must fail.
+    """
 
     owner: Any
     name: str
@@ -48,7 +51,7 @@ class Bug:
 
 
 def other_samples(real: Any) -> Any:
-    """The step is computed again, with the samples after its own."""
+    """Compute the step again with the samples that follow its own."""
 
     def take_back(self: Any, result: Any) -> None:
         real(self, result)
@@ -58,7 +61,7 @@ def other_samples(real: Any) -> Any:
 
 
 def same_samples(real: Any) -> Any:
-    """Goes back, and to the very same batch."""
+    """Return to the very same batch after a rollback."""
 
     def roll_back(self: Any, result: Any, text: str, place: Any) -> None:
         real(self, result, text, place)
@@ -76,7 +79,7 @@ def another_rank(real: Any) -> Any:
 
 
 def not_held(real: Any) -> Any:
-    """The verdict comes, and the update was made."""
+    """Pass the update on although it is held back in the verdict."""
 
     def pass_on(self: Any, sums: Any, normalisation: Any) -> Any:
         return sums, real(self, sums, normalisation)[1]

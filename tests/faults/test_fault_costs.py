@@ -1,4 +1,4 @@
-"""What the checks of `faults` cost, by the benchmark that measures it, in the processor's time."""
+"""The cost of the checks of `faults` in processor time, as measured by their benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.wide
 def test_checks_at_their_defaults_cost_less_than_a_hundredth_of_a_step() -> None:
-    """With 1,024 ranks to watch, and steps of half a second, which are short. It takes the benchmark half a minute."""
+    """The checks take less than 1 % of a short step of half a second with 1,024 ranks to watch. The benchmark runs for
+    half a minute.
+    """
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks" / "faults.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Slow ranks: named within a few steps with what they are slow in, and nobody where all are as noisy."""
+"""Slow ranks are named within a few steps, with the cause, and no rank is named when all are equally noisy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 
 class Told(FaultNotes):
-    """Keeps what is noted."""
+    """Notes of faults that are kept in memory."""
 
     def __init__(self) -> None:
         super().__init__("", 3, True)
@@ -42,10 +42,14 @@ def steps(
     layout: Layout, count: int, slow: dict[int, float], data: dict[int, float], noise: float, seed: int = 0,
     measured: bool = True, work: dict[int, float] | None = None, least_s: float = 0.0,
 ) -> Told:  # fmt: skip
-    """What is noted of so many steps of 0.1 s: `slow` ranks compute, and `data` ranks read, so many times that longer
-    from the 31st on; every rank's step is longer by chance, sometimes by much. `work`: what a stage's work is."""
-    told, chance = Told(), random.Random(seed)
-    hook = SlowRanks(layout, FaultsConfig(slow_seconds=least_s), told)
+    """Return the notes after `count` steps of 0.1 s.
+
+    From step 31 on, a rank in `slow` computes that many times 0.1 s longer, and a rank in `data` reads for that many
+    times 0.1 s longer. Each rank's step is longer by a random time, which is sometimes large. `work` is the relative
+    work of each pipeline stage.
+    """
+    notes, chance = Told(), random.Random(seed)
+    hook = SlowRanks(layout, FaultsConfig(slow_seconds=least_s), notes)
     for step in range(1, count + 1):
         busy, reading = [], []
         for rank in range(layout.world):
@@ -59,7 +63,7 @@ def steps(
         result.exposed_s = {"dp": 0.1, "tp": 0.01}
         result.ranks = RankFigures(busy if measured else [], [], reading, [])
         hook.after(result, False)
-    return told
+    return notes
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
@@ -71,7 +75,7 @@ def test_a_rank_that_is_slower_by_half_is_named_within_twenty_steps(noise: float
 
 
 def test_a_rank_that_is_slow_for_a_moment_is_not_named() -> None:
-    """Steps of 0.2 s: ten seconds are some fifty steps."""
+    """Steps take 0.2 s, so ten seconds are about fifty steps."""
     assert not steps(Layout(8), 70, {3: 1.0}, {}, 0.0, least_s=10.0).lines
     ((step, _, rank),) = steps(Layout(8), 100, {3: 1.0}, {}, 0.0, least_s=10.0).lines
     assert rank == 3 and 80 <= step <= 95
@@ -86,16 +90,17 @@ def test_on_an_accelerator_the_host_knows_how_long_it_waited_for_data() -> None:
 def test_nobody_is_named_in_noise(world: int) -> None:
     for noise in (0.1, 0.3):
         assert not steps(Layout(world), 2000, {}, {}, noise, seed=world).lines
-    for noise in (1.0, 2.0):  # a machine with several times as many programs as processors
+    for noise in (1.0, 2.0):  # as on a machine with several times as many programs as processors
         assert not steps(Layout(world), 1000, {}, {}, noise, seed=world, least_s=10.0).lines
-    pipeline = Layout(8, pp=2)  # the last stage has the head: more work, and no fault of its ranks
+    # The last stage also computes the head. It has more work, which is no fault of its ranks.
+    pipeline = Layout(8, pp=2)
     assert not steps(pipeline, 500, {}, {}, 0.1, work={1: 3.0}).lines
     ((_, text, rank),) = steps(pipeline, 60, {1: 1.0}, {}, 0.1, work={1: 3.0}).lines
     assert rank == 1 and "computing" in text
 
 
 def slowed(rank: int, world: int, folder: str) -> None:
-    """Two runs: one in which rank 1 computes longer, and one in which it reads longer."""
+    """Run twice: once while rank 1 computes slowly, and once while it reads data slowly."""
     from meshwright.models.graph_stage import GraphStage
     from tests.support.oracle import Made
 
@@ -125,7 +130,7 @@ def test_in_a_run(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def half_a_processor(pid: int) -> Iterator[None]:
-    """Meanwhile a process is stopped for half of the time, as by a limit of its container."""
+    """Stop a process for half of the time, as a container's limit on the processor does."""
     over = threading.Event()
 
     def limit() -> None:
@@ -145,7 +150,7 @@ def half_a_processor(pid: int) -> Iterator[None]:
 
 @pytest.mark.wide
 def test_a_rank_with_half_a_processor_is_named_within_twenty_steps(folder: Path, start: Any) -> None:
-    """Through the real command. Nobody is named before, and the other one never."""
+    """The real command names the rank. No rank is named before that, and the other rank is never named."""
     words = ("train.global_batch=256", "train.micro_batch=4", "checkpoint.every=0", "faults.slow_seconds=2")
     process = start("--nproc", "2", *words)
     run = folder / "run"

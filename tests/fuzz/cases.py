@@ -1,4 +1,4 @@
-"""Hostile inputs of every kind. A case prepares its files in an empty folder and returns the words of a command."""
+"""Hostile inputs of every kind. A case damages the files of the current folder and returns the words of a command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ Case = Callable[[Random], list[str]]
 
 
 def make_good(folder: Path) -> None:
-    """Makes what the cases damage: token files, a run with one checkpoint, and its weights as a Hugging Face folder."""
+    """Create the files that cases damage: token files, a run with one checkpoint, and its weights as a Hugging Face
+    folder.
+    """
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -63,14 +65,14 @@ def make_good(folder: Path) -> None:
 
 
 def header_of(path: Path) -> tuple[bytes, bytes]:
-    """Returns the header of a safetensors file, and what follows it."""
+    """Return the header of a safetensors file, and the bytes that follow it."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     return data[8:end], data[end:]
 
 
 def damaged(path: Path, random: Random, head: Any = None) -> bytes:
-    """Returns what a JSON file holds, with something else in it or as broken text."""
+    """Return the content of a JSON file with some values changed, or as broken text."""
     found = json.loads(path.read_bytes() if head is None else head)
     if random.random() < 0.15:
         return hostile.broken_text(json.dumps(found), random)
@@ -78,7 +80,7 @@ def damaged(path: Path, random: Random, head: Any = None) -> bytes:
 
 
 def readers(random: Random, source: str) -> list[str]:
-    """Returns a command that reads a run or a Hugging Face folder."""
+    """Return a command that reads a run or a Hugging Face folder."""
     commands = [
         ["inspect", source], ["inspect", source, "--json"], ["inspect", source, "--no-verify"],
         ["export", source, "--to", "out"], ["generate", source, "--prompt-tokens", "1,2", "--max-tokens", "2"],
@@ -89,7 +91,7 @@ def readers(random: Random, source: str) -> list[str]:
 
 
 def checkpoint_index(random: Random) -> list[str]:
-    """An index with a right checksum that says something else."""
+    """Write an index with a valid checksum and changed values."""
     value = json.loads(Path(STEP, fmt.INDEX).read_text())
     value.pop("crc32")
     changed = hostile.mutated(value, random)
@@ -101,14 +103,14 @@ def checkpoint_index(random: Random) -> list[str]:
 
 
 def tensor_header(random: Random) -> list[str]:
-    """A part of a checkpoint, or a file of weights, with another header."""
+    """Damage the header of a checkpoint's part, or of a file of weights."""
     ours = random.random() < 0.6
     path = Path(STEP, PART) if ours else Path("hf/model.safetensors")
     head, rest = header_of(path)
     changed = damaged(path, random, head)
     length = len(changed) if random.random() < 0.9 else random.choice((0, 7, 2**40, 2**64 - 1))
     path.write_bytes(length.to_bytes(8, "little") + changed + rest)
-    if ours and random.random() < 0.9:  # the index knows the new size
+    if ours and random.random() < 0.9:  # the index has the new size
         value = json.loads(Path(STEP, fmt.INDEX).read_text())
         value.pop("crc32")
         value["files"][PART] = path.stat().st_size
@@ -118,7 +120,7 @@ def tensor_header(random: Random) -> list[str]:
 
 
 def hf_folder(random: Random) -> list[str]:
-    """A Hugging Face folder whose config.json, weight map or settings are others."""
+    """Damage a Hugging Face folder: its config.json, its weight map, or its settings of generation or tokenizer."""
     folder, name = random.choice((("hf", "config.json"), ("hf", "config.json"), ("sharded", SHARDED)))
     path = Path(folder, name)
     if random.random() < 0.15:
@@ -135,7 +137,7 @@ def hf_folder(random: Random) -> list[str]:
 
 
 def token_files(random: Random) -> list[str]:
-    """Token files, their metadata, and text to prepare."""
+    """Damage token files or their metadata, or write hostile text to prepare."""
     what = random.randrange(4)
     if what == 0:
         Path("tokens.json").write_bytes(damaged(Path("tokens.json"), random))
@@ -159,7 +161,7 @@ def token_files(random: Random) -> list[str]:
 
 
 def keys_of_config() -> list[tuple[str, Any]]:
-    """Lists every key of a config with its kind."""
+    """List every key of a config with its type."""
 
     def keys(cls: Any, before: str) -> list[tuple[str, Any]]:
         hints, found = typing.get_type_hints(cls), []
@@ -172,7 +174,7 @@ def keys_of_config() -> list[tuple[str, Any]]:
 
 
 def word_of(random: Random, sections: Sequence[str] = ()) -> str:
-    """Returns a `section.key=value` word with a value that is hostile, or nearly right."""
+    """Return a `section.key=value` word with a value that is hostile, or nearly right."""
     keys = keys_of_config()
     key, kind = random.choice([each for each in keys if not sections or each[0].startswith(tuple(sections))])
     sizes = (0, 1, 2, 3, 4, 8, 16, 48, 10**6, 2**31, 2**62, -1)
@@ -189,7 +191,7 @@ def word_of(random: Random, sections: Sequence[str] = ()) -> str:
 
 
 def planner(random: Random, target: str) -> list[str]:
-    """Returns a command that reads a config and runs no step."""
+    """Return a command that reads a config and runs no step."""
     commands = [
         ["config", "show", target], ["config", "check", target, "--world", str(random.choice((1, 2, 8, 10**12)))],
         ["cost", target, *CLUSTER], ["memory", target, "--world", "2"], ["plan", target, *CLUSTER, "--json"],
@@ -202,7 +204,7 @@ def config_words(random: Random) -> list[str]:
     return [*planner(random, "config.yaml"), *(word_of(random) for _ in range(random.choice((1, 1, 2, 3))))]
 
 
-# Sections and keys that a run of one step may have anything in: none is a size of the model or a folder to write to.
+# Keys that may have any value in a run of one step. None of them sets the model's size or a folder to write to.
 TRAINED = (
     "optimizer.", "lr.", "loss_scale.", "comm.", "zero.stage", "zero.shard", "zero.offload.buffer", "recompute.",
     "data.", "checkpoint.every", "checkpoint.keep", "checkpoint.async", "checkpoint.busy", "run.log", "run.eval",
@@ -223,16 +225,16 @@ def config_yaml(random: Random) -> list[str]:
 
 
 def cluster_file(random: Random) -> list[str]:
-    """A cluster's file, which is YAML, with other values; JSON is YAML too."""
+    """Change values of a cluster file. The file is YAML, and JSON is YAML too."""
     raw = yaml.safe_load((FOLDER / "laptop.yaml").read_text(encoding="utf-8"))
-    name = f"mine-{random.randrange(10**9)}.yaml"  # a cluster is read once in a process
+    name = f"mine-{random.randrange(10**9)}.yaml"  # a process reads each cluster file only once
     Path(name).write_text(json_text(hostile.mutated(raw, random)), encoding="utf-8", errors="surrogatepass")
     command = random.choice((["cost"], ["simulate"], ["plan", "--json"]))
     return [command[0], "config.yaml", "--cluster", name, "--devices", "2", *command[1:]]
 
 
 def arguments(random: Random) -> list[str]:
-    """Options with numbers that are too large, too small, or none."""
+    """Return a command with numbers that are too large, too small, or not numbers at all."""
     numbers = (
         "0", "-1", "1", "2", "3", "7", "64", "1000", "65536", "1000000000", "9" * 30, "9" * 5000, "1.5", "nan", "inf",
         "1e300", "", "x", "²", "0x10", "1_000", "a" * 10_000, "8:16", "8:" + "9" * 20, "1,2,x",
@@ -266,7 +268,7 @@ def arguments(random: Random) -> list[str]:
 
 
 def run_folder(random: Random) -> list[str]:
-    """A run's own files, which it reads when it goes on."""
+    """Damage files that a run reads when it continues."""
     name = random.choice(("metrics.jsonl", "validation.jsonl", "run.json", "config.yaml"))
     path = Path("run", name)
     if name == "config.yaml":
@@ -277,7 +279,7 @@ def run_folder(random: Random) -> list[str]:
 
 
 def looked_at(random: Random) -> list[str]:
-    """A run's own files, which others look at, and options of what hands a run to a scheduler."""
+    """Damage files of a run that other commands read, or give hostile options to the command that submits a run."""
     what = random.randrange(4)
     if what == 3:
         words = [f"--{option}={hostile.scalar(random)}" for option in ("nodes", "time", "lead", "name", "setup")]
@@ -298,7 +300,7 @@ def looked_at(random: Random) -> list[str]:
 
 
 def imported(random: Random) -> list[str]:
-    """What is kept of a Hugging Face folder beside a checkpoint, words for upcycling, and tables of runs."""
+    """Damage the notes that an import leaves in a checkpoint, or give hostile words for upcycling or tables of runs."""
     if random.random() < 0.3:
         given = random.choice(("count=2,top_k=1", "count=4", "ffn=24"))
         return ["import", "hf", "--to", "out", f"--upcycle={given},{word_of(random).partition('.')[2]}"]

@@ -1,25 +1,26 @@
-"""Values and texts that are made to hurt, from a seeded generator: the same seed gives the same ones everywhere."""
+"""Hostile values and texts from a seeded generator: the same seed gives the same ones everywhere."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
-DEEP = 3000  # brackets within one another: beyond Python's limit of recursion
+DEEP = 3000  # levels of nested brackets, beyond Python's limit of recursion
 
 
 class Raw:
-    """A piece of JSON that no Python value stands for."""
+    """JSON text that no Python value represents."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def scalar(random: Random) -> Any:
-    """Returns one value of JSON that few places expect."""
+    """Return one JSON value that few readers expect."""
     sizes = (0, 1, -1, 2, 3, 7, 2**31, 2**40, 2**63 - 1, 2**63, -(2**63), 10**30)
     words = (
         "", " ", "a", "0", "-1", "1e999", "null", "9" * 5000, "a" * 10_000, "b" * 500_000, "\x00", "x\ny", "\x1b[31m",
@@ -32,7 +33,7 @@ def scalar(random: Random) -> Any:
 
 
 def value(random: Random) -> Any:
-    """Returns a hostile scalar, or a list or a table of some."""
+    """Return a hostile scalar, or a list or a table of hostile scalars."""
     kind = random.randrange(8)
     if kind < 5:
         return scalar(random)
@@ -44,19 +45,23 @@ def value(random: Random) -> Any:
 
 
 def places(found: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Lists the paths to all values within a value."""
-    keys = list(found) if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ()
+    """List the paths to all values within a value."""
+    keys: Iterable[Any] = ()
+    if isinstance(found, dict):
+        keys = list(found)
+    elif isinstance(found, list):
+        keys = range(len(found))
     return [path, *(inner for key in keys for inner in places(found[key], (*path, key)))]
 
 
 def mutated(given: Any, random: Random) -> Any:
-    """Returns a copy of a JSON value in which one or two places hold something else, or nothing."""
+    """Return a copy of a JSON value with one or two places changed, removed or added."""
     found = copy.deepcopy(given)
     for _ in range(random.choice((1, 1, 1, 2))):
         paths = [path for path in places(found) if path]
         if not paths:
             return value(random)
-        # The first places are the outermost: each depth gets its turn.
+        # The depth is drawn first: most paths are deep, and outer places would rarely be chosen.
         depth = random.choice(sorted({len(path) for path in paths}))
         *outer, last = random.choice([path for path in paths if len(path) == depth])
         inside = found
@@ -77,7 +82,7 @@ def mutated(given: Any, random: Random) -> Any:
 
 
 def json_text(found: Any) -> str:
-    """Writes JSON in which `Raw` pieces stand as they are."""
+    """Write JSON in which `Raw` texts appear as they are."""
     pieces: list[str] = []
 
     def mark(each: Any) -> Any:
@@ -95,7 +100,7 @@ def json_text(found: Any) -> str:
 
 
 def broken_text(text: str, random: Random) -> bytes:
-    """Returns a text that is cut off, or in which some bytes are others."""
+    """Return a text that is cut off, or in which some bytes are changed."""
     data = bytearray(text.encode("utf-8", "surrogatepass"))
     if random.random() < 0.4:
         return bytes(data[: random.randrange(len(data) + 1)])
@@ -105,7 +110,7 @@ def broken_text(text: str, random: Random) -> bytes:
 
 
 def yaml_text(random: Random, base: str) -> str:
-    """Returns YAML that is made to hurt, alone or below a good config."""
+    """Return hostile YAML, alone or appended to a good config."""
     laughs = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)

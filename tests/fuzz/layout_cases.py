@@ -1,4 +1,4 @@
-"""Random models on random layouts, drawn from a seed and the number of a case, so that each case can be drawn again."""
+"""Random models on random layouts. A case is drawn from a seed and its number, so that it can be drawn again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 
 Sections = dict[str, dict[str, Any]]
 
-# Sections that say how ranks share the work; the rest says what is trained, and one process trains the same.
+# Sections that divide the work over ranks. The others describe the training, which one process can do as well.
 SHARING = ("layout", "zero", "context", "pipeline", "recompute", "comm")
 VOCAB, STEPS = 53, 3
 
 
 @dataclass
 class Case:
-    """One model and one layout. `against`: what the run is compared with, one process or a second run like it. `then`:
-    how it ends in between and goes on: not at all, resumed on the same layout or on `other`, or stopped by SIGTERM."""
+    """One model and one layout.
+
+    `against` says with which run the result is compared: a run of one process, or a second run like it ("itself").
+    `then` says how the run is interrupted: not at all, resumed on the same layout or on `other`, or stopped by SIGTERM.
+    """
 
     name: str
     world: int
@@ -31,7 +34,7 @@ class Case:
 
 
 def draw(seed: int | str, number: int) -> Case:
-    """Returns case `number` of a seed."""
+    """Return case `number` of a seed."""
     random = Random(f"layouts {seed} {number}")
     kind = random.choices(
         ["dense", "experts", "latent", "bert", "t5", "glm", "adapters", "preference", "chat", "hf"],
@@ -50,10 +53,10 @@ def draw(seed: int | str, number: int) -> Case:
     case.sections |= sharing
     _variants(random, case)
     _batches(random, case)
-    # The plan of a parameter server has the mean of all ranks, which no rank's own dry run shows.
+    # The plan of a parameter server states the mean of all ranks, which a dry run of single ranks does not show.
     case.dry = random.random() < 0.2 and "server" not in case.sections["train"]
     if kind == "dense" and case.against == "one process" and not case.then and random.random() < 0.04:
-        case.sections["train"]["compile"] = True  # one process computes the same without a compiler
+        case.sections["train"]["compile"] = True  # the reference, one process, does not compile
     return case
 
 
@@ -157,7 +160,7 @@ def _tuning(random: Random, case: Case, kind: str) -> None:
         tune |= random.choice([{}, {}, {"targets": ["q", "v"]}, {"modules_to_save": ["embedding"]}])
         if tune["kind"] == "lora" and random.random() < 0.25:
             tune["quantise"] = "nf4"
-            # The blocks of 64 values that nf4 packs are those of a tp rank's rows, and of its inputs.
+            # nf4 packs blocks of 64 values of a tp rank's rows and inputs, so the model must be larger.
             model |= {"heads": 8, "kv_heads": 8, "hidden": 128, "ffn": 256, "position": "rope"}
             model.pop("rotary_fraction", None)
     if kind == "preference":
@@ -173,10 +176,11 @@ def _tuning(random: Random, case: Case, kind: str) -> None:
 
 
 def _layout(random: Random, case: Case) -> tuple[int, Sections]:
-    """Draws a number of ranks and how they share the model; the rules decide whether they can."""
+    """Draw a number of ranks and how they share the model. The rules of the config decide whether they can."""
     model = case.sections["model"]
     world = random.choice([2, 2, 3, 4, 4, 4, 6, 8, 8])
     left, sizes = world, {"tp": 1, "cp": 1, "pp": 1}
+    # tp is listed twice, so that it is drawn more often.
     for axis in random.sample(["tp", "tp", "cp", "pp"], 4):
         most = min(left, model.get("layers", 2)) if axis == "pp" else left
         if sizes[axis] == 1 and random.random() < 0.45:
@@ -246,7 +250,7 @@ def _expert_axes(random: Random, model: dict[str, Any], ranks: int, tp: int, lay
 
 
 def _variants(random: Random, case: Case) -> None:
-    """Draws what can't be compared with one process, and how a run is interrupted."""
+    """Draw features that can't be compared with one process, and how a run is interrupted."""
     drawn, train = random.random(), case.sections["train"]
     if drawn < 0.06 and not case.hf:
         case.sections["model"]["dropout"] = 0.1
@@ -274,7 +278,7 @@ def _variants(random: Random, case: Case) -> None:
 
 
 def _batches(random: Random, case: Case) -> None:
-    """Gives batches that the ranks of all of a case's layouts can share."""
+    """Set batch sizes that the ranks of all of a case's layouts can divide."""
     shares = []
     for world, sections in [(case.world, case.sections), *([case.other] if case.other else [])]:
         layout = sections["layout"]
@@ -288,7 +292,7 @@ def _batches(random: Random, case: Case) -> None:
 
 
 def merged(base: Sections, given: dict[str, Any]) -> Sections:
-    """Returns sections with the keys (with dots) of some advice in them."""
+    """Return the sections with the advised values, whose keys have dots."""
     found = {name: dict(keys) for name, keys in base.items()}
     for key, value in given.items():
         *path, last = key.split(".")

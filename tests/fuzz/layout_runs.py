@@ -1,4 +1,4 @@
-"""Runs a case in forks of one warm process and compares what it wrote with what it should have written."""
+"""Runs a case in forks of one warm process and compares its files with those of a reference run."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from tests.support.advice import advised
 from tests.support.oracle import made_for
 
 DEADLINE_S = 120.0
-COMPILING_S = 600.0  # the same where blocks are compiled: g++ takes its time
-GRACE_S = 5.0  # for the other ranks, after one has failed
-EXACT = 1e-9  # of a tensor's largest element; fp64 runs agree to 1e-12
-FLOOR = 1e-13  # below which a difference is that of a gradient that is zero in theory (a key's bias)
-ADVICE = 4  # refusals of one case whose advice is followed, one after the other
-STOP_AT = 2  # the step that is the last one of an interrupted run
+COMPILING_S = 600.0  # the deadline where blocks are compiled, since g++ is slow
+GRACE_S = 5.0  # how long the other ranks may take to end after one has failed
+EXACT = 1e-9  # relative to a tensor's largest element; fp64 runs agree to 1e-12
+FLOOR = 1e-13  # absolute: gradients that are zero in theory, such as a key's bias, differ by less
+ADVICE = 4  # the most refusals of one case whose advice is followed
+STOP_AT = 2  # the last step of an interrupted run
 
 
 class Outcome(NamedTuple):
-    """How a run of some ranks ended: ok, refused (with its sentence), stopped, traceback or hang."""
+    """The end of a run of some ranks: ok, refused (with its sentence), stopped, traceback or hang."""
 
     how: str
     text: str = ""
 
 
 class _StopAt(Hook):
-    """Asks the rank that it runs on to stop while it computes a step, as an operator would."""
+    """A hook that asks its own rank to stop while it computes a step, as an operator would."""
 
     def before(self, step: int) -> None:
         if step == STOP_AT:
@@ -70,7 +70,7 @@ def _train(sections: Sections, stops: bool) -> None:
 
 
 def _rank(rank: int, world: int, folder: Path, body: Any, args: tuple[Any, ...]) -> int:
-    """Runs one rank in this process, which is a fork, and returns its exit code."""
+    """Run one rank in this process, which is a fork, and return its exit code."""
     output = os.open(folder / f"out-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -88,6 +88,7 @@ def _rank(rank: int, world: int, folder: Path, body: Any, args: tuple[Any, ...])
         text = "" if isinstance(ended.code, int) else str(ended.code)
     except BaseException:
         code, text = 1, traceback.format_exc()
+    # Other processes look for the final name, and must never see half a file.
     (folder / f"end-{rank}.tmp").write_text(json.dumps([code, text]))
     os.rename(folder / f"end-{rank}.tmp", folder / f"end-{rank}")
     sys.stdout.flush()
@@ -96,7 +97,7 @@ def _rank(rank: int, world: int, folder: Path, body: Any, args: tuple[Any, ...])
 
 
 def run_forks(world: int, folder: Path, body: Any, *args: Any) -> Outcome:
-    """Runs `body(*args)` on so many forked ranks, joined by a file, and says how they ended."""
+    """Run `body(*args)` on `world` forked ranks, which meet through a file, and return how they ended."""
     compiles = isinstance(args[0], dict) and args[0]["train"].get("compile")
     deadline = COMPILING_S if compiles else DEADLINE_S
     shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +109,7 @@ def run_forks(world: int, folder: Path, body: Any, *args: Any) -> Outcome:
             try:
                 code = _rank(rank, world, folder, body, args)
             finally:
-                # A rank that left while others still connect their groups would fail them.
+                # A rank that exits while others still connect their groups would make them fail.
                 _wait_for_others(folder, world, code)
                 os._exit(code)
         children[rank] = child
@@ -121,6 +122,7 @@ def run_forks(world: int, folder: Path, body: Any, *args: Any) -> Outcome:
                 if found:
                     codes[rank] = os.waitstatus_to_exitcode(status)
                     if codes[rank]:
+                        # The others wait for the failed rank, and may not end by themselves.
                         end = min(end, time.monotonic() + GRACE_S)
         time.sleep(0.01)
     left = [rank for rank in children if rank not in codes]
@@ -138,14 +140,14 @@ def _wait_for_others(folder: Path, world: int, code: int) -> None:
 
 
 def _ended(folder: Path, codes: dict[int, int], left: list[int]) -> Outcome:
-    told = {}
+    reports = {}
     for rank in codes:
         with contextlib.suppress(OSError):
-            told[rank] = json.loads((folder / f"end-{rank}").read_text())
-    sentences = [text for code, text in told.values() if code == 2 and text]
-    traces = [text for code, text in told.values() if code == 1 and text]
-    died = [f"rank {rank} ended with {code} and without a word" for rank, code in codes.items() if rank not in told]
-    # What a rank loses because another refused is a consequence, and the sentence is what the user reads.
+            reports[rank] = json.loads((folder / f"end-{rank}").read_text())
+    sentences = [text for code, text in reports.values() if code == 2 and text]
+    traces = [text for code, text in reports.values() if code == 1 and text]
+    died = [f"rank {rank} ended with {code} and without a word" for rank, code in codes.items() if rank not in reports]
+    # When one rank refuses, the errors of the others are consequences. Users read the sentence of the refusal.
     if sentences:
         return Outcome("refused", sentences[0])
     if traces or died:
@@ -157,11 +159,11 @@ def _ended(folder: Path, codes: dict[int, int], left: list[int]) -> Outcome:
 
 @dataclass
 class Verdict:
-    """How a case ended: equal, refused, TRACEBACK, MISMATCH or HANG, and the words for it."""
+    """The result of a case: equal, refused, TRACEBACK, MISMATCH or HANG, with an explanation."""
 
     word: str
     text: str = ""
-    advice: int = 0  # refusals whose advice was followed
+    advice: int = 0  # number of refusals whose advice was followed
 
     @property
     def is_bad(self) -> bool:
@@ -174,7 +176,7 @@ def _verdict_of(outcome: Outcome, where: str) -> Verdict:
 
 
 class Runner:
-    """Runs one case in a folder."""
+    """A runner of one case in a folder."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -182,7 +184,7 @@ class Runner:
         self.other = case.other
 
     def judge(self) -> Verdict:
-        """Runs the case, and again with what a refusal advises."""
+        """Run the case, and run it again with the advice of each refusal."""
         followed = 0
         while True:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -216,7 +218,7 @@ class Runner:
         return self._dry() if self.case.dry else Verdict("equal")
 
     def _base(self) -> Verdict | None:
-        """Makes the weights that adapters change: those of a run of one step without adapters."""
+        """Train the weights that adapters change, in a run of one step without adapters."""
         if self.sections.get("tune", {}).get("kind", "full") == "full":
             return None
         sections = self._at(self.folder / "base", False)
@@ -229,7 +231,7 @@ class Runner:
         return None if found.how == "ok" else _verdict_of(found, "the base")
 
     def _at(self, run: Path, shared: bool, **more: Any) -> Sections:
-        """The sections of a run in a folder, with its layout or without."""
+        """Return the sections of a run in a folder, with the case's layout if `shared`."""
         dropped = () if shared else SHARING
         found = {name: dict(keys) for name, keys in self.sections.items() if name not in dropped}
         found["run"] = found.get("run", {}) | {"dir": str(run), "tensorboard": False, "device": "cpu"}
@@ -244,7 +246,9 @@ class Runner:
         return run_forks(1, self.folder / "ranks", _train, self._at(run, False), False)
 
     def _interrupted(self) -> Verdict | None:
-        """Runs the layout, interrupted as the case says. Returns a verdict if something else than its end came."""
+        """Run the layout with the case's interruption. Return a verdict if the run ended in another way than
+        expected.
+        """
         run, ranks, then = self.folder / "run", self.folder / "ranks", self.case.then
         whole = self._at(run, True)
         if then in ("same", "other"):
@@ -283,7 +287,7 @@ def _hugging_face(family: str, folder: Path) -> str:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, the last one of each step and kind, without times."""
+    """Return the lines of a run's metrics: the last one of each step and kind."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         value = json.loads(line)
@@ -293,7 +297,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def differences(reference: Path, run: Path, exactly: bool) -> str:
-    """Returns the first thing that differs between two runs, or nothing."""
+    """Return the first difference between two runs, or an empty string."""
     expected, found = metrics_of(reference), metrics_of(run)
     if len(expected) != len(found):
         return f"{len(found)} lines of metrics and not {len(expected)}"
@@ -309,7 +313,7 @@ COMPARED = {"loss", "grad_norm", "losses", "experts", "valid_loss", "valid_losse
 
 def _far(theirs: Any, ours: Any, exactly: bool) -> str:
     if isinstance(theirs, dict):
-        keys = sorted(theirs.keys() - {"busiest_rank"})  # which depends on ep by its meaning
+        keys = sorted(theirs.keys() - {"busiest_rank"})  # busiest_rank depends on ep by definition
         pairs = [(key, theirs[key], ours.get(key) if isinstance(ours, dict) else None) for key in keys]
         return next((f"{key} {far}" for key, a, b in pairs if (far := _far(a, b, exactly))), "")
     if isinstance(theirs, list):

@@ -1,7 +1,8 @@
-"""Random models on random layouts against one process: `python -m tests.fuzz.layouts --seed S --cases N [--case K]`.
+"""Compares random models on random layouts with one process.
 
-Every case is drawn from the seed and its number alone, so `--case K` runs case K of a seed again, with its whole
-output. The exit code is 1 if a case ended in a traceback, a mismatch or a hang.
+Use `python -m tests.fuzz.layouts --seed S --cases N [--case K]`. Every case is drawn from the seed and its number
+alone, so `--case K` runs case K of a seed again and shows its whole output. The exit code is 1 if a case ended in a
+traceback, a mismatch or a hang.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WORDS = ("equal", "refused", "TRACEBACK", "MISMATCH", "HANG")
 
 
 def warm_up() -> None:
-    """Makes forks of this process cheap: everything is imported, and nobody looks through it for garbage."""
+    """Import everything and exclude it from garbage collection, so that forks of this process are cheap."""
     import torch._dynamo  # noqa: F401 (the first trainer imports it)
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,7 +36,7 @@ def warm_up() -> None:
 
 
 def judged(seed: str, numbers: range, folder: Path) -> Iterator[tuple[int, Case, Verdict, float]]:
-    """Yields each case with its verdict and the seconds that it took."""
+    """Yield each case with its number, its verdict and the seconds that it took."""
     for number in numbers:
         case, begin = draw(seed, number), time.monotonic()
         verdict = Runner(case, folder / str(number)).judge()
@@ -43,7 +44,7 @@ def judged(seed: str, numbers: range, folder: Path) -> Iterator[tuple[int, Case,
 
 
 def words_of(case: Case) -> str:
-    """Describes a case in one line."""
+    """Describe a case in one line."""
     shown = {name: keys for name, keys in case.sections.items() if name not in ("data", "run") and keys}
     then = f" then {case.then}" if case.then else ""
     other = f" {case.other[0]} ranks {json.dumps(case.other[1])}" if case.other else ""
@@ -51,7 +52,7 @@ def words_of(case: Case) -> str:
 
 
 def summary(counts: Counter[str], followed: int, seconds: float) -> str:
-    """Returns the table of verdicts."""
+    """Return the table of verdicts."""
     lines = [f"{word:<10} {counts[word]:>6}" for word in WORDS]
     return "\n".join([*lines, f"advice followed {followed}; {seconds:.0f} s"])
 
@@ -62,7 +63,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--case", type=int, help="run this case alone, and keep its folder")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     args = parser.parse_args()
     warm_up()
     numbers = range(args.first, args.first + args.cases) if args.case is None else range(args.case, args.case + 1)

@@ -1,4 +1,4 @@
-"""Runs a command in this process, as the installed one would, and judges how it ended."""
+"""Runs a command in this process as the installed command would run, and judges how it ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.cli.main import main
 from meshwright.errors import LONGEST_SENTENCE
 
 SAYS = "meshwright: "
-MOST_LINES = 3  # a note of what is begun may come before the sentence
+MOST_LINES = 3  # a note about the start of the work may precede the sentence
 
 
 class TooLong(BaseException):
-    """Not an Exception, so that no handler of the command takes it for its own."""
+    """The time limit was reached. This is not an Exception, so that no handler of the command catches it."""
 
 
 @contextlib.contextmanager
@@ -35,8 +35,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def verdict(words: Sequence[str], seconds: float = 30.0, err: io.StringIO | None = None) -> str:
-    """Runs a command. Returns what was wrong with the way it ended, or an empty text: it must succeed, or end with exit
-    code 2 and one short sentence, within the time. What it says of mistakes is written to `err`."""
+    """Run a command and return a complaint about the way it ended, or an empty string.
+
+    The command must succeed, or end with exit code 2 and one short sentence, within the time. Its error output is
+    written to `err`.
+    """
     out, err = io.StringIO(), io.StringIO() if err is None else err
     try:
         with time_limit(seconds), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

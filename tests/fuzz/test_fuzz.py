@@ -1,7 +1,7 @@
-"""A thousand inputs that are made to hurt, seeded: each gets its one sentence and exit code 2, or works.
+"""A thousand seeded hostile inputs: each one works, or ends with one sentence and exit code 2.
 
-`python -m pytest tests/fuzz -m wide` tries them all; a failure names its kind and seed, and `KINDS[kind](Random(...))`
-makes the same input again.
+`python -m pytest tests/fuzz -m wide` tries them all. A failure names its kind and seed, and
+`KINDS[kind](Random(f"{kind} {seed}"))` creates the same input again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUICK, WIDE = 1, 84  # inputs of each kind
 
 
 def complaints(kind: str, seeds: range, good: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Tries the inputs of these seeds, each in a folder of its own, and returns what was wrong with how they ended."""
+    """Try the inputs of these seeds, each in a separate folder, and return complaints about how they ended."""
     found = []
     for seed in seeds:
         folder = here / str(seed)

@@ -1,5 +1,7 @@
-"""Random models on random layouts against one process: fifty new ones for every commit, and what the fuzzer itself
-promises. `python -m tests.fuzz.layouts --seed S --case K` repeats a case that failed."""
+"""Random models on random layouts against one process: fifty new cases for every commit, and the fuzzer's guarantees.
+
+`python -m tests.fuzz.layouts --seed S --case K` repeats a case that failed.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from tests.fuzz.layout_runs import Outcome, _ended, _far
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = 50
-LIMIT_S = 280  # after which no further case begins: a loaded machine runs fewer
+LIMIT_S = 280  # no case begins after this time, so a loaded machine runs fewer cases
 
 
 def seed_of_commit() -> str:
-    """The first letters of the commit, or a fixed seed outside of a repository."""
+    """Return the first letters of the commit's hash, or a fixed seed outside a repository."""
     words = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     found = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
     return found.stdout.strip() or "1"
@@ -26,7 +28,7 @@ def seed_of_commit() -> str:
 
 @pytest.mark.wide
 def test_fifty_cases_of_this_commit() -> None:
-    """In a process of its own, which forks ranks: one that has threads must not."""
+    """The cases run in a separate process that forks ranks, because a process with threads must not fork."""
     seed = seed_of_commit()
     words = [sys.executable, "-m", "tests.fuzz.layouts", "--seed", seed, "--cases", str(CASES)]
     found = subprocess.run(  # noqa: S603
@@ -56,8 +58,8 @@ def test_cases_cover_what_a_config_allows() -> None:
 
 
 def test_how_ranks_end_is_told_apart(tmp_path: Path) -> None:
-    def ended(*told: str, codes: dict[int, int], left: tuple[int, ...] = ()) -> Outcome:
-        for rank, text in enumerate(told):
+    def ended(*reports: str, codes: dict[int, int], left: tuple[int, ...] = ()) -> Outcome:
+        for rank, text in enumerate(reports):
             (tmp_path / f"end-{rank}").write_text(text)
         return _ended(tmp_path, codes, list(left))
 

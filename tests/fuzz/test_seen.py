@@ -1,4 +1,4 @@
-"""Inputs that once ended in a traceback, a page of text or never: each gets a sentence that names what is wrong."""
+"""Inputs that once ended in a traceback, in a page of text or never: each gets a sentence that names the mistake."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def here(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(words: list[str]) -> str:
-    """Runs a command that must refuse, and returns its sentence."""
+    """Run a command that must refuse, and return its sentence."""
     assert verdict(words, 60.0, err := io.StringIO()) == ""
     return err.getvalue()
 
 
 def first(value: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Changes the first of a table's entries."""
+    """Change the first entry of a table."""
     name = next(iter(value))
     return value | {name: value[name] | changes}
 
 
-# What an index with a right checksum says, made from the one that was there; a word of the sentence.
+# Changes to the values of a valid index, which gets a right checksum, and words of the sentence that each one causes.
 INDEXES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "a step that is a word": (lambda i: {"step": "1"}, "step must be a whole number"),
     "samples below zero": (lambda i: {"consumed": -1}, "consumed must be a whole number"),
@@ -88,7 +88,8 @@ def test_brackets_within_brackets(here: Path) -> None:
     assert "nested too deeply" in said(["import", "sharded", "--to", "out"])
     (here / "tokens.json").write_text(NESTED)
     assert "tokens.json" in said(["eval", "run"])
-    (here / STEP / "generation_config.json").write_text(NESTED)  # an optional file, which counts as absent
+    # an optional file, which counts as absent if it can't be read
+    (here / STEP / "generation_config.json").write_text(NESTED)
     assert verdict(["generate", "run", "--prompt-tokens=1", "--max-tokens=1"]) == ""
     (here / STEP / fmt.INDEX).write_text(NESTED)
     assert "index.json can't be read (it is nested too deeply)" in said(["inspect", "run"])
@@ -164,7 +165,7 @@ def test_architectures_of_another_kind(named: Any, here: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_a_config_that_is_no_file(kind: str, here: Path) -> None:
-    """Neither is opened: reading a device never ends, and opening a pipe waits for somebody who writes to it."""
+    """Neither is opened: reading a device never ends, and opening a pipe waits for a writer."""
     path = here / "hf" / "config.json"
     path.unlink()
     if kind == "pipe":
@@ -177,7 +178,7 @@ def test_a_config_that_is_no_file(kind: str, here: Path) -> None:
 
 
 def test_lines_without_end(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has a hole of many gigabytes: nobody may try to hold it in memory."""
+    """The file has a hole of many gigabytes, which must never be held in memory."""
     good = json.dumps({"text": "a"}) + "\n"
     (here / "long.jsonl").write_text(good)
     os.truncate(here / "long.jsonl", 2**36)

@@ -1,5 +1,6 @@
-"""Attention in pieces by the kernels of a GPU: every order, whole texts and documents, against plain attention in
-float64; and documents of one rank's sequences."""
+"""Attention in pieces with the kernels of a GPU: every order, whole texts and documents, against plain attention in
+float64. It also covers documents in the sequences of one rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention in float64."""
+    """Compute attention in float64."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q.double() @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ v
@@ -50,7 +51,9 @@ def close(mine: Tensor, exact: Tensor, bound: float, what: str) -> None:
 def test_blocks_are_attention(
     order: str, documents: bool, width: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks of a ring, merged, and gathered keys: result and gradients. bf16 has 3e-3 of rounding in each."""
+    """The merged blocks of a ring and gathered keys both give the right result and gradients. bf16 rounds each by
+    3e-3.
+    """
     monkeypatch.setattr(pieces, "MANY", many)
     numbers = segments(documents)
     lengths = [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in numbers]
@@ -97,7 +100,7 @@ def test_blocks_are_attention(
 def test_documents_in_one_sequence_are_attention(
     compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "TILE", 128)  # of which many see nothing of a late document
+    monkeypatch.setattr(pieces, "TILE", 128)  # Many of these tiles see nothing of a late document.
     function = torch.compile(document_attention, fullgraph=True) if compiled else document_attention
     numbers = segments(True)
     q, grad = (drawn(BATCH, HEADS, SEQ, 64, dtype=dtype) for _ in range(2))

@@ -1,5 +1,6 @@
-"""A mixture of experts on a GPU: its kernels against their plain definitions, the module against float64 on the CPU,
-and a step during which the host never waits for the device."""
+"""A mixture of experts on a GPU: its kernels match their plain definitions, the module matches float64 on the CPU, and
+the host never waits for the device during a step.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def fresh() -> Iterator[None]:
 
 @contextmanager
 def nobody_waits() -> Iterator[None]:
-    """The host may not wait for the device in here."""
+    """Fail if the host waits for the device in here."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -51,7 +52,7 @@ def nobody_waits() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) -> None:
-    """What the kernels do not take, as float64, goes the plain way on the GPU too."""
+    """Inputs that the kernels do not take, such as float64, take the plain path on the GPU too."""
     assert kernels_take(torch.empty(1, dtype=dtype, device=CUDA)) == (dtype != torch.float64)
     assert CASES[name](Where(CUDA, dtype, seed)) <= BOUNDS[dtype]
 
@@ -60,7 +61,7 @@ def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) ->
 @pytest.mark.parametrize("name", list(COUNTS))
 @pytest.mark.parametrize(("out", "ins"), [(128, 256), (1, 1), (130, 520)])
 def test_weight_gradients_are_summed_in_float32(out: int, ins: int, name: str, dtype: torch.dtype) -> None:
-    """Into what is there, with `add`, or over it: then also over what is not a number."""
+    """`add` sums into the existing values. Without it they are overwritten, even if they are NaN."""
     from meshwright.kernels.experts import add_grouped
 
     at, counts = Where(CUDA, dtype), COUNTS[name]
@@ -76,7 +77,7 @@ def test_weight_gradients_are_summed_in_float32(out: int, ins: int, name: str, d
 
 @pytest.mark.parametrize("count", [7, 60, 64])
 def test_a_row_that_is_not_finite_chooses_experts_that_exist(count: int) -> None:
-    """So that the step ends, its gradient is seen not to be finite, and it is skipped."""
+    """So the step ends, its gradient is found to be non-finite, and it is skipped."""
     scores = torch.rand(9, count, device=CUDA)
     scores[2], scores[5, 3], scores[7] = float("nan"), float("nan"), float("-inf")
     chosen = _largest(scores, 4)
@@ -100,8 +101,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_the_module_in_bf16(name: str, mlp: str, sinks: bool) -> None:
-    """Output, losses and every gradient are within rounding of float64's, which follows the choices made in bf16; and
-    it would have made nearly all of them too."""
+    """Output, losses and every gradient are within rounding of float64, which follows the choices made in bf16. It
+    would have made nearly all of them too.
+    """
     found = in_bf16(Device.choose("cuda"), mlp, MIXTURES[name], sinks, favoured="gets all" in name)
     assert max(found.errors.values()) <= found.BOUND, found.errors
     assert found.others <= found.FEW
@@ -118,7 +120,7 @@ def test_the_module_in_fp32_and_fp64_is_the_cpus() -> None:
 
 
 def test_recomputation_changes_no_bit() -> None:
-    """The kernels overwrite inner features in backward, of which recomputation makes new ones."""
+    """The kernels overwrite inner features in backward. Recomputation creates new ones."""
     sizes = {"hidden": 256, "ffn": 192}
     found = []
     for again in (False, True):
@@ -139,7 +141,7 @@ def test_recomputation_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MIXTURES if "gets all" not in name])
 def test_the_module_never_waits(name: str) -> None:
-    """Forward and backward with ep=1, after one of each."""
+    """This holds for forward and backward with ep=1, after one of each."""
     keys = MIXTURES[name] | {"ffn": 96}
     mixture = built(precision="bf16", device=Device("cuda"), sizes={"hidden": 256, "ffn": 192}, **keys)
     views = attach_sinks(mixture)
@@ -182,7 +184,7 @@ def test_gradients_of_a_model_are_the_cpus(compiled: str, precision: str, bound:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
-    """With the router's losses, the balancing bias and what is counted of experts, after the first step."""
+    """This includes the router's losses, the balancing bias and the tallies of experts, after the first step."""
     trainer = gpu_trainer(precision=precision, compile="true", steps=20, global_batch=4)
     assert trainer.runs_ahead
     trainer.step()

@@ -1,5 +1,6 @@
-"""The fast paths on a GPU: kernels against their plain definitions, gradients against the CPU's, and a step that
-neither recompiles nor waits for the device."""
+"""The fast paths on a GPU: kernels match their plain definitions, gradients match the CPU's, and a step neither
+recompiles nor waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_a_kernel_is_its_definition(name: str, dtype: torch.dtype, seed: int) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1000, 2048, 4096, 4104, 8192, 12288, 20480])
 def test_rms_norm_of_any_width(width: int, dtype: torch.dtype) -> None:
-    """Rows are read ahead where shared memory has room for them."""
+    """Rows are read ahead if shared memory has room for them."""
     torch.manual_seed(width)
     x, grad, passed = (torch.randn(700, width, device=CUDA, dtype=dtype) for _ in range(3))
     weight = torch.randn(width, device=CUDA, dtype=dtype)
@@ -92,7 +93,7 @@ def test_the_optimizer_pass_is_adamw(low: torch.dtype | None) -> None:
     for step, grad in enumerate(grads, 1):
         exact.grad = inverse * grad.double()
         other.step()
-        for update in (1.0, 0.0):  # the second must leave everything as it is
+        for update in (1.0, 0.0):  # The second one must leave everything as it is.
             kept = [x.clone() for x in (master, first, second)]
             numbers = torch.tensor([update, inverse, *(1 - b**step for b in c.betas)], device=CUDA)
             betas = (c.betas[0], c.betas[1])
@@ -121,7 +122,7 @@ def test_low_rank_changes_are_added(rank: int, turned: bool) -> None:
     for part, up, start in zip(short.double().chunk(2, 1), ups, spans[::2], strict=True):
         exact[:, start : start + len(up)] += 0.5 * part @ up.double().t()
     add_low_rank(y, short, ups, spans, 0.5)
-    assert float((y - exact).norm() / exact.norm()) < 3e-3  # bf16's own rounding
+    assert float((y - exact).norm() / exact.norm()) < 3e-3  # Rounding to bf16 explains this.
     assert torch.equal(y[:, :8], exact[:, :8].bfloat16()) and torch.equal(y[:, 777:], exact[:, 777:].bfloat16())
 
 
@@ -143,7 +144,9 @@ def test_the_optimizer_pass_rounds_to_what_is_stored(kinds: str) -> None:
 
 @pytest.mark.parametrize("decays", [True, False])
 def test_one_pass_updates_weights_that_decay_and_others(decays: bool) -> None:
-    """Wherever that changes: at the ends, at a block's begin, several times in a block, not at all in many blocks."""
+    """The decay changes at the ends, at the beginning of a block, several times in a block, and not at all in many
+    blocks.
+    """
     from meshwright.kernels.adamw import adamw
 
     size, flips = 20011, (1, 5, 6, 1024, 2048, 2050, 3000, 11111, 11112, 20010)
@@ -162,7 +165,9 @@ def test_one_pass_updates_weights_that_decay_and_others(decays: bool) -> None:
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 0.05), ("fp8", 0.2)])
 def test_gradients_of_a_compiled_model(precision: str, bound: float) -> None:
-    """fp32 against the CPU's; bf16 and fp8 within their rounding of the float64 ones (the worst parameter's norm)."""
+    """fp32 is compared with the CPU. bf16 and fp8 are within their rounding of float64, by the norm of the worst
+    parameter.
+    """
     model = LLAMA | {"hidden": 128, "ffn": 192, "seq": 32}
     whole = gather_global(true_gradients(make_trainer(small_config(model=model))))
     trainer = gpu_trainer(small_config(model=model, train={"precision": precision, "compile": "true"}))
@@ -173,7 +178,7 @@ def test_gradients_of_a_compiled_model(precision: str, bound: float) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp32"])
 def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
-    """Over a ramp of the batch size, after the first step."""
+    """This holds over a ramp of the batch size, after the first step."""
     config = small_config(
         model=LLAMA | {"ffn": 64}, lr={"warmup": 3},
         train={"precision": precision, "compile": "true", "steps": 20, "ramp": [2, 2, 16], "global_batch": 8},
@@ -199,7 +204,8 @@ def test_results_read_late_are_the_same() -> None:
     for step in range(1, 7):
         now, late = trainer.step(), ahead.next(stop_requested=step == 5)
         assert (now.step, now.loss, now.grad_norm) == (late.step, late.loss, late.grad_norm)
-        # Step 6 was launched with the request, when step 5 was read, and nothing runs beyond the one that says stop.
+        # Step 6 was launched with the request, when step 5 was read. Nothing runs beyond the step that reports the
+        # stop.
         assert late.stop == (step == 6)
         assert other.step_number == (step if step in (3, 6) else step + 1)
     assert trainer.optimizer.updates == other.optimizer.updates == 6
@@ -216,7 +222,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         weight.fill_(float("inf"))
     assert trainer.step().skipped
     with torch.no_grad():
-        weight.copy_(kept)  # it is one half of its master
+        weight.copy_(kept)  # The weight is one half of its master.
     after = [plain(share) for state in trainer.optimizer.states for share in state.master]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not trainer.step().skipped and trainer.optimizer.updates == 2
@@ -236,7 +242,9 @@ def one_of_a_fake_world(config: Config, world: int) -> dict[Line, Traffic]:
 
 
 def share_gradients(device: Device, precision: str, compiled: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """Of the first of two tp ranks, whose partner is not there: the same numbers on every device."""
+    """Return the gradients of the first of two tp ranks. A stand-in replaces its partner, with the same numbers on
+    every device.
+    """
     layout = {"tp": 2, "sequence_parallel": sequence_parallel}
     model = LLAMA | {"hidden": 64, "ffn": 96}
     config = small_config(model=model, layout=layout, train={"precision": precision, "compile": compiled})
@@ -260,7 +268,7 @@ def test_gradients_of_a_tensor_parallel_share(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_ledger_of_fast_paths_equals_the_formulas(precision: str, sequence_parallel: bool) -> None:
-    """Compiled, on one rank of four, whose partners are not there."""
+    """One compiled rank of four runs, with stand-ins for its partners."""
     layout: dict[str, Any] = {"tp": 2, "sequence_parallel": sequence_parallel}
     config = small_config(
         model=LLAMA | {"ffn": 64}, layout=layout, train={"precision": precision, "compile": "true", "global_batch": 8}

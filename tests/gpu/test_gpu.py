@@ -1,4 +1,4 @@
-"""What a GPU must give: the CPU's gradients, eager and compiled, and training in half precision."""
+"""A GPU gives the CPU's gradients, eager and compiled, and trains in half precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "kv_heads": 2, 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """Every test compiles other blocks, and torch gives up on a function that it compiles too often."""
+    """Reset the compiler. Every test compiles other blocks, and torch gives up on a function that it compiles too
+    often.
+    """
     torch._dynamo.reset()
 
 
@@ -57,7 +59,7 @@ def shared_gpu(rank: int, world: int, layout: dict[str, Any], whole: Any) -> tup
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
 def test_ranks_that_share_a_gpu(layout: dict[str, Any]) -> None:
-    """Over Gloo, which sends no CUDA tensors from rank to rank: so no pipeline here."""
+    """The ranks use Gloo, which sends no CUDA tensors from rank to rank, so there is no pipeline here."""
     whole = gather_global(true_gradients(make_trainer(small_config(model=LLAMA))))
     assert max(error for error, _ in run_ranks(2, shared_gpu, layout, whole)) <= 1e-10
 
@@ -83,7 +85,7 @@ def test_training_lowers_the_loss(precision: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
-    """`meshwright dryrun --device cuda` counts what was planned, and times it."""
+    """`meshwright dryrun --device cuda` counts the planned calls and bytes, and times the step."""
     model = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 4000, "seq": 512}
     train = {"precision": "bf16", "global_batch": 16, "micro_batch": 2, "compile": False}
     config = small_config(
@@ -96,13 +98,13 @@ def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
 
 
 def test_uploads_of_views_survive_their_memory() -> None:
-    """A view into a pinned tensor is uploaded while the device is busy, and its memory is used again at once."""
+    """A view into a pinned tensor is uploaded while the device is busy, and its memory is reused at once."""
     device = Device.choose("cuda")
     wanted, junk = np.arange(32), torch.full((64,), -1)
     arrived = []
     for _ in range(8):
         pack = device.pin(torch.from_numpy(np.concatenate([np.zeros(32, np.int64), wanted])))
-        torch.cuda._sleep(50_000_000)  # cycles: the copies below wait behind this
+        torch.cuda._sleep(50_000_000)  # Cycles. The copies below wait behind this.
         arrived.append(upload(torch.from_numpy(pack.numpy()[32:]), device.torch))
         del pack
         device.pin(junk)

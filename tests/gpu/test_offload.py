@@ -1,4 +1,4 @@
-"""States and weights that live off the device, and recomputed blocks, train like those that don't. On a GPU."""
+"""States and weights that live off the device, and recomputed blocks, train like those that do not, on a GPU."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ def test_activations_in_host_memory_change_no_bit(more: dict[str, Any], compiled
 
 
 def test_activations_in_host_memory_leave_the_device() -> None:
-    """The peak falls by the inputs that left, less the one that is brought back ahead, as the planner says."""
+    """The peak falls by the inputs that left, less the one that is brought back ahead, as planned."""
     model = LLAMA | {"layers": 12, "hidden": 512, "heads": 8, "kv_heads": 4, "seq": 4096}
     train = {"precision": "bf16", "compile": "false", "global_batch": 2, "micro_batch": 1}
     peaks, planned = [], []
     for offload in (False, True):
         config = small_config(model=model, train=train, recompute={"mode": "full", "offload": offload})
-        before = torch.cuda.memory_allocated()  # what an earlier trainer's caches still hold
+        # The caches of an earlier trainer may still hold memory.
+        before = torch.cuda.memory_allocated()
         trainer = gpu_trainer(config)
         trainer.step()
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,6 @@
-"""Masters in two halves on a GPU: the kernels against masters in full and the plain definition, and checkpoints."""
+"""Masters in two halves on a GPU: the kernels match masters in full and the plain definition, and checkpoints hold full
+masters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_masters_of_weights_and_remainders() -> None:
-    """The same pass over masters in two halves: masters and moments to the bit, weights but for ties."""
+    """The same pass over masters in two halves gives the same masters and moments bit for bit, and the same weights
+    except for ties.
+    """
     from meshwright.kernels.adamw import adamw
 
     c, size = OptimizerConfig(), 2**20 + 48
@@ -56,7 +60,9 @@ def test_halves_are_those_of_the_plain_definition() -> None:
 
 @pytest.mark.parametrize("sections", [{}, {"optimizer": {"state_dtype": "bf16"}}, {"train": {"grad_dtype": "bf16"}}])
 def test_a_checkpoint_holds_masters_in_full(sections: dict[str, Any], tmp_path: Path) -> None:
-    """Written beside the next step from its two halves, and read again bit for bit, also into masters in full."""
+    """It is written from the two halves while the next step runs, and read again bit for bit, even into masters in
+    full.
+    """
     train = {"precision": "bf16", "compile": "false"} | sections.get("train", {})
     more = {"model": LLAMA, "train": train, "optimizer": sections.get("optimizer", {})}
     trainer, again = gpu_trainer(small_config(**more)), gpu_trainer(small_config(**more))

@@ -1,4 +1,4 @@
-"""Blanks are filled in as they were learned: token by token, with a cache, the logits are those of whole samples."""
+"""Blanks are filled token by token with a cache, and the logits are those of whole samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_logits_are_those_of_whole_samples(scheme: str, short: float, tmp_path: 
         ids, segments = sample["tokens"], sample["segments"]
         begins = np.flatnonzero((ids == SOP) & (segments == 1))
         source = ids[segments == 0].tolist()
-        places = [int(sample["positions"][at]) - int(short == 0.0) for at in begins]  # [gMASK]'s spans count on
+        # Positions in a span of [gMASK] count on from it.
+        places = [int(sample["positions"][at]) - int(short == 0.0) for at in begins]
         assert sorted(places) == [at for at, id in enumerate(source) if id in (MASK, GMASK)]
         generator = BlankGenerator(stage, model, source, places, short == 0.0)
         end = int((segments < 2).sum())
@@ -76,7 +77,7 @@ def test_a_blank_ends_at_its_end_token_or_when_nothing_fits() -> None:
     assert [len(span) for span in three] == [3, 3]
     ended = fill(3, eop=three[0][1])
     assert ended[0] == three[0][: three[0].index(three[0][1])] and three[0][1] not in ended[1]
-    assert [len(span) for span in fill(100)] == [model.seq - len(source), 0]  # the second finds the context full
+    assert [len(span) for span in fill(100)] == [model.seq - len(source), 0]  # the second blank finds the context full
     drawn = [
         fill_blanks(BlankGenerator(stage, model, source, places, False), SOP, EOP, 4, 1.0, 0.9, seed)
         for seed in (1, 1, 2)

@@ -1,4 +1,4 @@
-"""Text from a model: greedy text is what transformers writes, at any tp; what is drawn; where it ends."""
+"""Generated text: greedy text equals that of transformers at any tp, and sampling follows the probabilities."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from tests.support.ranks import run_ranks
 
 PROMPT = [7, 3, 3, 41, 0, 59]
 COUNT = 64
-STD = 0.5  # of the weights: large enough that a text does not settle on one token
-LEAD = 1e-4  # of the likeliest token over the next, which no order of summation in float32 turns around
-# One key-value head on two ranks; ALiBi's slopes cut; norms over all heads.
+STD = 0.5  # standard deviation of the weights, so large that a text does not settle on one token
+LEAD = 1e-4  # lead of the likeliest token over the next, too large for another order of summation in float32 to reverse
+# Models with one key-value head on two ranks, with divided ALiBi slopes, or with norms over all heads.
 AT_TP2 = ["gpt2-untied-relu", "qwen2-tied", "bloom-six-heads", "olmoe"]
 
 Texts = dict[str, tuple[Path, list[int]]]
 
 
 def greedy(model: Any) -> tuple[list[int], float]:
-    """What transformers continues the prompt with, with its own cache; and the smallest lead of a chosen token."""
-    model.generation_config.eos_token_id = None  # random models have no end
+    """Return transformers' continuation of the prompt, made with its own cache, and the smallest lead of a chosen
+    token.
+    """
+    model.generation_config.eos_token_id = None  # random models have no end token
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         out = model.generate(
@@ -40,7 +42,7 @@ def greedy(model: Any) -> tuple[list[int], float]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Texts:
-    """Of every model: its checkpoint, and the text of transformers."""
+    """Save each model as a checkpoint, and return it with the text of transformers."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -71,7 +73,7 @@ def test_greedy_text_at_tp2(theirs: Texts) -> None:
 
 
 def test_greedy_text_with_experts_divided_over_tp(theirs: Texts) -> None:
-    """Each of two ranks holds half of the experts; of a single token, one rank has nothing to route."""
+    """Each of two ranks holds half of the experts. With a single token, one rank has nothing to route."""
     assert_same_texts(theirs, ["deepseek-v3"], 2, ep=2, etp=1)
 
 
@@ -82,7 +84,9 @@ def test_greedy_text_of_every_family_at_tp2(theirs: Texts) -> None:
 
 
 def test_the_cache_changes_nothing_and_its_end_is_told() -> None:
-    """In float64, every kind of position, against the whole sequence at once."""
+    """The logits in float64 equal those of a pass over the whole sequence, for every kind of position. A full cache is
+    refused.
+    """
     for position in ("learned", "rope", "alibi", "none"):
         model = {"position": position, "seq": 16, "kv_heads": 2 if position == "rope" else 4}
         module = make_trainer(small_config(model=model)).modules[0]
@@ -108,7 +112,7 @@ def test_a_text_ends_after_an_end_token() -> None:
 
 
 def test_what_is_drawn() -> None:
-    """By temperature and top_p; the same for the same seed."""
+    """Tokens are drawn by temperature and top_p, and a seed always draws the same ones."""
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0]).double()
 
     def drawn(temperature: float, top_p: float = 1.0) -> torch.Tensor:
@@ -121,7 +125,7 @@ def test_what_is_drawn() -> None:
         assert float((drawn(temperature) - torch.softmax(logits / temperature, 0)).abs().max()) < 0.05
     shares = torch.softmax(logits, 0)
     kept = torch.where(torch.tensor([True, False, False, False, True]), shares, 0.0)
-    top = float(shares[4]) + 1e-3  # the likeliest alone is not enough, the first two are
+    top = float(shares[4]) + 1e-3  # the likeliest token is not enough, and the first two are
     assert float((drawn(1.0, top) - kept / kept.sum()).abs().max()) < 0.05
     assert drawn(1.0, 1e-6).tolist() == [0, 0, 0, 0, 1]
     assert drawn(1.0).tolist() == drawn(1.0).tolist()

@@ -1,4 +1,4 @@
-"""Small random models of every Hugging Face family, as transformers makes them."""
+"""Small random models of every Hugging Face family, created by transformers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
 }  # fmt: skip
 
-# (class of the config, its arguments), all with a context of 96 tokens or more.
-# Each is another corner: grouped heads, tied or not, biases, scaling, ...
+# (class of the config, its arguments). Each has a context of at least 96 tokens and covers another special case:
+# grouped heads, tied or not, biases, scaling, ...
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {**OLD, "n_embd": 32, "n_positions": 96}),
     "gpt2-untied-relu": (
@@ -90,8 +90,10 @@ EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-some-blocks", "olmoe", "deepseek-v
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15, **changed: Any) -> Any:
-    """A model whose weights are all random: also the norms and biases, which would start as ones and zeros. The bias
-    that balances DeepSeek's experts is no parameter."""
+    """Return a model whose weights are all random, including norms and biases, which would start as ones and zeros.
+
+    The bias that balances DeepSeek's experts is a buffer and not a parameter.
+    """
     import transformers
 
     kind, arguments = MODELS[name]
@@ -101,7 +103,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, std: float = 0.15, **cha
     with torch.no_grad():
         biases = [(key, value) for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")]
         for key, parameter in [*model.named_parameters(), *biases]:
-            around = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0  # a norm's
+            around = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0  # the weight of a norm
             parameter.copy_(around + (std if parameter.dim() > 1 else 0.15) * torch.randn(parameter.shape))
     return model.to(dtype)
 
@@ -118,7 +120,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, std: float
 
 
 def sections_of(checkpoint: str, **layout: Any) -> dict[str, dict[str, Any]]:
-    """A config for two sequences at once through an imported model."""
+    """Return the sections of a config for two sequences at once through an imported model."""
     from meshwright.record.checkpoint_format import read_index
 
     model = read_index(Path(checkpoint)).config["model"]
@@ -126,7 +128,7 @@ def sections_of(checkpoint: str, **layout: Any) -> dict[str, dict[str, Any]]:
 
 
 def loaded(rank: int, world: int, checkpoints: list[str], layout: dict[str, int]) -> Iterator[tuple[Any, Any]]:
-    """On one of the ranks of a layout: each model's context and its module with the weights."""
+    """Yield each model's context and its module with loaded weights, on one of the ranks of a layout."""
     from meshwright.checkpoint.load import Reader, load_weights
     from meshwright.comm.mesh import Mesh
     from meshwright.device import Device
@@ -150,7 +152,9 @@ def loaded(rank: int, world: int, checkpoints: list[str], layout: dict[str, int]
 
 
 def run_models(rank: int, world: int, checkpoints: list[str], ids: torch.Tensor, layout: dict[str, int]) -> list[Any]:
-    """The body of a rank: this rank's columns of every model's logits, or None on a stage that is not the last."""
+    """Return this rank's columns of every model's logits, or None on a stage that is not the last. Runs on each
+    rank.
+    """
     with torch.no_grad():
         return [_through(ctx, module, ids) for ctx, module in loaded(rank, world, checkpoints, layout)]
 
@@ -158,7 +162,7 @@ def run_models(rank: int, world: int, checkpoints: list[str], ids: torch.Tensor,
 def continue_prompts(
     rank: int, world: int, checkpoints: list[str], prompt: list[int], count: int, layout: dict[str, int]
 ) -> list[list[int]]:
-    """The body of a rank: every model's greedy `count` tokens after the prompt."""
+    """Return every model's greedy `count` tokens after the prompt. Runs on each rank."""
     from meshwright.infer.generate import Generator, generate
 
     found = []

@@ -1,4 +1,4 @@
-"""`import --compare` and `export --compare`: our logits and text beside transformers', and planted faults are found."""
+"""`import --compare` and `export --compare` compare our logits and text with transformers', and find planted faults."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_can_not_be_compared_is_told(tmp_path: Path, capsys: pytest.Capture
 def test_what_compare_needs_is_asked_for_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The source does not exist, which is not looked at yet."""
+    """Both complaints come although the source does not exist, because the source is read later."""
     words = [name, str(tmp_path / "nowhere"), "--to", str(tmp_path / "c"), "--compare"]
     assert main([*words, "--tolerance", "2"]) == 2
     assert "--tolerance 2 must be at least 0" in capsys.readouterr().err

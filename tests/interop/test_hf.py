@@ -1,4 +1,4 @@
-"""Hugging Face in and out, against transformers itself."""
+"""Import from Hugging Face folders and export to them, compared with transformers itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every model as transformers saved it (NAME/hf), imported (NAME/checkpoint), with its logits."""
+    """Save every model with transformers (NAME/hf), import it (NAME/checkpoint), and return it with its logits."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("families")
@@ -56,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def computed(made: dict[str, Any]) -> Any:
-    """Our logits of all models at once in a layout."""
+    """Return a function that computes our logits of all models at once in a layout."""
 
     @cache
     def at(layout: str) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def computed(made: dict[str, Any]) -> Any:
 
 
 def same_files(a: Path, b: Path) -> None:
-    """Every tensor with its name, shape, dtype and bytes."""
+    """Assert that two files have the same tensors: names, shapes, dtypes and bytes."""
     first, second = load_file(a), load_file(b)
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -93,7 +93,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict[str, Any], computed: Any) -> None:
     ours, theirs = computed(layout)[name][..., :61], made[name][1].numpy()
     assert np.abs(ours - theirs).max() <= CLOSE
-    assert np.abs(theirs).max() > 1.0  # there is something to compare
+    assert np.abs(theirs).max() > 1.0  # the logits are not all near zero
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,8 @@ def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict
         ("llama2", {"rope_type": "dynamic", "factor": 3.0}, 10),
         ("llama2", YARN, 96),
         ("llama2", YARN | {"attention_factor": 1.3, "beta_fast": 1.5, "beta_slow": 0.5}, 96),
-        ("llama2", YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}, 96),  # without latent attention, scores stay
+        # Without latent attention, the scale of the scores stays.
+        ("llama2", YARN | {"mscale": 1.0, "mscale_all_dim": 0.6}, 96),
         ("deepseek-v3", YARN | {"mscale_all_dim": 0.8}, 96),
         ("deepseek-v3", {"rope_type": "linear", "factor": 3.0}, 96),
         ("deepseek-v3", {"rope_type": "dynamic", "factor": 3.0}, 10),
@@ -110,8 +111,10 @@ def test_imported_models_have_the_same_logits(name: str, layout: str, made: dict
     ids=str,
 )
 def test_rotary_scalings_have_the_same_logits(name: str, scaling: Any, longest: int, tmp_path: Path) -> None:
-    """Of dynamic scaling at model.seq, which is longer here than what the model was first trained on; and without
-    knowing where the model comes from, transformers gets the same from what we write."""
+    """Dynamic scaling is compared at model.seq, which exceeds the context of the first training here.
+
+    Transformers also computes the same from an export that knows nothing of the model's origin.
+    """
     changed = {"rope_scaling": scaling, "max_position_embeddings": longest, "rope_theta": 100.0}
     theirs = logits(save(name, tmp_path / "hf", **changed), IDS)
     import_folder(tmp_path / "hf", tmp_path / "checkpoint", seq=IDS.shape[1])
@@ -135,7 +138,7 @@ def test_a_round_trip_gives_everything_back(name: str, made: dict[str, Any], tmp
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_transformers_loads_what_we_write_ourselves(name: str, made: dict[str, Any], tmp_path: Path) -> None:
-    """Without knowing where the model comes from: a config.json of ours."""
+    """The export knows nothing of the model's origin, so we write its config.json ourselves."""
     folder, theirs = made[name]
     shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ORIGIN).unlink()
@@ -172,7 +175,7 @@ def test_models_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any]) -> None:
-    """Tensors cut at any row, also within a head: what bounded memory does to large ones."""
+    """Tensors may be cut at any row, also within a head, as large ones are to bound memory."""
     monkeypatch.setattr(fmt, "BLOCK_BYTES", 700)
     for name in ("bloom", "gpt2", "qwen2", "mixtral", "deepseek-v3"):
         import_folder(made[name][0] / "hf", tmp_path / name)
@@ -186,7 +189,7 @@ def test_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
 def test_a_rank_s_part_of_experts_is_read_straight_from_the_folder(
     name: str, layout: dict[str, int], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from the checkpoint; also a few rows of a matrix at a time."""
+    """The folder gives the same experts as the checkpoint, also if a few rows of a matrix are read at a time."""
     folder, reader = HFFolder(made[name][0] / "hf"), Reader(made[name][0] / "checkpoint")
     config = small_config(**sections_of(str(made[name][0] / "checkpoint"), **layout))
     for rank, block_bytes in ((3, 2**20), (6, 500)):
@@ -202,7 +205,9 @@ def test_a_rank_s_part_of_experts_is_read_straight_from_the_folder(
 def test_layers_that_predict_further_tokens_are_left_out(
     tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As DeepSeek-V3's files have one after the last layer; config.json of an export says that there is none."""
+    """DeepSeek-V3's files have one such layer after the last one. The config.json of an export says that there is
+    none.
+    """
     shutil.copytree(made["deepseek-v3"][0] / "hf", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     more = {"model.layers.2.eh_proj.weight": torch.ones(4, 4), "model.layers.2.self_attn.o_proj.weight": torch.ones(2)}
@@ -223,7 +228,9 @@ def test_layers_that_predict_further_tokens_are_left_out(
 
 
 def test_the_bias_that_balances_experts_stays_in_float32(tmp_path: Path, made: dict[str, Any]) -> None:
-    """In a checkpoint and in an export of any precision, as transformers keeps it; it is not what config.json means."""
+    """The bias stays in float32 in checkpoints and exports of any precision, as in transformers. The dtype in
+    config.json is that of the other weights.
+    """
     import_folder(made["deepseek-v3"][0] / "hf", tmp_path / "checkpoint", "bf16")
     bias = "layers.1.experts.router.bias"
     assert Reader(tmp_path / "checkpoint").index.tensors[f"param/{bias}"]["dtype"] == "float32"
@@ -238,7 +245,7 @@ def test_the_bias_that_balances_experts_stays_in_float32(tmp_path: Path, made: d
 
 
 def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made: dict[str, Any]) -> None:
-    """As the first GPT-2 files have them."""
+    """The first GPT-2 files are like this."""
     shutil.copytree(made["gpt2"][0] / "hf", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
@@ -250,10 +257,10 @@ def test_names_without_prefix_old_buffers_and_a_stored_tie(tmp_path: Path, made:
     same_files(tmp_path / "wanted.safetensors", tmp_path / "out" / "model.safetensors")
 
 
-# tests/models/test_bert.py and test_t5.py have the others.
+# tests/models/test_bert.py and test_t5.py cover the other families.
 @pytest.mark.parametrize("name", [name for name in SECTIONS if name not in ("bert", "t5")])
 def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp_path: Path) -> None:
-    """Ten steps in each family's shape, loaded without a word from us but config.json and the weights."""
+    """transformers loads a model after ten steps in each family's shape, from our config.json and weights alone."""
     sections = {
         "model": SECTIONS[name], "train": {"precision": "fp32", "global_batch": 4, "micro_batch": 2},
         "optimizer": {"lr": 1e-2}, "lr": {"warmup": 0},
@@ -289,8 +296,9 @@ def _train_and_save(rank: int, world: int, sections: dict[str, Any], folder: str
 
 @pytest.mark.wide
 def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path: Path) -> None:
-    """dp 2 x tp 2 x pp 2; the one process loads the same checkpoint and saves it again. transformers agrees on what it
-    computes."""
+    """The model is trained on dp 2 x tp 2 x pp 2. One process loads the same checkpoint and saves it again.
+    transformers agrees on its logits.
+    """
     model = {
         "layers": 2, "heads": 4, "kv_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "ffn": 48,
         "bias": False, "qk_norm": True, "vocab": 61, "seq": 24,
@@ -318,7 +326,7 @@ def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path
 def test_the_two_commands(
     tmp_path: Path, made: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Import, export, and export of another checkpoint like it; the tokenizer's files go along."""
+    """The commands import, export, and export another checkpoint like a given one. The tokenizer's files are copied."""
     shutil.copytree(made["llama2"][0] / "hf", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     checkpoint, out = str(tmp_path / "checkpoint"), str(tmp_path / "out")
@@ -347,7 +355,7 @@ def test_the_two_commands(
 
 
 def _read(config: dict[str, Any]) -> ModelConfig | str:
-    """Our model section of a config.json, or what is wrong with it."""
+    """Return our model section for a config.json, or the complaint about it."""
     try:
         return FAMILIES[config["model_type"]].model_of(config)
     except UserError as error:
@@ -355,7 +363,9 @@ def _read(config: dict[str, Any]) -> ModelConfig | str:
 
 
 def _written(name: str) -> dict[str, Any]:
-    """A config.json of ours in which no key has its default, with more context than the default window."""
+    """Return a config.json that we write, in which no key has its default and the context exceeds the default
+    window.
+    """
     eps = {"opt": 1e-5, "deepseek_v3": 1e-6}.get(name, 1e-3)
     section = SECTIONS[name] | {"heads": 64, "hidden": 1536, "seq": 8192, "norm_eps": eps}
     tied = FAMILIES[name].defaults["tie_word_embeddings"] ^ ("tied_embeddings" not in FAMILIES[name].allows)
@@ -369,7 +379,7 @@ def _written(name: str) -> dict[str, Any]:
 
 SIZES = ("layers", "hidden", "heads", "vocab")
 NAMED = {name: {"model_type", *(FAMILIES[name].keys[size][0] for size in SIZES)} for name in FAMILIES}
-# transformers 5 calls every T5 tied, whatever the file says.
+# transformers 5 treats every T5 as tied, whatever the file says.
 WITH_DEFAULTS = [name for name in FAMILIES if name != "t5"]
 NULL = [
     ("gpt2", "n_inner"), ("llama", "head_dim"), ("llama", "num_key_value_heads"), ("llama", "rope_scaling"),
@@ -380,8 +390,9 @@ NULL = [
 
 @pytest.mark.parametrize("name", WITH_DEFAULTS)
 def test_keys_that_are_missing_or_null_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
-    """transformers completes the file with its defaults; null is tried where it allows that. A file without the
-    four sizes is refused."""
+    """transformers completes the file with its defaults. Null is tried for keys where it allows that. The four sizes
+    are always present, since a file without them is refused.
+    """
     whole = _written(name)
     tried: list[tuple[str, dict[str, None]]] = [(key, {}) for key in whole if key not in NAMED[name]]
     tried += [(key, {key: None}) for family, key in NULL if family == name]

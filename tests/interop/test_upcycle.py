@@ -1,4 +1,4 @@
-"""Upcycling: a dense model becomes a mixture of experts that computes the same."""
+"""Upcycling turns a dense model into a mixture of experts that computes the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = torch.from_numpy(np.random.default_rng(3).integers(0, 61, (2, 24)))
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """Folders of dense models, and the logits of the Llama."""
+    """Save dense models, and return their folder with the logits of the Llama."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("dense")
@@ -36,7 +36,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 
 
 def test_copies_whose_weights_sum_to_one_compute_what_the_mlp_did(dense: Any, tmp_path: Path) -> None:
-    """However many are chosen; here, and after export in transformers. The routers are drawn from the seed."""
+    """The logits are equal however many experts are chosen, here and in transformers after an export. The routers are
+    drawn from the seed.
+    """
     folder, wanted = dense
     model = import_folder(folder / "llama2", tmp_path / "a", upcycle="count=4,top_k=4")
     assert (model.experts.count, model.experts.top_k, model.experts.ffn) == (4, 4, model.ffn)
@@ -65,8 +67,9 @@ def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Ten
 def test_experts_of_a_part_of_the_features_are_slices(
     block_bytes: int, dense: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and in blocks of a few rows of a matrix. With equal weights they sum to the MLP; other blocks keep
-    theirs."""
+    """Experts are cut from whole matrices and from blocks of a few rows. With equal weights they sum to the MLP. The
+    weights of the other layers do not change.
+    """
     monkeypatch.setattr(fmt, "BLOCK_BYTES", block_bytes)
     import_folder(dense[0] / "qwen3", tmp_path / "dense")
     model = import_folder(dense[0] / "qwen3", tmp_path / "cut", upcycle="count=6,top_k=2,ffn=16,every=2")

@@ -1,4 +1,4 @@
-"""Launchers of runs that go on after a loss, with ranks that are only played: what they start, and when."""
+"""Launchers of elastic runs with simulated ranks: which ranks they start after a loss, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = Outcome(1, "rank 1 was killed by SIGKILL", failed=1)
 
 
 class Clock:
-    """The launchers' clock, which stands still until a test moves it: nobody is lost because the machine is busy."""
+    """The launchers' clock. It stands still until a test moves it, so that a busy machine causes no losses."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -39,11 +39,11 @@ CLOCK = Clock()
 
 
 class Gone(BaseException):
-    """A launcher that is gone from one moment to the next."""
+    """The end of a launcher that disappears without a trace."""
 
 
 class Played:
-    """A node: each of its starts plays the next act, which gets its team and returns how that ended."""
+    """A node with simulated ranks: each start runs the next act, which gets its team and returns the outcome."""
 
     def __init__(self, at: Path, acts: list[Callable[[Played, Team], Outcome]], **wishes: Any) -> None:
         at.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def until_killed(node: Played, team: Team) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
-    """Short pauses, a clock that stands still; and signals reach the played ranks."""
+    """Shorten the pauses, stop the clock, and send signals to the simulated ranks."""
     made: list[Played] = []
     monkeypatch.setattr(nodes, "time", CLOCK)
     monkeypatch.setattr(elastic, "time", CLOCK)
@@ -133,8 +133,9 @@ def started(made: list[Played], *given: Played) -> None:
 
 
 def test_the_device_of_a_lost_rank_rests_and_comes_back(tmp_path: Path, quick: list[Played]) -> None:
-    """Three are left, for which the planner takes two, on the devices that did not fail; and then all four again, on
-    the layout that the run was started with."""
+    """Three devices are left, and the planner uses two of those. Later all four train again, on the layout that the run
+    was started with.
+    """
     node = Played(tmp_path, [lost, until_rested, done], rest=600.0)
     started(quick, node)
     assert node.finish() == Outcome(0)
@@ -169,7 +170,9 @@ def test_a_mistake_and_a_second_ctrl_c_end_it(code: int, tmp_path: Path, quick: 
 
 
 def test_a_node_that_is_lost_and_one_that_comes(tmp_path: Path, quick: list[Played]) -> None:
-    """Two launchers meet by their notes; one goes silent, the other goes on alone; a third comes, and both train."""
+    """Two launchers meet by their notes. One becomes silent, and the other continues alone. A third one joins, and both
+    train.
+    """
     shared: dict[str, Any] = {"most": 2, "folder": tmp_path / "notes"}
 
     def dies(node: Played, team: Team) -> Outcome:
@@ -212,8 +215,11 @@ def test_of_two_nodes_only_the_device_of_the_rank_that_failed_rests(
     here: Outcome, there: Outcome, resting: list[list[int]], why: str, tmp_path: Path, quick: list[Played],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Their ranks end at different times: the launcher that sees the end first waits for what the other one says, for
-    as long as it takes here, since the other one always says it."""
+    """The ranks of the two nodes end at different times.
+
+    The launcher that sees the end first waits for the report of the other one. Its limit is long here, since the report
+    always arrives.
+    """
     monkeypatch.setattr(elastic, "BLAME_S", 60.0)
     monkeypatch.setattr(elastic, "END_S", 60.0)
     shared: dict[str, Any] = {"most": 2, "least": 2, "folder": tmp_path / "notes", "lost_after": 60.0}
@@ -250,7 +256,7 @@ def test_one_that_is_asked_to_stop_while_it_waits(tmp_path: Path, quick: list[Pl
 
 
 def test_strange_notes_are_no_nodes(tmp_path: Path) -> None:
-    """Nor is one that nobody rewrites: it was left by an earlier job."""
+    """A note that is no longer rewritten is no node either: an earlier job has left it."""
     nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0)
     board = nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0)
     (tmp_path / "node-x.json").write_text('{"name": "x"}')
@@ -260,7 +266,7 @@ def test_strange_notes_are_no_nodes(tmp_path: Path) -> None:
 
 
 def test_a_number_is_given_to_one_generation_alone(tmp_path: Path) -> None:
-    """Of two launchers that both think that they lead, one makes it."""
+    """Two launchers both think that they lead, and one of them creates the generation."""
     boards = [nodes.Board(tmp_path, nodes.new_node("127.0.0.1", 0, [0]), 1.0) for _ in range(2)]
 
     def made(number: int) -> nodes.Generation:
@@ -275,7 +281,7 @@ def test_a_number_is_given_to_one_generation_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_the_key_can_be_read_by_nobody_else_at_any_time(links: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    """Not even before a file's mode is changed; nor where a disk has no links."""
+    """The key is private before a file's mode is changed, and on a disk without links."""
 
     def no_links(*paths: Path) -> None:
         raise PermissionError
@@ -309,7 +315,7 @@ def test_ranks_are_dealt_to_nodes(ranks: int, offered: list[int], nproc: int, co
 
 
 def test_the_time_between_failures_is_that_of_the_run_under_way(tmp_path: Path) -> None:
-    """300 s until it failed, 100 s until it failed again and was ended; the night before it went on does not count."""
+    """The run trained for 400 s and for 100 s, and failed twice. The night before it was resumed does not count."""
     kinds = [(0, "start"), (300, "restart"), (310, "resume"), (400, "failure"), (40_000, "resume"), (40_100, "end")]
     text = "".join(f'{{"time": {at}, "kind": "{kind}"}}\n' for at, kind in kinds) + "cut off"
     assert time_between_failures(tmp_path) == math.inf
@@ -318,10 +324,10 @@ def test_the_time_between_failures_is_that_of_the_run_under_way(tmp_path: Path) 
 
 
 def test_auto_saves_as_young_and_daly_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stall of 0.5 s and a failure every 3.1 h: every 105 s, where a run without failures saves every 900 s."""
+    """A run with a stall of 0.5 s and a failure every 3.1 h saves every 106 s, and one without failures every 900 s."""
     saver = SimpleNamespace(trainer=SimpleNamespace(writes=False), blocked_s=0.5, is_writing=False)
     saving = Saving(saver, CheckpointConfig())  # type: ignore[arg-type]
-    # From zero: (t + 900.0) - t is less than 900.0 for some times t of a machine's clock.
+    # The times start at zero: (t + 900.0) - t is less than 900.0 for some times t of a machine's clock.
     saving.saved_at = now = 0.0
     monkeypatch.setattr("meshwright.run.loop.time", SimpleNamespace(monotonic=lambda: now))
     wanted = []

@@ -1,6 +1,8 @@
-"""Two and three launchers as nodes, with networks of their own where this machine allows it: killed, cut off, and back.
+"""Two and three launchers as nodes, which are killed, cut off and started again.
 
-Runs are compared with one process that is not disturbed, in float64: what is left is the order of sums."""
+They have separate networks where this machine allows it. Runs are compared in float64 with one undisturbed process,
+from which only the order of sums differs.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,14 @@ from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.wide
 
-DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
+# The random numbers of dropout depend on the layout.
+DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")
 MODEL = (*DROPOUTS, "train.precision=fp64", "optimizer.lr=1e-4", "train.global_batch=16", "run.eval_every=0")
 WORDS = (*MODEL, "faults.elastic=true", "faults.lost_after=6s")
 
 
 class Node:
-    """One launcher with its ranks and keeper, at an address; in a network name space where `space` names one."""
+    """One launcher with its ranks and keeper at an address, in the network name space `space` if one is given."""
 
     def __init__(self, folder: Path, address: str, nodes: str, words: tuple[str, ...], space: str = "") -> None:
         self.folder, self.space = folder, space
@@ -42,7 +45,7 @@ class Node:
         )  # fmt: skip
 
     def kill(self) -> None:
-        """All at once, as a machine dies."""
+        """Kill all processes at once, as if the machine had died."""
         pids = [self.process.pid]
         while pids:
             found = subprocess.run(
@@ -100,12 +103,12 @@ def world(run: Path) -> int:
     return found[-1] if found else 0
 
 
-def told(run: Path, kind: str) -> list[dict[str, Any]]:
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]
 
 
 def assert_undisturbed(folder: Path, start: Any, *words: str) -> None:
-    """Each step once, with the losses of one process, to the order of sums."""
+    """Assert that each step occurs once, with the losses of one process up to the order of sums."""
     done = steps(folder / "run")
     assert done == list(range(1, len(done) + 1))
     plain = start(*MODEL, *words, f"train.steps={len(done)}", "checkpoint.every=0", "run.dir=straight")
@@ -115,15 +118,16 @@ def assert_undisturbed(folder: Path, start: Any, *words: str) -> None:
 
 
 def test_a_node_is_killed_and_comes_back(folder: Path, start_node: Any, start: Any, spaces: tuple[str, str]) -> None:
-    """The older one, which leads. There is no checkpoint on disk: all is loaded from memory. Then it comes back, and
-    all four ranks train on the layout that was asked for."""
+    """The older node, which leads, is killed. No checkpoint is on disk, so all is loaded from memory. After the node
+    returns, all four ranks train on the layout that was asked for.
+    """
     run, words = folder / "run", ("layout.tp=2", "checkpoint.every=0", "checkpoint.memory_every=2")
     nodes = [start_node(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
     until(lambda: len(steps(run)) >= 7, nodes[0].process)
     assert not list((run / "checkpoints").glob("step-*"))
     nodes[0].kill()
-    until(lambda: world(run) == 2 and len(told(run, "recovered")) == 1, nodes[1].process)
-    (back,) = told(run, "recovered")
+    until(lambda: world(run) == 2 and len(events_of(run, "recovered")) == 1, nodes[1].process)
+    (back,) = events_of(run, "recovered")
     assert back["source"] == "memory" and back["step"] >= 6
     nodes[0] = start_node("10.99.0.1", *words, space=spaces[0])
     until(lambda: world(run) == 4 and steps(run)[-1:] > [back["step"] + 5], nodes[1].process)
@@ -135,7 +139,7 @@ def test_a_node_is_killed_and_comes_back(folder: Path, start_node: Any, start: A
 
 
 def test_a_partition_heals(folder: Path, start_node: Any, start: Any, spaces: tuple[str, str]) -> None:
-    """The cable is cut: the leader's side goes on, the other one waits; with the cable back both train."""
+    """While the cable is cut, the leader's side continues and the other side waits. With the cable back, both train."""
     run, words = folder / "run", ("checkpoint.every=2",)
     nodes = [start_node(f"10.99.0.{n + 1}", *words, space=spaces[n]) for n in range(2)]
     until(lambda: len(steps(run)) >= 3, nodes[0].process)
@@ -151,7 +155,9 @@ def test_a_partition_heals(folder: Path, start_node: Any, start: Any, spaces: tu
 
 
 def test_two_neighbours_are_lost(folder: Path, start_node: Any, start: Any) -> None:
-    """Of three nodes, and with them both copies of one's share: the run goes back to the disk. They never come back."""
+    """Two of three nodes are lost, and with them both copies of one node's share. The run resumes from the disk, and
+    the nodes never return.
+    """
     run = folder / "run"
     batch = ("train.global_batch=24", "run.eval_samples=24")
     words = ("layout.tp=2", "checkpoint.every=5", "checkpoint.memory_every=1", *batch)
@@ -159,11 +165,11 @@ def test_two_neighbours_are_lost(folder: Path, start_node: Any, start: Any) -> N
     until(lambda: len(steps(run)) >= 8 and world(run) == 6, nodes[0].process)
     leader = next(n for n, node in enumerate(nodes) if list((folder / f"127.0.0.{n + 2}").glob("*/pid-0-0")))
     for n in {0, 1, 2} - {leader}:
-        os.kill(nodes[n].process.pid, signal.SIGSTOP)  # neither must see the other's end
+        os.kill(nodes[n].process.pid, signal.SIGSTOP)  # neither node may see the end of the other one
     for n in {0, 1, 2} - {leader}:
         nodes[n].kill()
-    until(lambda: len(told(run, "recovered")) == 1, nodes[leader].process)
-    (back,) = told(run, "recovered")
+    until(lambda: len(events_of(run, "recovered")) == 1, nodes[leader].process)
+    (back,) = events_of(run, "recovered")
     assert back["source"] == "disk" and (back["step"] - 1) % 5 == 0 and world(run) == 2
     nodes[leader].process.send_signal(signal.SIGTERM)
     code, said = nodes[leader].end()

@@ -14,7 +14,8 @@ from tests.checkpoint.runs import lines, steps
 from tests.support.commands import ended, ranks, torchrun
 from tests.support.waiting import until
 
-DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")  # they depend on the layout
+# The random numbers of dropout depend on the layout.
+DROPOUTS = ("model.dropout=0", "model.attention_dropout=0", "model.embedding_dropout=0")
 PLAIN = (*DROPOUTS, "train.steps=30", "checkpoint.every=3", "optimizer.lr=1e-4")
 
 
@@ -29,7 +30,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.wide
 def test_one_of_eight_is_killed(folder: Path, start: Any) -> None:
-    """Its losses are those of an undisturbed run; and when the device has rested, all eight train again."""
+    """The losses are those of an undisturbed run. When the device has rested, all eight ranks train again."""
     layout = ("layout.tp=2", "layout.pp=2")
     assert ended(start("--nproc", "1", *PLAIN, "run.dir=straight"))[0] == 0
     run = folder / "run"
@@ -40,7 +41,7 @@ def test_one_of_eight_is_killed(folder: Path, start: Any) -> None:
     assert code == 0, said
     assert losses(run) == pytest.approx(losses(folder / "straight"), rel=2e-6)
     worlds = [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
-    assert worlds == [8, 4, 8] or worlds == [8, 4], worlds  # it may have ended before the device came back
+    assert worlds == [8, 4, 8] or worlds == [8, 4], worlds  # the run may have ended before the device came back
     (back,) = events(run, "recovered")
     assert back["detection_s"] < 15 and back["restart_s"] > 0 and back["source"] == "disk"
     assert "rank 3 was killed by SIGKILL" in events(run, "restart")[0]["text"]
@@ -48,7 +49,9 @@ def test_one_of_eight_is_killed(folder: Path, start: Any) -> None:
 
 @pytest.mark.wide
 def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> None:
-    """With `--nnodes 1:2` torch's agents agree on who is left, and the ranks on a layout for so many."""
+    """The option `--nnodes 1:2` lets torch's agents agree on the remaining nodes. The ranks choose a layout for that
+    number.
+    """
     port = torchrun(1)[-1]
     settings = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
     agent = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3"]
@@ -57,13 +60,13 @@ def test_a_node_of_torchrun_is_lost_and_comes_back(folder: Path, start: Any) -> 
     model = (*DROPOUTS, "train.precision=fp64", "optimizer.lr=1e-4")
     words = (*model, "layout.tp=2", "checkpoint.every=2", "faults.elastic=true")
     run, env = folder / "run", {"GLOO_SOCKET_IFNAME": "lo"}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else an agent that comes back waits for an address told before
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a returning agent waits for an outdated address
 
     def worlds() -> list[int]:
         return [event["world"] for event in lines(run / "events.jsonl") if event["kind"] in ("start", "resume")]
 
     first = start(*words, launcher=agent, env=env)
-    until(lambda: knock("127.0.0.1", int(port)) == "open", first)  # it is the one that has the agents' store
+    until(lambda: knock("127.0.0.1", int(port)) == "open", first)  # this agent has the store of both agents
     second = start(*words, launcher=agent, env=env)
     until(lambda: worlds()[-1:] == [4] and len(steps(run)) >= 4, first)
     os.killpg(second.pid, signal.SIGKILL)

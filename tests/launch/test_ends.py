@@ -1,4 +1,4 @@
-"""A rank of `meshwright train` dies or stops anywhere in a run: all others end with one code and name it."""
+"""A rank of `meshwright train` dies or stops anywhere in a run: all others end with one exit code and name it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support import ranks as _preload  # noqa: F401 (tells the forkserver 
 _SERVER = multiprocessing.get_context("forkserver")
 WORLD = 4
 TIMEOUT = 6.0
-# Under a job that starts ranks by itself; the store is the test's own, as a launcher's would be.
+# The environment of a job that starts ranks by itself. The test has the store, as a launcher would.
 LAUNCHED = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "TORCHELASTIC_USE_AGENT_STORE": "True",
             "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
 
-# Where the victim is lost: the function in which it is, and at which of its calls.
+# The places at which the victim is lost: a function, and the number of the call.
 PLACES = {
     "first step": ("meshwright.nn.mlp", "MLP.forward", 1),
     "forward": ("meshwright.nn.mlp", "MLP.forward", 12),
@@ -34,7 +34,7 @@ PLACES = {
 
 
 def lose(place: str, number: int) -> None:
-    """From here on, this process gets the signal when it comes to a place."""
+    """Make this process send itself the signal when it reaches a place."""
     module, name, calls = PLACES[place]
     holder = __import__(module, fromlist=["x"])
     *path, name = name.split(".")
@@ -64,7 +64,7 @@ def body(rank: int, port: int, at: str, place: str, victim: int, number: int) ->
 
 
 def run_until_lost(at: Path, place: str, victim: int, number: int) -> dict[int, tuple[int | None, float, str]]:
-    """Returns, of every rank but the victim, the exit code, after how many seconds it ended, and what it said."""
+    """Return, for every rank but the victim, the exit code, the seconds until its end, and its error output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = [(rank, store.port, str(at), place, victim, number) for rank in range(WORLD)]
     children = [_SERVER.Process(target=body, args=each, daemon=True) for each in given]
@@ -93,9 +93,9 @@ def check(at: Path, place: str, victim: int, number: int = signal.SIGKILL) -> No
     ends = run_until_lost(at, place, victim, number)
     assert [code for code, _, _ in ends.values()] == [EXIT_CODE] * (WORLD - 1), ends
     assert max(seconds for _, seconds, _ in ends.values()) < TIMEOUT + 15, ends
-    told = [line for _, _, text in ends.values() for line in text.splitlines() if " answer (stopped or dead)" in line]
-    assert len(told) == 1, ends
-    assert re.search(rf"rank {victim} [^;]*does not answer \(stopped or dead\)", told[0]), told
+    blames = [line for _, _, text in ends.values() for line in text.splitlines() if " answer (stopped or dead)" in line]
+    assert len(blames) == 1, ends
+    assert re.search(rf"rank {victim} [^;]*does not answer \(stopped or dead\)", blames[0]), blames
     assert not any("Traceback" in text or "destroy_process_group" in text for _, _, text in ends.values()), ends
 
 
@@ -103,7 +103,7 @@ def check(at: Path, place: str, victim: int, number: int = signal.SIGKILL) -> No
 @pytest.mark.parametrize("victim", [0, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, victim: int, folder: Path) -> None:
-    """The first, a middle one and the last; in a save the older checkpoint stands."""
+    """The victim is the first, a middle or the last rank. During a save the older checkpoint remains."""
     check(folder, place, victim)
     if place == "save":
         assert saved(folder / "run") == [2]

@@ -1,4 +1,4 @@
-"""How a rank's process ends after an error, and whom a launcher blames."""
+"""The end of a rank's process after an error, and the rank that a launcher blames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.comm.watchdog import EXIT_CODE
 from meshwright.launch import launch
 from meshwright.launch.launch import Outcome, _failed
 
-# A rank of another launcher, whose interpreter would never come to its end.
+# A rank of another launcher. Its interpreter would wait for ten minutes at its end.
 RANK = """
 import atexit, os, sys, time
 from meshwright.comm.group import CommError
@@ -42,7 +42,7 @@ launch.guarded(None, False, body)
      ("refused", 1, "CommError: torch refused it")],
 )  # fmt: skip
 def test_a_rank_that_fails_ends_at_once_and_loses_nothing(kind: str, code: int, said: str) -> None:
-    """It does not run what waits at the interpreter's end, such as torch's teardown, but flushes its streams."""
+    """The rank skips handlers at the end of the interpreter, such as torch's teardown, but flushes its streams."""
     done = subprocess.run([sys.executable, "-c", RANK, kind], capture_output=True, text=True, timeout=120)
     assert done.returncode == code and done.stdout == "printed", done
     assert said in done.stderr and "destroy_process_group" not in done.stderr
@@ -88,7 +88,7 @@ def test_a_bug_comes_before_what_follows_from_it(tmp_path: Path) -> None:
 
 
 def test_the_launcher_s_ranks_get_the_error_handling_of_ours(monkeypatch: Any, tmp_path: Path) -> None:
-    """torch's agent reads the launcher's environment and sets a default of its own where it finds nothing."""
+    """torch's agent reads the launcher's environment, and sets another default if it finds nothing there."""
     env: dict[str, str] = {}
     monkeypatch.setattr(launch.os, "environ", env)
     seen: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Which rank a process is under each launcher, where ranks meet, and on which address and interface."""
+"""The rank of a process under each launcher, where ranks meet, and on which address and interface."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_one_process_under_mpirun_is_alone() -> None:
     ],
 )
 def test_a_launcher_that_says_too_little_is_named(env: dict[str, str], said: str) -> None:
-    """Each of its processes would otherwise train alone."""
+    """Each process of such a launcher would train alone otherwise."""
     with pytest.raises(UserError, match=f"{re.escape(said)}.* start by torchrun"):
         find_place(env)
 
 
 def test_rank_and_world_without_the_ranks_of_this_machine() -> None:
-    """They are believed where all can be here; mpirun's own variables fill the gap."""
+    """RANK and WORLD_SIZE are believed if all ranks can be on this machine. The variables of mpirun fill the gap."""
     named = {"RANK": "5", "WORLD_SIZE": "8"}
     assert find_place(named | {"MASTER_ADDR": "127.0.0.1"}) == find_place(named) == Place(5, 8, 5, 8, True)
     assert find_place(named | {"MASTER_ADDR": "node1"} | MPIRUN) == Place(5, 8, 1, 4, True)
@@ -72,7 +72,7 @@ def test_rank_and_world_without_the_ranks_of_this_machine() -> None:
     ],
 )
 def test_a_step_counts_its_own_nodes_and_tasks(more: dict[str, str], local: int) -> None:
-    """The job has 16 tasks on four nodes, the step 8; nodes of different size count as the largest on every rank."""
+    """The job has 16 tasks on four nodes, and the step has 8. Every rank counts unequal nodes as the largest one."""
     assert find_place(STEP | {"SLURM_STEP_NUM_TASKS": "8"} | more) == Place(5, 8, 1, local, True)
 
 
@@ -107,7 +107,7 @@ def test_an_interface_with_two_addresses_and_one_with_ipv6(monkeypatch: Any, tmp
 
 
 def test_every_address_of_this_machine_has_its_interface() -> None:
-    """As the system itself tells of each interface's first one, and its loopback's."""
+    """The interfaces are among those that the system lists, and 127.0.0.1 is on the loopback interface."""
     found = processes._ipv4_interfaces()
     assert found[IPv4Address("127.0.0.1")] == processes.loopback()
     assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
@@ -147,7 +147,7 @@ def test_a_machine_s_name_or_the_given_address_count_first(monkeypatch: Any, cap
     ("env", "cores"), [({}, 3), ({"SLURM_PROCID": "1", "SLURM_CPUS_PER_TASK": "12"}, 12), ({"SLURM_PROCID": "1"}, 3)]
 )
 def test_ranks_share_the_cores_that_they_may_use(env: dict[str, str], cores: int, monkeypatch: Any) -> None:
-    """Of a machine with 64, this process may use 12: those of four ranks, unless Slurm bound the task to its own."""
+    """This process may use 12 of 64 cores. Four ranks share these, unless Slurm bound the task to a number of cores."""
     monkeypatch.setattr(device.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
     for name in ("SLURM_PROCID", "SLURM_CPUS_PER_TASK"):

@@ -1,8 +1,8 @@
-"""Requests to stop: noted by a run, and never a way to make a process that waits for ever immortal.
+"""Requests to stop: a run notes them, and they still end a process that waits forever.
 
-The time between two requests decides what the second one means. The processes of these tests therefore read a clock
-that stands still until the test sets it, and say when a request was heard (by the thread that listens) or noted (by
-the main thread), so that no result depends on how soon a busy machine gets round to them.
+The time between two requests decides how the second one is understood. The processes of these tests therefore read a
+clock that stands still until the test sets it. They report when a request was heard (by the thread that listens) or
+noted (by the main thread), so that no result depends on how soon a busy machine runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.waiting import HANG_S
 
-# Sleeping is said too: that is how the listener begins to end a process that handles nothing.
+# Sleeping is reported too: the listener begins that way to end a process that handles nothing.
 CLOCK = """
 import ctypes, os, sys, threading, time
 from meshwright.launch import signals
@@ -56,7 +56,7 @@ StopRequests._note, signals.time = note, Clock
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 signals.SAME_REQUEST_S, signals.SAME_CTRL_C_S, signals.BLOCKED_S = 5.0, 0.3, 0.1
 """
-# A mutex that is locked twice: no signal interrupts that, as none interrupts a wait for a peer inside torch.
+# A mutex that is locked twice. No signal interrupts that wait, and none interrupts a wait for a peer inside torch.
 BLOCKED = """
 with signals.StopRequests(), signals.StopRequests():
     library.pthread_mutex_lock(mutex)
@@ -85,7 +85,7 @@ with StopRequests() as requests:
     with ends_at_once():
         time.sleep(600)
 """
-# Requests to a child that was forked, and a later one to a run that has ended well, end nobody.
+# Requests to a forked child, and a later one to a run that has ended well, end no process.
 UNTOUCHED = """
 import signal
 now = 100.0
@@ -115,7 +115,7 @@ with StopRequests() as outer:
 listener_ends()
 print("ready", flush=True)
 """
-# A process that nobody launched: its user's Ctrl-C comes twice when a wrapper passes it on, and then once more.
+# A process without a launcher. Its user's Ctrl-C arrives twice when a wrapper passes it on, and then once more.
 CTRL_C = """
 signals.BLOCKED_S = 600.0
 with StopRequests(launched=False, speaks=True) as requests:
@@ -126,8 +126,8 @@ with StopRequests(launched=False, speaks=True) as requests:
     except KeyboardInterrupt:
         print(requests.seen, flush=True)
 """
-# Two that come while one long call computes, of which Python tells the process once. The call is a mutex that is held
-# until the test says that both have come.
+# Two requests arrive during one long call, and Python reports them to the process once. The call is a mutex that is
+# held until the test says that both have arrived.
 BUSY = """
 signals.BLOCKED_S = 600.0
 library.pthread_mutex_lock(mutex)
@@ -158,7 +158,8 @@ with StopRequests() as requests, ends_at_once():
     sys.stdin.readline()
 print(requests.seen, flush=True)
 """
-# The end of run.time_limit asks to stop; the scheduler's signal, while the run saves, is the first one.
+# The end of run.time_limit asks to stop. The scheduler's signal, which arrives while the run saves, is the first
+# request.
 LIMITED = """
 with StopRequests() as requests:
     requests.request()
@@ -191,7 +192,7 @@ class Child:
         self.hears("ready")
 
     def at(self, seconds: float) -> None:
-        """Set its clock."""
+        """Set the clock of the process."""
         part = self.clock.with_suffix(".part")
         part.write_text(str(seconds))
         part.replace(self.clock)
@@ -207,7 +208,7 @@ class Child:
         assert said == Counter(words), said
 
     def ends(self) -> tuple[int, str, str]:
-        """Return its exit code and the rest of what it said."""
+        """Return the exit code and the rest of the output."""
         out, err = self.process.communicate("\n", timeout=HANG_S)
         return self.process.returncode, out, err
 
@@ -237,7 +238,7 @@ def test_what_is_not_this_process_s_request_does_not_end_it(tmp_path: Path) -> N
 
 
 def test_a_signal_after_the_time_limit_is_the_first_request(tmp_path: Path) -> None:
-    """It does not end a run that saves; the next one does."""
+    """The signal does not end a run that saves, and the next one does."""
     child = Child(tmp_path, LIMITED)
     child.at(200.0)
     child.sends(signal.SIGUSR1, "heard", "noted")
@@ -278,11 +279,11 @@ def test_two_ctrl_c_of_quick_fingers_are_two(busy: bool, tmp_path: Path) -> None
     if busy:
         child.hears("heard", "sleeps")
     code, out, _ = child.ends()
-    assert code == 0 and "interrupted" in out  # two threads write, so lines may run together
+    assert code == 0 and "interrupted" in out  # two threads write, so lines may be joined
 
 
 def test_what_is_said_after_ctrl_c_begins_a_line(tmp_path: Path) -> None:
-    """A terminal has echoed ^C."""
+    """A terminal has echoed ^C, so the message starts a new line."""
     ours, theirs = os.openpty()
     child = Child(tmp_path, CTRL_C, stderr=theirs)
     os.close(theirs)

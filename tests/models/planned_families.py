@@ -29,7 +29,7 @@ from meshwright.spec.model.description import layout_of
 from meshwright.spec.model.wrapped.families import ADDED, REFUSED, VERIFIED
 from tests.support.oracle import Made, Whole, true_gradients, worst
 
-# By the names that families use for their sizes.
+# Families have different names for their sizes, so this lists all of them.
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64,
@@ -94,7 +94,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Wide(TorchFunctionMode):
-    """Keeps float64 where a model's own code asks for float32, so that rounding hides nothing."""
+    """A mode that keeps float64 where a model's own code asks for float32, so that rounding hides nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -108,14 +108,14 @@ class Wide(TorchFunctionMode):
 
 
 def families() -> list[str]:
-    """The causal language models of transformers whose config has a tensor-parallel plan."""
+    """Return the causal language models of transformers whose config has a tensor-parallel plan."""
     library = transformers()
     names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return [name for name in names if getattr(library.CONFIG_MAPPING[name], "base_model_tp_plan", None)]
 
 
 def tiny(family: str) -> Any:
-    """A small config of a family."""
+    """Return a small config of a family."""
     kind = transformers().CONFIG_MAPPING[family]
     fields = {each.name for each in dataclasses.fields(kind)}
     renamed = dict(getattr(kind, "attribute_map", {}) or {})
@@ -128,7 +128,7 @@ def tiny(family: str) -> Any:
 
 
 def _every_kind_of_layer(kind: Any, fields: set[str]) -> dict[str, Any]:
-    """One layer of each kind that the family's own default has."""
+    """Return config entries that give one layer of each kind in the family's default."""
     usual = kind()
     found: dict[str, list[str]] = {}
     for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
@@ -166,7 +166,7 @@ def make_trainer(config: Config, rank: int = 0, world: int = 1, groups: dict[str
 
 
 class Given:
-    """Weights in memory, read as those of a folder are (`checkpoint.base.read_weights`)."""
+    """Weights in memory, which are read like those of a folder (`checkpoint.base.read_weights`)."""
 
     def __init__(self, weights: Whole) -> None:
         self.folder, self.weights = Path("given"), weights
@@ -178,7 +178,9 @@ class Given:
 
 @dataclasses.dataclass
 class Alone:
-    """What transformers finds in one process: gradients at some weights, and our logits' distance from its."""
+    """The results of transformers in one process: the gradients at some weights, and the relative error of Meshwright's
+    logits.
+    """
 
     weights: Whole
     gradients: Whole
@@ -192,8 +194,9 @@ def with_weights(trainer: Trainer, weights: Whole) -> Trainer:
 
 
 def alone(folder: str) -> Alone:
-    """Computes a model in one process with nothing but transformers, on random weights: also where a model begins with
-    zeros or ones, which would hide much."""
+    """Compute a model in one process with nothing but transformers. Its weights are random even where a model starts
+    with zeros or ones, which would hide much.
+    """
     config = read_config(folder)
     kind = type(skeleton(config, torch.float64))
     with Wide():
@@ -217,7 +220,7 @@ def alone(folder: str) -> Alone:
 
 
 def measure(rank: int, world: int, folders: list[str], found: list[Alone], layouts: list[str]) -> list[dict[str, Any]]:
-    """The body of a rank: the largest error of a gradient, and its name, by layout, for each model."""
+    """Return for each model the largest error of a gradient, with its name, by layout. This is the body of a rank."""
     description.check_family = lambda *any: None  # type: ignore[assignment]
     groups: dict[Any, dict[str, Any]] = {}
     results = []
@@ -229,7 +232,7 @@ def measure(rank: int, world: int, folders: list[str], found: list[Alone], layou
             if layout not in groups:
                 made = Mesh(layout, rank).groups
                 groups[layout] = {key: group.process_group for key, group in made.items() if not group.alone}
-            # Backward runs outside of such a mode, and would compute blocks again in another precision.
+            # Backward runs outside such a mode, and would recompute blocks in another precision.
             with nullcontext() if "recomputed" in name else Wide():
                 trainer = with_weights(make_trainer(config, rank, world, groups[layout]), reference.weights)
                 errors[name] = worst(true_gradients(trainer), reference.gradients)
@@ -245,13 +248,15 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
 def layouts_of(axes: list[str]) -> list[str]:
-    """The layouts on which a family that may be cut along these axes is compared."""
+    """Return the layouts on which a family that may be cut along these axes is compared."""
     found = [name for axis in axes for name in AXES[axis]]
     return found + list(AXES["both"] if len(axes) == 2 else ())
 
 
 def table() -> str:
-    """The table of families of docs/models.md, from what the comparison found (`spec/model/wrapped/families.yaml`)."""
+    """Return the table of families in docs/models.md, from the results of the comparison
+    (`spec/model/wrapped/families.yaml`).
+    """
     lines = ["| family | tp 2 | pp 2 | tp 2 x dp 2 x ZeRO 3 | what was found |", "|---|---|---|---|---|"]
     for family in sorted({*VERIFIED, *REFUSED}):
         axes, why = VERIFIED.get(family, []), REFUSED.get(family, {})
@@ -264,7 +269,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table in its place."""
+    """Return the page with the table in its place."""
     head, _, rest = page.partition(BEGIN)
     return f"{head}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

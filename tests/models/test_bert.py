@@ -1,5 +1,6 @@
-"""A BERT computes what transformers' does: logits and every gradient, with padding; and its folders are read and
-written in both directions."""
+"""A BERT computes the same logits and gradients as transformers' BERT, with padding. Its folders are read and written
+in both directions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.oracle import EXACT, MadeMasked, make_trainer, small_config, 
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 48,
-    "max_position_embeddings": 16, "pad_token_id": None,  # transformers gives the padding token no gradient
+    "max_position_embeddings": 16, "pad_token_id": None,  # transformers gives the padding token no gradient.
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretraining": ("BertForPreTraining", {}),
@@ -33,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str) -> Any:
-    """A model of transformers in float64, all of whose weights are random."""
+    """Return a model of transformers in float64, all of whose weights are random."""
     import transformers
 
     kind, more = MODELS[name]
@@ -47,7 +48,7 @@ def make(name: str) -> Any:
 
 
 def plain_loss(model: Any, data: MadeMasked, samples: int) -> torch.Tensor:
-    """The mean over the masked tokens of all samples, and the mean over the samples of their order."""
+    """Return the mean over the masked tokens of all samples plus the mean over the samples' order losses."""
     sums: dict[str, torch.Tensor] = {}
     for n in range(samples):
         sample = {name: torch.as_tensor(value)[None] for name, value in data.sample(n).items()}
@@ -101,7 +102,7 @@ def test_goes_through_a_checkpoint_unchanged(name: str, tmp_path: Path) -> None:
     theirs = make(name)
     theirs.save_pretrained(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "checkpoint", dtype="fp64")
-    (tmp_path / "checkpoint" / "hf_origin.json").unlink()  # as if it had been trained here
+    (tmp_path / "checkpoint" / "hf_origin.json").unlink()  # Now it looks as if it had been trained here.
     assert export_folder(tmp_path / "checkpoint", tmp_path / "out")["family"] == "bert"
     again = getattr(transformers, MODELS[name][0]).from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert again.config.architectures == [MODELS[name][0]]

@@ -1,4 +1,4 @@
-"""Several blocks as one compiled graph: the gradients are those of blocks that nobody compiles."""
+"""Several blocks as one compiled graph have the gradients of uncompiled blocks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ TUNES = {"none": {}, "lora": {"kind": "lora", "rank": 3}, "dora": {"kind": "dora
     [*((kind, "none", False) for kind in MODELS), ("gpt", "none", True), ("gpt", "lora", True), ("gpt", "dora", False)],
 )
 def test_gradients_are_those_of_one_eager_process(kind: str, tune: str, documents: bool, mode: str) -> None:
-    """Twice, since gradients of the first step come before anybody knows how many there will be; validation, too. All
-    runs of blocks of one stack share a graph."""
+    """Two steps are compared, because gradients of the first one come before their number is known, and validation too.
+    All runs of blocks of one stack share a graph.
+    """
     torch.compiler.reset()
     counters.clear()
     given = {"model": MODELS[kind], "tune": TUNES[tune], "recompute": {"mode": mode}, "run": {"device": "cpu"}}
@@ -57,8 +58,8 @@ def test_gradients_are_those_of_one_eager_process(kind: str, tune: str, document
         error, name = worst(true_gradients(trainer), whole)
         assert error <= EXACT, name
     stacks = 2 if kind == "t5" else 1
-    graphs = 2 if mode == "every:2" else 1  # recomputed blocks run without gradients first
-    graphs *= 2 if kind == "glm" else 1  # the longest part of a sample that looks both ways becomes a symbol
+    graphs = 2 if mode == "every:2" else 1  # Recomputed blocks run without gradients first.
+    graphs *= 2 if kind == "glm" else 1  # The longest part of a sample that looks both ways becomes a symbol.
     assert counters["stats"]["unique_graphs"] == stacks * graphs
     assert trainer.validate()["loss"] == pytest.approx(alone.validate()["loss"], rel=EXACT)
 
@@ -93,7 +94,7 @@ def test_where_blocks_communicate_they_are_compiled_one_by_one() -> None:
         ({"model": {"layers": 8, "window": 3, "window_pattern": [1, 0]}}, 4),
         ({"model": {"layers": 20, "window": 3, "window_pattern": [1, 1, 1, 1, 0]}}, 1),
         ({"model": {"layers": 6, "window": 3, "window_pattern": [1, 1, 1, 0, 0, 0]}}, 3),
-        # On several ranks, somebody would wait.
+        # On several ranks another rank would wait.
         ({"model": {"layers": 8}, "layout": {"pp": 2}}, 1),
         ({"model": MODELS["t5"], "layout": {"pp": 2}}, 1),
         ({"model": {"layers": 8}, "layout": {"pp": 2}, "pipeline": {"split": [8, 0]}}, 1),
@@ -120,7 +121,9 @@ def test_small_blocks_are_compiled_together_by_themselves(changed: dict[str, Any
 
 
 def test_norms_of_blocks_in_one_graph_are_noted_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward after each group, backward before it, each by the names of its first and its last block."""
+    """Marks come after each group in forward and before it in backward, with the names of its first and its last
+    block.
+    """
     trainer = make_trainer(small_config(model={"layers": 4}, run={"device": "cpu"}))
     monkeypatch.setattr(trainer.modules[0], "several", (run_blocks, 2))
     marks = Marks(trainer.ctx, trainer.modules)
@@ -187,7 +190,7 @@ def test_blocks_that_add_to_the_loss_are_compiled_one_by_one(monkeypatch: pytest
 
 @pytest.mark.wide
 def test_many_kinds_of_graphs_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five kinds of groups, each with gradients and without: more than torch would compile by itself."""
+    """There are five kinds of groups, each with gradients and without: more than torch compiles by default."""
     torch.compiler.reset()
     plain = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *given, **how: plain(*given, **how, backend="eager"))
@@ -212,7 +215,7 @@ class CountingGate:
 
 @pytest.mark.parametrize("kind", ["gpt", "t5"])
 def test_blocks_wait_for_their_weights(kind: str) -> None:
-    """In ZeRO stages 1 and 2, those of the last update arrive while the next step begins."""
+    """ZeRO stages 1 and 2 gather the weights of the last update while the next step begins."""
     trainer = make_trainer(small_config(model=MODELS[kind], run={"device": "cpu"}))
     module, gates = trainer.modules[0], []
     module.several = (run_blocks, 2)  # type: ignore[assignment]

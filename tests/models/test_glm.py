@@ -1,4 +1,4 @@
-"""A model that fills in blanks computes what a plain one does with a mask: logits and every gradient in float64."""
+"""A model that fills in blanks computes the same logits and gradients in float64 as a plain model with a mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain_norm(x: Tensor, w: dict[str, Tensor], name: str, kind: str) -> Tensor:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions of [batch, heads, seq, width]: the halves of a head are the two sides of each pair."""
+    """Apply rotary positions to [batch, heads, seq, width]. The halves of a head are the two sides of each pair."""
     half = x.shape[-1] // 2
     angle = positions[:, None, :, None].double() * 10000.0 ** (-torch.arange(half).double() / half)
     a, b = x[..., :half], x[..., half:]
@@ -39,7 +39,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def plain_loss(w: dict[str, Tensor], m: Any, sample: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The logits of one sample and the sum of its losses, with a mask [seq, seq] that is written down."""
+    """Return the logits of one sample and the sum of its losses, computed with an explicit mask [seq, seq]."""
     segments, positions = sample["segments"], sample["positions"]
     at = torch.arange(m.seq)
     source, later = int((segments == 0).sum()), int((segments < 2).sum())
@@ -117,7 +117,7 @@ def test_logits_and_gradients_equal_a_plain_model(name: str) -> None:
 
 
 def test_deep_norm_begins_small() -> None:
-    """Values, output projections and MLPs begin with 1 / sqrt(2 layers) of what queries and keys do."""
+    """Values, output projections and MLPs start with 1 / sqrt(2 layers) of the scale of queries and keys."""
     trainer = make_trainer(small_config(model={"kind": "glm", "layers": 8, "hidden": 128, "heads": 4, "vocab": 31}))
     w = weights_of(trainer)
     qkv = w["layers.3.attention.qkv.weight"]
@@ -127,7 +127,7 @@ def test_deep_norm_begins_small() -> None:
 
 
 def test_no_mask_is_made_where_pieces_do() -> None:
-    """A prefix is a rectangle, what follows a causal piece: the same result and gradients as with a mask."""
+    """A prefix is a rectangle and the rest a causal piece. Result and gradients are the same as with a mask."""
     torch.manual_seed(0)
     segments = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2, [0] * 1 + [1] * 15, [1] * 8 + [2] * 8])
     q, k, v = (torch.randn(3, heads, 16, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))

@@ -1,4 +1,6 @@
-"""Adapters without transformers: which models fit which family, and which rows of a file are which of ours."""
+"""Adapters of Hugging Face families, without transformers: which models fit which family, and how the rows of a file
+map to Meshwright's.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_a_model_section_survives_config_json(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_row_has_its_place(name: str) -> None:
-    """Runs cover each of our rows once, and each of theirs once."""
+    """The runs cover each of Meshwright's rows once, and each of the file's rows once."""
     model = model_section(SECTIONS[name])
     for ours, mapped in FAMILIES[name].tensors(model).items():
         rows = [run.start + n for run in mapped.runs for n in range(run.count)]
@@ -149,7 +151,7 @@ def test_what_cannot_be_represented_is_refused(name: str, change: dict[str, Any]
     [([], 1, 0), ([0], 1, 1), ([1, 0], 1, 2), ([0, 2], 2, 0), ([1], 2, 2), ([0, 1, 2, 3], 1, 4), (None, 2, 0)],
 )
 def test_blocks_without_experts(listed: list[int] | None, every: int, first: int) -> None:
-    """A list of them, in which those that have none in any case mean nothing."""
+    """The config may list such blocks. Listed blocks that have no experts in any case mean nothing."""
     family = FAMILIES["qwen3_moe"]
     config = family.config_of(model_section(SECTIONS["qwen3_moe"]))
     found = family.model_of(config | {"mlp_only_layers": listed, "decoder_sparse_step": every})
@@ -209,7 +211,7 @@ def test_damaged_fields_are_named(name: str, change: dict[str, Any], words: str)
 
 
 def test_rotary_fields_that_are_null_or_given_twice() -> None:
-    """Null is as good as missing; what config.json has twice is read where transformers reads it."""
+    """Null means the same as missing. A value that config.json has twice is read from where transformers reads it."""
     llama, neox = FAMILIES["llama"], FAMILIES["gpt_neox"]
     config = llama.config_of(model_section(LLAMA)) | {"rope_theta": None, "partial_rotary_factor": None}
     assert llama.model_of(config).rope_theta == 10000.0
@@ -229,7 +231,7 @@ def test_a_shorter_context() -> None:
     config |= {"max_position_embeddings": 8192}
     assert mistral.model_of(config | {"sliding_window": None}).seq == 8192
     del config["sliding_window"]
-    assert mistral.model_of(config).window == 4096  # as transformers takes it
+    assert mistral.model_of(config).window == 4096  # transformers has this default.
     with pytest.raises(UserError, match="table of 64 learned positions"):
         gpt2.model_of(gpt2.config_of(model_section(SECTIONS["gpt2"])), seq=32)
 
@@ -248,7 +250,7 @@ def test_windows_and_the_blocks_that_have_them() -> None:
     assert model.window_pattern == (0, 0, 0, 0, 1, 1) and qwen2.model_of(config).window_pattern == ()
     assert qwen2.model_of(config | {"max_window_layers": 6}).window == 0
     assert qwen2.model_of(config | {"use_sliding_window": False}).window == 0
-    assert not qwen2.model_of(config, seq=32).windowed  # it holds a whole sample
+    assert not qwen2.model_of(config, seq=32).windowed  # The window holds a whole sample.
     plain = qwen2.config_of(model_section(SECTIONS["qwen2"] | {"layers": 6}), config)
     assert plain["use_sliding_window"] is False and "layer_types" not in plain
     model = model_section(SECTIONS["mistral"] | {"window": 32})
@@ -298,13 +300,13 @@ def test_parts_that_contradict_each_other(change: dict[str, Any], words: str) ->
 
 
 def test_rotary_scaling_as_older_configs_hold_it() -> None:
-    """Numbers: none, one factor, or Llama 3.1's four."""
+    """They hold numbers: none, one factor, or Llama 3.1's four."""
     found = [model_section(LLAMA | {"rope_scaling": each}).rope_scaling for each in ([], [2.0], [8.0, 1.0, 4.0, 64.0])]
     assert found == [RopeScalingConfig(), RopeScalingConfig("linear", 2.0), RopeScalingConfig("llama3", 8.0, 64)]
 
 
 def test_deepseek_v3_as_it_was_published() -> None:
-    """The rotary settings of its config.json: scores are multiplied by (0.1 ln 40 + 1)^2, cosines and sines by 1."""
+    """The rotary settings of its config.json multiply scores by (0.1 ln 40 + 1)^2, and cosines and sines by 1."""
     family = FAMILIES["deepseek_v3"]
     settings = {
         "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, ORIGINAL: 4096,
@@ -316,7 +318,7 @@ def test_deepseek_v3_as_it_was_published() -> None:
 
 
 def test_dynamic_scaling_keeps_the_length_it_begins_at() -> None:
-    """transformers has one key for it, which is the longest sequence of other models."""
+    """transformers stores it under the key that is the longest sequence in other models."""
     family, section = FAMILIES["llama"], model_section(LLAMA | DYNAMIC)
     config = family.config_of(section)
     assert (config["max_position_embeddings"], config["rope_scaling"]["factor"]) == (16, 2.0)
@@ -324,7 +326,7 @@ def test_dynamic_scaling_keeps_the_length_it_begins_at() -> None:
 
 
 def test_bloom_as_it_was_published() -> None:
-    """The keys of bigscience's own config.json, which transformers has other names for today."""
+    """bigscience's own config.json has keys that transformers has renamed since."""
     config = {
         "model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4, "vocab_size": 100,
         "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "seq_length": 32,
@@ -336,7 +338,9 @@ def test_bloom_as_it_was_published() -> None:
 
 
 def test_an_expert_s_number_is_the_second_in_a_name() -> None:
-    """Our tensor holds all experts, gate before the rest; the last # of a name stands for one of them."""
+    """Meshwright's tensor holds all experts, with the gate before the rest. The last # of a name is the number of an
+    expert.
+    """
     tensors = FAMILIES["qwen3_moe"].tensors(model_section(SECTIONS["qwen3_moe"]))
     mapped = tensors["layers.3.experts.gate_up.weight"]
     assert mapped.shape == (8, 48, 32) and len(mapped.runs) == 16
@@ -349,7 +353,7 @@ def test_an_expert_s_number_is_the_second_in_a_name() -> None:
 
 @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 9), st.integers(1, 3), st.integers(0, 40), st.data())
 def test_a_part_of_a_run(start: int, count: int, theirs: int, step: int, low: int, data: st.DataObject) -> None:
-    """Whichever of the two tensors it is cut by."""
+    """The part is right whichever of the two tensors it is cut by."""
     run, high = SourceRows(start, count, "x", theirs, step), low + data.draw(st.integers(1, 20))
     pairs = [(start + n, theirs + n * step) for n in range(count)]
     for side, cut in enumerate((run.of_ours(low, high), run.of_theirs(low, high))):

@@ -1,4 +1,6 @@
-"""Models that transformers builds, cut by their plans: gradients against one process, weights by boxes, refusals."""
+"""Models that transformers builds, cut by their plans: gradients equal one process, weights are read by boxes, and
+unsupported combinations are refused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from meshwright.spec.model.wrapped.parts import STYLES
 from tests.models.planned_families import Alone, alone, config_of, make_trainer, measure, tiny, write_tiny
 from tests.support.ranks import run_ranks
 
-FAMILIES = ("granite", "qwen3_moe")  # a dense one with tied ends, and one with experts and norms of heads
+# A dense family with tied ends, and one with experts and norms of heads.
+FAMILIES = ("granite", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Alone]]:
 
 
 def with_planted_bugs(rank: int, world: int, folders: list[str], found: list[Alone]) -> tuple[Any, Any, Any]:
-    """The errors of both models; and of the mixture where norms of heads are not summed over tp, and where the input of
-    experts has each rank's own gradient."""
+    """Return the errors of both models, and those of the mixture with two planted bugs: norms of heads are not summed
+    over tp, or the input of experts has each rank's local gradient.
+    """
     right = measure(rank, world, folders, found, ["tp 2", "pp 2", "ZeRO 3, recomputed"])
     wrong = []
     for style in ("replicated_with_grad_allreduce", "moe_tp_experts"):
@@ -71,7 +75,7 @@ def test_gradients_are_those_of_transformers_in_one_process(models: list[tuple[s
 
 
 def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> None:
-    """Of a mixture the files hold every expert's gate and up apart, and a parameter has all of them."""
+    """The files of a mixture hold every expert's gate and up separately, and a parameter has all of them."""
     import transformers
 
     config = tiny("mixtral")
@@ -86,7 +90,9 @@ def test_files_are_read_by_boxes_as_transformers_reads_them(tmp_path: Path) -> N
 
 
 def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
-    """Into a run, its checkpoint, and a folder again: the same names and values, also of buffers that nobody trains."""
+    """They go into a run, its checkpoint, and a folder again. Names and values stay the same, also those of untrained
+    buffers.
+    """
     import transformers
 
     came, went = tmp_path / "came", tmp_path / "went"
@@ -102,9 +108,9 @@ def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
     with Saver(trainer, tmp_path / "saved", False, "wait", 0) as saver:
         saver.save(last=True)
         saver.wait()
-    told = export_folder(find_checkpoint(str(tmp_path / "saved")), went)
+    summary = export_folder(find_checkpoint(str(tmp_path / "saved")), went)
     ours, theirs = (safe_open(at / "model.safetensors", framework="pt") for at in (went, came))
-    assert told["family"] == "deepseek_v3" and set(ours.keys()) == set(theirs.keys())
+    assert summary["family"] == "deepseek_v3" and set(ours.keys()) == set(theirs.keys())
     assert all(torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in theirs.keys())  # noqa: SIM118
 
 
@@ -116,7 +122,7 @@ def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
     ids=("tp", "tp-pp", "tp-zero3"),
 )  # fmt: skip
 def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: dict[str, Any]) -> None:
-    """One rank of four is run, and its states and collectives are compared with what the parts state."""
+    """One rank of four runs, and its states and collectives are compared with those that the parts state."""
     config = config_of(write_tiny(family, tmp_path), sections)
     ran, said = run_rank(config, 4, 0, Device("cpu")), expected(checked_job(config, 4), 0)
     found = compare(0, ran, said)
@@ -126,7 +132,9 @@ def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: d
 
 @pytest.mark.parametrize("sections", [{}, {"layout": {"pp": 2}}], ids=("dp", "pp"))
 def test_whole_gradients_of_stage_2_are_as_planned(tmp_path: Path, sections: dict[str, Any]) -> None:
-    """Which of its parameters a foreign module uses is known at the end of a chunk's backward: all exist until then."""
+    """A foreign module shows only at the end of a chunk's backward which of its parameters it uses. All gradients exist
+    until then.
+    """
     config = config_of(write_tiny("granite", tmp_path), {"zero": {"stage": 2}, **sections})
     most, allocate = [0], Bucket.allocate_grads
     with fake_world(0, 4):
@@ -143,7 +151,7 @@ def test_whole_gradients_of_stage_2_are_as_planned(tmp_path: Path, sections: dic
 
 
 def test_documents_see_nothing_of_each_other(tmp_path: Path) -> None:
-    """Positions that begin anew keep attention inside a document; layers that carry a state are refused."""
+    """Positions that restart keep attention inside a document. Layers that carry a state are refused."""
     granite = make_trainer(config_of(write_tiny("granite", tmp_path), {})).modules[0].eval()
     ids = torch.arange(3, 19)[None]
     positions = torch.tensor([[*range(6), *range(10)]])
@@ -198,7 +206,7 @@ def test_families_that_are_described_here_are_chosen_by_themselves(tmp_path: Pat
 
 
 def test_sizes_in_which_blocks_differ_are_read(tmp_path: Path) -> None:
-    """Gemma 4's blocks have heads of two widths; a number of heads must fit all blocks."""
+    """Gemma 4's blocks have heads of two widths. A number of heads must fit all blocks."""
     pytest.importorskip("transformers", "5.20")
     assert config_of(write_tiny("gemma4_unified_text", tmp_path), {}).model.head_dim == 16
     apart = SimpleNamespace(is_heterogeneous=True, num_hidden_layers=3, per_layer_config=[
@@ -208,7 +216,9 @@ def test_sizes_in_which_blocks_differ_are_read(tmp_path: Path) -> None:
 
 
 def test_every_unit_of_a_wrapped_model_has_a_name(tmp_path: Path) -> None:
-    """A run names the units that it watches; the one that joins the last norm and the head is no part of the module."""
+    """A run names the units that it watches. The unit that joins the last norm and the head is not part of the
+    module.
+    """
     config = config_of(write_tiny("granite", tmp_path), {})
     (module,) = make_trainer(config).modules
     names = [unit_name(module, unit) for unit in stage_of(module).units() or []]

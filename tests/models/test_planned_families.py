@@ -1,5 +1,8 @@
-"""Every family of transformers that has a plan, tiny and random: the logits are transformers' own, and the gradients on
-tp 2, pp 2, tp 2 x pp 2 and tp 2 x dp 2 x ZeRO 3 those of one process in float64. What is refused is found wrong."""
+"""Every family of transformers that has a plan, tiny and random.
+
+The logits equal those of transformers. The gradients on tp 2, pp 2, tp 2 x pp 2 and tp 2 x dp 2 x ZeRO 3 equal those of
+one process in float64. Refused layouts really give wrong gradients.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ PER_LAUNCH = 6
 ALL = sorted(name for name in VERIFIED if VERIFIED[name])
 PIECES = [ALL[at : at + PER_LAUNCH] for at in range(0, len(ALL), PER_LAUNCH)]
 WRONG = 1e-6
-UNREAD = ("hrm_text", "inkling2_text")  # families whose files hold a parameter in a form that can't be read by boxes
+# The files of these families hold a parameter in a form that can't be read by boxes.
+UNREAD = ("hrm_text", "inkling2_text")
 
 
 def test_the_page_has_the_table() -> None:
@@ -61,7 +65,9 @@ def test_gradients_are_those_of_one_process(tmp_path: Path, names: list[str]) ->
 
 @pytest.mark.wide
 def test_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
-    """Of every family: what `save_pretrained` wrote. Some hold a parameter in a form that is refused, by its name."""
+    """The files are those that `save_pretrained` writes, for every family. Some hold a parameter in a form that is
+    refused by name.
+    """
     library, wrong, refused = transformers(), {}, set()
     for name in ALL:
         at = tmp_path / name
@@ -87,6 +93,7 @@ def test_what_is_refused_is_wrong(tmp_path: Path, name: str, axis: str) -> None:
     try:
         folder = write_tiny(name, tmp_path)
         found = run_ranks(4, measure, [folder], [alone(folder)], [layout], deadline=60.0)
-    except (RankFailed, Exception):  # the tiny model can't be built or run, or not on several ranks
+    # The tiny model can't be built or run, or not on several ranks.
+    except (RankFailed, Exception):
         return
     assert max(errors[layout][0] for by_family in found for errors in by_family) > WRONG, f"{name} is right on {layout}"

@@ -1,5 +1,8 @@
-"""The seams of a model's graph: a stream that norms read (a condition of each sample) and a second encoder whose stream
-is put into that of the tokens. Both are described in this file alone, and train on two stages as on one process."""
+"""The seams of a model's graph: streams that norms read, and a second encoder.
+
+One model has a condition of each sample, which its norms read as a stream. The other has a second encoder whose stream
+is put into that of the tokens. Both are described in this file alone, and train on two stages as on one process.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ class TimedNorm(StreamNorm):
 
 
 def timed(model: ModelConfig) -> Model:
-    """A GPT all of whose blocks are conditioned on a time step."""
+    """Return a GPT all of whose blocks are conditioned on a time step."""
     plain, norm = gpt(model), TimedNormPart(model.hidden)
 
     def changed(node: Node) -> Unit:
@@ -94,7 +97,7 @@ def timed(model: ModelConfig) -> Model:
 
 @dataclass(frozen=True)
 class ScatterPart(Part):
-    """Puts rows of one stream into another, at the places that a field of each sample names."""
+    """A part that puts rows of one stream into another, at the places that a field of each sample names."""
 
 
 class Scatter(nn.Module):
@@ -107,7 +110,7 @@ class Scatter(nn.Module):
 
 
 def seeing(model: ModelConfig) -> Model:
-    """A GPT whose first two blocks read patches of an image, which take the place of some tokens."""
+    """Return a GPT whose first two blocks read patches of an image, which replace some tokens."""
     plain, rows = gpt(model), Rows(PATCHES)
     embedding, *_, head = plain.nodes
     patches = Unit((NamedPart("patches", "patches", TablePart(PIXELS, model.hidden)),), rows)
@@ -149,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "timed-sharded": ("timed", {"zero": {"stage": 3}, "layout": {}}),
     "seeing": ("seeing", {}),
     "seeing-untied": ("seeing", {"model": {"tied_embeddings": False}}),
-    "seeing-late": ("seeing", {"pipeline": {"split": [3, 1]}}),  # the table's two ends are on different stages
+    "seeing-late": ("seeing", {"pipeline": {"split": [3, 1]}}),  # The table's two ends are on different stages.
 }
 
 
@@ -182,9 +185,9 @@ def test_two_stages_train_as_one_process() -> None:
     ("describe", "split", "passed"),
     [
         (timed, (2, 2), {HIDDEN: (32, 32), "condition": (2, WIDTH)}),
-        (timed, (4, 0), {HIDDEN: (32, 32)}),  # the head reads no condition
+        (timed, (4, 0), {HIDDEN: (32, 32)}),  # The head reads no condition.
         (seeing, (1, 3), {"image": (8, 32)}),
-        (seeing, (2, 2), {"image": (8, 32)}),  # the tokens' embedding begins the second stage
+        (seeing, (2, 2), {"image": (8, 32)}),  # The tokens' embedding begins the second stage.
         (seeing, (3, 1), {HIDDEN: (32, 32)}),
     ],
 )

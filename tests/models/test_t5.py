@@ -1,5 +1,6 @@
-"""A T5 computes what transformers' does: buckets of distances, logits and every gradient, of both versions of its MLP;
-it generates the same, and its folders are read and written in both directions."""
+"""A T5 computes the same as transformers' T5: buckets of distances, logits and every gradient, with both versions of
+its MLP. It generates the same text, and its folders are read and written in both directions.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stack", ["encoder_bias", "decoder_bias"])
 @pytest.mark.parametrize("seq", [16, 21])
 def test_fused_kernels_take_the_bias(stack: str, seq: int) -> None:
-    """They take one whose keys are side by side in memory and whose rows begin at multiples of 16 elements; with any
-    other, attention is silently computed with whole scores in float32."""
+    """They take a bias whose keys are adjacent in memory and whose rows begin at multiples of 16 elements. With any
+    other bias, attention silently computes whole scores in float32.
+    """
     stage = make_trainer(small_config(model={"kind": "t5", "layers": 4, "t5": {"decoder_seq": 8}})).modules[0]
     table = getattr(stage, stack)
     bias = table(table.buckets(seq, seq), seq)
@@ -46,7 +48,7 @@ def test_fused_kernels_take_the_bias(stack: str, seq: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers takes the mean of squares in float32, whatever the weights are in."""
+    """Let transformers' norm compute in the precision of the weights. It would take the mean of squares in float32."""
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
     monkeypatch.setattr(
@@ -55,8 +57,9 @@ def _exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(name: str) -> Any:
-    """A model of transformers in float64, all of whose weights are random; the newer one has an output layer of its
-    own."""
+    """Return a model of transformers in float64, all of whose weights are random. The newer version has a separate
+    output layer.
+    """
     import transformers
 
     torch.manual_seed(len(name))
@@ -119,7 +122,7 @@ def test_logits_gradients_and_text_equal_those_of_transformers(name: str, tmp_pa
 
 
 def mapped_rows(mapped: Any, gradients: dict[str, torch.Tensor]) -> Any:
-    """One of our tensors, put together from rows of theirs."""
+    """Assemble one of Meshwright's tensors from rows of transformers' tensors."""
     return torch.cat([gradients[run.source][run.theirs] for run in mapped.runs]).numpy()
 
 
@@ -130,7 +133,7 @@ def test_goes_through_a_checkpoint_unchanged(name: str, tmp_path: Path) -> None:
     theirs = make(name)
     theirs.save_pretrained(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "checkpoint", dtype="fp64")
-    (tmp_path / "checkpoint" / "hf_origin.json").unlink()  # as if it had been trained here
+    (tmp_path / "checkpoint" / "hf_origin.json").unlink()  # Now it looks as if it had been trained here.
     assert export_folder(tmp_path / "checkpoint", tmp_path / "out")["family"] == "t5"
     again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert again.config.scale_decoder_outputs == theirs.config.scale_decoder_outputs

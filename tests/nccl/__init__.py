@@ -1,4 +1,4 @@
-"""A suite for NCCL that needs one GPU, which all ranks share; every case also runs on Gloo without any.
+"""A suite for NCCL that needs one GPU, which all ranks share. Every case also runs on Gloo without a GPU.
 
-`python -m tests.nccl` runs it (see `__main__.py`), and so does `pytest tests/nccl`, which asks the same runner.
+`python -m tests.nccl` runs it (see `__main__.py`). `pytest tests/nccl` runs it too, with the same runner.
 """

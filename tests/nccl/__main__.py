@@ -4,8 +4,8 @@ python -m tests.nccl                           all cases; every rank shares the 
 python -m tests.nccl --transport gloo          the same cases without a GPU
 python -m tests.nccl --shard 1/3               every third case, for machines that allow ten minutes at a time
 python -m tests.nccl algorithm/ fault/kill     the cases whose names contain one of these
-python -m tests.nccl --json found.json         writes everything; --again found.json repeats what failed in it
-python -m tests.nccl --limit 540               begins no case later than that; --again also runs those left
+python -m tests.nccl --json found.json         writes everything; --again found.json repeats the failed cases
+python -m tests.nccl --limit 540               starts no case after this many seconds; --again also runs those left
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from tests.support.oracle import (
     small_config,
 )
 
-Plant = Any  # a context manager, given the trainer of the rank
+Plant = Any  # A context manager that takes the trainer of the rank.
 
 
 def data_of(config: Config, case: Exact | None = None) -> Any:
@@ -41,12 +41,12 @@ def data_of(config: Config, case: Exact | None = None) -> Any:
 
 
 def bytes_sent(trainer: Trainer) -> int:
-    """Returns the bytes that this rank put on the wire since the trainer's last step began."""
+    """Return the bytes that this rank put on the wire since the trainer's last step began."""
     return sum(totals.wire_bytes for totals in trainer.ctx.ledger.totals().values())
 
 
 def find_reference(rank: int, world: int, case: Exact, transport: Transport) -> Reference:
-    """The body of the one process that every layout of a case is compared with."""
+    """Compute the reference of one process, with which every layout of a case is compared."""
     config = small_config(**case.alone(transport))
     device = Device.choose(transport.device)
     return exact_reference(make_trainer(config, data=data_of(config, case), device=device))
@@ -55,7 +55,7 @@ def find_reference(rank: int, world: int, case: Exact, transport: Transport) -> 
 def compare_with_one(
     rank: int, world: int, case: Exact, transport: Transport, reference: Reference, plant: Plant | None = None
 ) -> tuple[Outcome, int]:
-    """Returns how far this rank is from one process, and the bytes of its last step."""
+    """Return how far this rank is from one process, and the bytes of its last step."""
     config = small_config(**case.sections(transport))
     device = Device.choose(transport.device)
     trainer = make_trainer(config, rank, world, data_of(config, case), device=device)
@@ -66,7 +66,7 @@ def compare_with_one(
 
 
 def few_steps(rank: int, world: int, case: Same, transport: Transport) -> dict[str, Any]:
-    """Returns the losses, norms and parameters of this rank, for a comparison with the same rank elsewhere."""
+    """Return the losses, norms and parameters of this rank, for a comparison with the same rank elsewhere."""
     config = small_config(**case.sections)
     device = Device.choose(transport.device)
     with _drawn_on_the_host():
@@ -80,7 +80,9 @@ def few_steps(rank: int, world: int, case: Same, transport: Transport) -> dict[s
 
 @contextmanager
 def _drawn_on_the_host() -> Iterator[None]:
-    """Draws the first factors of PowerSGD on the host: a GPU's generator gives other numbers for the same seed."""
+    """Draw the first factors of PowerSGD on the host, because a GPU's generator gives other numbers for the same
+    seed.
+    """
 
     def draw(self: Any, slot: Any) -> None:
         factor, numbers = self.factors[id(slot)], torch.Generator()
@@ -93,7 +95,7 @@ def _drawn_on_the_host() -> Iterator[None]:
 
 @contextmanager
 def dropped_sum(trainer: Trainer) -> Iterator[None]:
-    """A planted bug: the sum of the first bucket's gradients over the data-parallel ranks is left out."""
+    """Plant a bug: the sum of the first bucket's gradients over the data-parallel ranks is left out."""
     bucket = trainer.data_parallel.trained[0].buckets[0].own_grads.data_ptr()
     real = Group.all_reduce
 

@@ -1,4 +1,4 @@
-"""What is asked of the cases that run in a world: equal to one process, or to the same ranks on Gloo."""
+"""Checks of the cases that run in a world: they must equal one process, or the same ranks on Gloo."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.nccl.same_cases import EXACT, Same
 from tests.nccl.transports import TRANSPORTS
 from tests.support.oracle import Outcome, Reference, complaints, relative
 
-COPIES = 1e-12  # sums of the same numbers in the same order
+COPIES = 1e-12  # The bound for sums of the same numbers in the same order.
 
 
 def check_exact(lane: Lane, case: Exact, plant: Any = None) -> Found:
-    """Compares every rank with one process on the same device."""
+    """Compare every rank with one process on the same device."""
     reference = _reference(lane, case)
     ends = lane.world(case.ranks).run(bodies.compare_with_one, case, lane.transport, reference, plant)
     outcomes = [outcome for outcome, _ in ends]
@@ -26,7 +26,7 @@ def check_exact(lane: Lane, case: Exact, plant: Any = None) -> Found:
 
 
 def _reference(lane: Lane, case: Exact) -> Reference:
-    """Cases that differ in their layout alone share it."""
+    """Return the reference of a case. Cases that differ only in their layout share it."""
     key = repr((case.alone(lane.transport), case.case.data))
     found: Reference | None = lane.shared.get(key)
     if found is None:
@@ -41,7 +41,7 @@ def largest(o: Outcome) -> float:
 
 
 def check_same(lane: Lane, case: Same) -> Found:
-    """Compares every rank with the same rank of a run on Gloo, in processes of their own."""
+    """Compare every rank with the same rank of a run on Gloo in other processes."""
     ours = lane.world(case.ranks).run(bodies.few_steps, case, lane.transport)
     theirs = lane.gloo(case.ranks).run(bodies.few_steps, case, TRANSPORTS["gloo"])
     found, worst = [], 0.0
@@ -60,7 +60,7 @@ def check_same(lane: Lane, case: Same) -> Found:
 
 
 def apart(mine: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the largest difference of every parameter, over its largest number."""
+    """Return the largest difference of every parameter, relative to its largest value."""
     found = {}
     for name, value in mine.items():
         scale = max(float(np.abs(other[name]).max()), 1e-12)
@@ -70,7 +70,7 @@ def apart(mine: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str
 
 
 def _copies(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Every rank holds every parameter, so they must be alike."""
+    """Return complaints about parameters that differ between ranks, all of which hold every parameter."""
     found = []
     for rank, each in enumerate(ranks[1:], 1):
         differences = apart(each["parameters"], ranks[0]["parameters"])

@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def transport(request: pytest.FixtureRequest) -> Transport:
-    """The one that the option or MESHWRIGHT_NCCL_SUITE names, or NCCL; without a GPU the tests are skipped then."""
+    """Return the transport that the option or MESHWRIGHT_NCCL_SUITE names, by default NCCL. By default the tests are
+    skipped without a GPU.
+    """
     from meshwright.device import accelerator_count
 
     chosen = request.config.getoption("--transport", None) or os.environ.get("MESHWRIGHT_NCCL_SUITE")
@@ -30,7 +32,9 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 
 @pytest.fixture(scope="session")
 def verdicts(request: pytest.FixtureRequest, transport: Transport) -> dict[str, Verdict]:
-    """The verdicts on all cases of this test run, which are run together: worlds are shared and stand side by side."""
+    """Return the verdicts on all cases of this test run. They run together, so that they share worlds and run side by
+    side.
+    """
     specs = (getattr(item, "callspec", None) for item in request.session.items)
     given = (spec.params.get("case") for spec in specs if spec is not None)
     cases = [case for case in given if type(case) in CHECKS]

@@ -1,4 +1,4 @@
-"""Elastic runs of launchers with one rank each, every one its own host: one is killed whole, and comes back."""
+"""Elastic runs of launchers with one rank each, every one its own host: one is killed entirely, and returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = ("faults.elastic=true", "faults.lost_after=6s", "run.eval_every=0", "che
 
 
 class Launcher:
-    """One launcher with its rank, at a loopback address of its own. Its host's name is that of its number."""
+    """One launcher with its rank, at its own loopback address. The number of the launcher also names its host."""
 
     def __init__(self, transport: Transport, folder: Path, number: int, of: int) -> None:
         address = f"127.0.0.{number + 1}"
@@ -43,20 +43,20 @@ class Launcher:
             )  # fmt: skip
 
     def kill(self) -> None:
-        """Kills the launcher and all that it has started, as a machine dies."""
+        """Kill the launcher and everything that it has started, as if a machine died."""
         pids = [self.process.pid]
         while pids:
             asked = ["ps", "-o", "pid=", "--ppid", ",".join(map(str, pids))]
             found = subprocess.run(asked, capture_output=True, text=True, check=False)
             for pid in pids:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                with contextlib.suppress(ProcessLookupError):  # The process has ended by itself.
                     os.kill(pid, signal.SIGKILL)
             pids = [int(pid) for pid in found.stdout.split()]
         self.process.wait()
 
 
 def world(run: Path) -> int:
-    """Returns the number of ranks that the run last started or resumed with."""
+    """Return the number of ranks that the run last started or resumed with."""
     if not (run / "events.jsonl").exists():
         return 0
     found = [event["world"] for event in lines(run, "events.jsonl") if event["kind"] in ("start", "resume")]
@@ -68,8 +68,9 @@ def steps(run: Path) -> int:
 
 
 def check_returning(lane: Lane, case: Story) -> Found:
-    """One of the launchers is killed: the run goes on with fewer ranks. It comes back, and all train again. Every step
-    stands once in the metrics, with the loss of one process that is not disturbed."""
+    """Kill one of the launchers, so that the run continues with fewer ranks. Start it again, and all of them must
+    train. Every step must be in the metrics once, with the loss of one undisturbed process.
+    """
     folder, transport, of = lane.folder(case.name), lane.transport, case.ranks
     train = {"precision": "fp64", "global_batch": 12, "micro_batch": 1, "steps": 100000}
     config = config_of(folder, transport.device, "dp4", train=train, zero={"stage": 1})
@@ -101,13 +102,13 @@ def _story(transport: Transport, folder: Path, run: Path, launchers: list[Launch
         return wrong
     lost = launchers.pop()
     lost.kill()
-    wrong = until("the others go on", lambda: world(run) == of - 1)
+    wrong = until("the others continue", lambda: world(run) == of - 1)
     before = steps(run)
     wrong = wrong or until("they make steps", lambda: steps(run) > before + 2)
     if wrong:
         return wrong
     launchers.append(Launcher(transport, folder, of - 1, of))
-    wrong = until("it comes back", lambda: world(run) == of)
+    wrong = until("it returns", lambda: world(run) == of)
     before = steps(run)
     wrong = wrong or until("all make steps", lambda: steps(run) > before + 2)
     if wrong:

@@ -1,7 +1,7 @@
 """The cases that must equal one process in float64: every axis, schedule, algorithm, grid and way to offload. No torch.
 
-Most are cases of the parity tests, by name. Those here have the shapes that only a network shows: messages that NCCL
-does not buffer, and sums by our own algorithms on numbers of ranks that are no power of two.
+Most are parity cases, chosen by name. The others have shapes that only a network exposes: messages that NCCL does not
+buffer, and sums by Meshwright's own algorithms on numbers of ranks that are not powers of two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tests.parity.expert_cases import MIXTURES
 from tests.parity.matrix import CASES as PARITY
 from tests.parity.sharded_cases import SHARDED
 
-# Rows and columns of what stages send. NCCL completes a small send without its receive; 33 MB in float64 it does not.
+# Rows and columns of the messages between stages. NCCL completes a small send without its receive, but not one of 33
+# MB.
 MESSAGE = {"nccl": 2048, "gloo": 256}
-# Keys that only say how ranks communicate: one process has none of them.
+# Keys that only configure communication between ranks. One process has none of them.
 BETWEEN_RANKS = {"comm": ("algorithm", "overlap", "links", "gather", "switches"), "train": ("server", "compile")}
 
 
@@ -31,7 +32,7 @@ class Exact:
 
     subject: str
     case: Case
-    large: bool = False  # has messages that NCCL does not buffer
+    large: bool = False  # The case has messages that NCCL does not buffer.
 
     @property
     def name(self) -> str:
@@ -45,12 +46,13 @@ class Exact:
         return self._sized(self.case.sections("fp64"), transport)
 
     def alone(self, transport: Transport) -> dict[str, dict[str, Any]]:
-        """Returns the config of the same training on one process."""
+        """Return the config of the same training on one process."""
         sections = self._sized(self.case.alone("fp64"), transport)
         for section, keys in BETWEEN_RANKS.items():
             sections[section] = {key: value for key, value in sections[section].items() if key not in keys}
         if self.large:
-            sections["train"]["micro_batch"] = 1  # all samples at once would take gigabytes of scores
+            # All samples at once would need gigabytes for scores.
+            sections["train"]["micro_batch"] = 1
         return sections
 
     def _sized(self, sections: dict[str, dict[str, Any]], transport: Transport) -> dict[str, dict[str, Any]]:
@@ -58,7 +60,8 @@ class Exact:
             size = MESSAGE[transport.name]
             # Few and narrow heads: the weights stay small while the messages do not.
             sections["model"] |= {"seq": size, "hidden": size, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 16}
-        if "offload" in sections.get("zero", {}):  # worlds run side by side
+        # Worlds run side by side, so each needs its own folder.
+        if "offload" in sections.get("zero", {}):
             folder = Path(tempfile.gettempdir()) / f"meshwright-{transport.name}-{self.case.name}"
             sections["zero"]["offload"] = sections["zero"]["offload"] | {"path": str(folder)}
         return sections
@@ -101,7 +104,8 @@ def _experts() -> Iterator[Exact]:
         "dp4-tp1-pp1-1f1b-llama-tied-deepseek-ep4-etp1-by-node", "dp4-tp2-pp1-sp-1f1b-llama-tied-olmoe-ep8-etp1-zero2",
     )  # fmt: skip
     yield from (Exact("experts", _BY_NAME[name]) for name in names)
-    # 32 tokens of a step choose one of 64 experts each: most get none, and their ranks send and receive nothing.
+    # The 32 tokens of a step choose one of 64 experts each. Most experts get none, so their ranks send and receive
+    # nothing.
     keys = {f"model__experts__{key}": value for key, value in MIXTURES["olmoe"].items()}
     keys |= {"model__experts__count": 64, "model__experts__top_k": 1, "layout__etp": 1}
     yield Exact("experts", special("empty-ep4", cut(4, 1, 1, **LLAMA), layout__ep=4, **keys))
@@ -112,7 +116,7 @@ def _experts() -> Iterator[Exact]:
 
 
 def _sharding() -> Iterator[Exact]:
-    """ZeRO over the data-parallel ranks with every place to offload to, of which parity chose the pairs."""
+    """Yield ZeRO over the data-parallel ranks with every place to offload to. The parity cases chose the pairs."""
     chosen = [case for case in SHARDED if case.world == 4 and case.dp > 1]
     further = ("zero3-node", "zero3-chunks-on-one-rank", "zero2-masked-rank")
     chosen += [case for case in SHARDED if case.label in further]
@@ -184,7 +188,7 @@ def _overlaps() -> Iterator[Exact]:
 
 
 def _messages() -> Iterator[Exact]:
-    """The order of sends and receives under messages that complete only with their other end."""
+    """Yield cases that test the order of sends and receives with messages that complete only with their other end."""
     one = {"train__global_batch": 4}
     for overlap in (True, False):
         more = {} if overlap else {"comm__overlap": {"pipeline": False}}
@@ -199,7 +203,7 @@ def _messages() -> Iterator[Exact]:
     yield Exact("messages", special("large-tp", cut(1, 2, 2, sp=True, **LLAMA)), True)
     ring = {"layout__cp": 2, "context__kind": "ring"}
     yield Exact("messages", special("large-cp", cut(1, 1, 2, cp=2, **LLAMA), **ring), True)
-    # Two chunks on four ranks: the last one sends to the first.
+    # Two chunks on four ranks make the last rank send to the first.
     pipe = cut(1, 1, 4, schedule="interleaved", **LLAMA)
     yield Exact("messages", special("large-x2-pp4", pipe, layout__chunks=2, model__layers=8), True)
 
@@ -241,7 +245,7 @@ def _other_models() -> Iterator[Exact]:
 
 
 def _servers() -> Iterator[Exact]:
-    """A parameter server that waits for all is data parallelism."""
+    """Yield parameter servers that wait for all ranks, which is data parallelism."""
     yield Exact("server", special("server", cut(4, 1, 1), train__server={"ranks": 1}))
     yield Exact("server", special("servers", cut(2, 2, 1, **LLAMA), train__server={"ranks": 2}))
 

@@ -19,7 +19,8 @@ from tests.nccl.processes import Ended, Processes
 from tests.support.oracle import small_config
 from tests.support.token_files import write_documents
 
-TIMEOUT_S, MORE_S = 30.0, 15.0  # comm.timeout, and how long after it the last rank may end
+# The limit comm.timeout, and how long after it the last rank may end.
+TIMEOUT_S, MORE_S = 30.0, 15.0
 LOST = 75
 STEPS = 100000
 
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "ep2": {"layout": {"ep": 2}, "model": {"experts": {"count": 4, "ffn": 16, "top_k": 2}}},
     "ring": {"comm": {"algorithm": "ring"}}, "tp4": {"layout": {"tp": 4}},
 }  # fmt: skip
-# How a sentence names a rank that is not there any more, or not where it should be.
+# The words with which a sentence names a rank that is gone, or is not where it should be.
 ABSENT = re.compile(
     r"ranks? \[?([\d, ]+)\]?[^;]*?"
     r"(?:does not answer|do not answer|did not arrive|has left|stopped or dead|is lost|has died|has called)"
@@ -38,8 +39,10 @@ ABSENT = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """A run that meets a planted fault. `codes`: with which the other ranks may end, by default that of a loss; `says`:
-    what one of them must say; `names`: whether a sentence must name the rank; `limit`: seconds until all have ended."""
+    """A run that meets a planted fault. `codes` are the allowed exit codes of the other ranks, by default that of a
+    loss. `says` is a pattern that one of them must print. `names` requires a sentence that names the rank. `limit` is
+    the number of seconds until all must have ended.
+    """
 
     label: str
     layout: str
@@ -47,8 +50,9 @@ class Fault:
     codes: tuple[int, ...] = (LOST,)
     says: str = ""
     names: bool = True
-    gloo_codes: tuple[int, ...] = ()  # on Gloo these, and then nothing is asked of the logs
-    timeout: float = TIMEOUT_S  # comm.timeout
+    # The allowed exit codes on Gloo. If they are given, the logs are not checked there.
+    gloo_codes: tuple[int, ...] = ()
+    timeout: float = TIMEOUT_S  # The config's comm.timeout.
     limit: float = TIMEOUT_S + MORE_S
     ranks: int = 4
     layers: int = 4
@@ -61,7 +65,9 @@ class Fault:
 
 
 def config_of(folder: Path, device: str, named: str, layers: int = 4, /, **more: dict[str, Any]) -> Any:
-    """A small run in float64 that saves every second step in the background, and validates every fourth."""
+    """Return the config of a small run in float64 that saves every second step in the background and validates every
+    fourth.
+    """
     write_documents(folder / "tokens", list(np.random.default_rng(0).integers(0, 31, (50, 100))))
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": layers, "hidden": 16, "heads": 4, "vocab": 31, "seq": 8},
@@ -78,7 +84,7 @@ def config_of(folder: Path, device: str, named: str, layers: int = 4, /, **more:
 
 
 def check_fault(lane: Lane, case: Fault) -> Found:
-    """Starts the ranks, waits for the fault, and looks at how and when each of the others ends."""
+    """Start the ranks, wait for the fault, and check how and when each of the others ends."""
     folder = lane.folder(case.name)
     comm = {"timeout": case.timeout, "bucket_mib": 0.02} | LAYOUTS[case.layout].get("comm", {})
     config = config_of(folder, lane.transport.device, case.layout, case.layers, comm=comm)
@@ -87,12 +93,12 @@ def check_fault(lane: Lane, case: Fault) -> Found:
     processes = Processes(
         lane.transport, case.ranks, folder, ["train", "config.yaml"], plant, module="tests.nccl.faulty"
     )
-    # A rank that raises or leaves ends by itself; one that disagrees goes on as the others do.
+    # A rank that raises or leaves ends by itself. One that disagrees continues as the others do.
     absent = plant.rank if plant.deed in ("kill", "stop", "sleep") else None
     try:
         began = processes.wait_for_mark(time.monotonic() + lane.transport.patience)
         if began is not None:
-            # The verdict is about `limit`; waiting longer shows by how much it was missed.
+            # The verdict is about `limit`. A longer wait shows by how much it was missed.
             processes.wait(began + 3 * case.limit, but=absent)
     finally:
         ended = processes.end()
@@ -135,7 +141,9 @@ def _disk(folder: Path, case: Fault) -> Iterator[str]:
 
 
 def _lost() -> Iterator[Fault]:
-    """Every phase with every layout, and among the victims the rank that keeps the store and the last one."""
+    """Yield losses of a rank in every phase with every layout. The victims include the rank that keeps the store and
+    the last rank.
+    """
     kills = (
         ("forward", "pp4", 0), ("forward", "pp4", 3), ("forward", "pp4", 1), ("forward", "tp2", 0),
         ("forward", "tp2", 3), ("forward", "cp2", 0), ("forward", "cp2", 2), ("forward", "ep2", 0),
@@ -154,21 +162,21 @@ def _lost() -> Iterator[Fault]:
     for layout, rank in (("tp2", 1), ("pp4", 3)):
         yield Fault("stop-first-step", layout, Plant(rank, "forward", "stop", step=1))
         yield Fault("stop-validation", layout, Plant(rank, "validation", "stop", step=4))
-    # All ranks wait in one call, so that whoever raises the alarm names its layer.
+    # All ranks wait in one call, so that any of them that raises the alarm names its layer.
     yield Fault("stop-layer", "tp4", Plant(2, "call", "stop", layer=5), says=r"layer 5\b", layers=16)
     yield Fault("stop-layer", "tp2", Plant(2, "call", "stop", layer=5), layers=16)
 
 
 def _wrong() -> Iterator[Fault]:
-    """Programs that go wrong by themselves."""
+    """Yield programs that go wrong by themselves."""
     yield Fault("disagree-other", "tp4", Plant(2, "call", "other", layer=3), says="so the ranks disagree", names=False)
     for deed in ("skip", "size"):
-        # Gloo itself aborts a rank that receives a message of another size: there only the time is looked at.
+        # Gloo itself aborts a rank that receives a message of another size, so only the time is checked there.
         yield Fault(f"disagree-{deed}", "tp4", Plant(2, "call", deed, layer=3), gloo_codes=(LOST, 1, -6))
     slow = r"rank 1 did not arrive[^;]*(outside any collective, in \S+:\d+|does not answer)"
-    # The ranks of tp get their samples from the first of them, so each rank here reads its own.
+    # The ranks of tp get their samples from the first of them. In this layout each rank reads its own samples.
     yield Fault("sleep-data", "dp4", Plant(1, "data", "sleep"), says=slow)
-    # The others learn of it at once: nobody waits for a timeout.
+    # The others learn of it at once, without waiting for a timeout.
     soon: dict[str, Any] = {"names": False, "timeout": 60.0, "limit": 20.0}
     for layout in ("tp2", "pp4"):
         yield Fault("raise", layout, Plant(1, "forward", "raise"), (LOST, 1), "a planted error", **soon)

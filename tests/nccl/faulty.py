@@ -1,7 +1,7 @@
 """`python -m tests.nccl.faulty ...` is `python -m meshwright ...` with a fault planted on one rank.
 
-The rank brings the fault about itself, at a place in the program and not at a time, so that no machine is too slow or
-too fast for it. Just before, it writes the time to a file: from then on the others' seconds count.
+The rank causes the fault itself, at a place in the program rather than at a time, so that no machine is too slow or too
+fast for it. Just before, it writes the time to a file. The seconds of the other ranks count from then on.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ LONG = 3600.0
 
 @dataclass(frozen=True)
 class Plant:
-    """A fault: at `place` in `step` the rank does `deed`. Places: `forward` (between two calls of it), `call` (in the
-    tp call of `layer`), `save`, `validation`, `data`. Deeds: `kill` and `stop` (itself), `sleep`, `raise`, `leave`, and
-    of calls `skip`, `other` (an all_gather in place of an all_reduce) and `size` (twice the numbers)."""
+    """A fault: the rank does `deed` at `place` in `step`.
+
+    Places are `forward` (between two calls of it), `call` (in the tp call of `layer`), `save`, `validation` and `data`.
+    Deeds are `kill` and `stop` (itself), `sleep`, `raise` and `leave`. Calls also have `skip`, `other` (an all_gather
+    instead of an all_reduce) and `size` (twice as many numbers).
+    """
 
     rank: int
     place: str
@@ -65,7 +68,7 @@ def in_forward(plant: Plant) -> None:
 
 
 def in_call(plant: Plant) -> None:
-    """At the n-th all_reduce over tp of a layer in forward, where n is the plant's step."""
+    """Plant the fault at the n-th all_reduce over tp of a layer in forward, where n is the plant's step."""
     import torch
 
     from meshwright.comm.group import DONE, Group
@@ -92,7 +95,7 @@ def in_call(plant: Plant) -> None:
 
 
 def in_save(plant: Plant) -> None:
-    """After training has gone on, before this rank's part of the checkpoint is written."""
+    """Plant the fault after training has continued, before this rank's part of the checkpoint is written."""
     from meshwright.checkpoint import save
 
     real = save.write_part

@@ -1,4 +1,6 @@
-"""A lane runs cases one after another; several lanes run side by side. It keeps the worlds that its cases share."""
+"""A lane runs cases one after another, and several lanes run side by side. A lane keeps the worlds that its cases
+share.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ from typing import Any
 from tests.nccl.transports import TRANSPORTS, Transport
 from tests.nccl.worlds import World
 
-MOST_RUNS = 16  # cases of one world
+MOST_RUNS = 16  # A world is replaced after this many cases.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one case. `worst`: the largest difference, where numbers are compared; `note`: what is wrong."""
+    """The outcome of one case. `worst` is the largest difference, if numbers are compared. `note` holds the
+    complaints.
+    """
 
     name: str
     ranks: int
     ok: bool
     seconds: float = 0.0
     worst: float | None = None
-    sent: int | None = None  # bytes that the busiest rank put on the wire in a step
+    sent: int | None = None  # Bytes that the busiest rank put on the wire in a step.
     note: str = ""
 
     def plain(self) -> dict[str, Any]:
@@ -33,7 +37,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Found:
-    """What a check returns: the largest difference, the bytes of a step, and complaints; none means that it passed."""
+    """The result of a check: complaints, the largest difference, and the bytes of a step. Without complaints it
+    passed.
+    """
 
     complaints: list[str]
     worst: float | None = None
@@ -41,7 +47,7 @@ class Found:
 
 
 class Shared:
-    """References that all lanes use, each found once."""
+    """References that all lanes use, each computed once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,26 +63,27 @@ class Shared:
 
 
 class Lane:
-    """The worlds of one lane: that of the present cases, one process for references, and Gloo's ranks beside it."""
+    """The worlds of one lane: that of the current cases, one process for references, and Gloo ranks for comparison."""
 
     def __init__(self, transport: Transport, shared: Shared, keep: Path | None = None) -> None:
         self.transport, self.shared, self.keep = transport, shared, keep
         self._worlds: dict[tuple[str, int], World] = {}
 
     def world(self, ranks: int, transport: Transport | None = None) -> World:
-        """Returns the world of so many ranks, which is started unless it stands. Of each transport at most one of
-        several ranks stands at a time: idle ranks hold memory of the device."""
+        """Return the world of this many ranks, starting it if needed. Only one world of several ranks exists per
+        transport at a time, because idle ranks hold memory of the device.
+        """
         transport = transport or self.transport
         return self._standing((transport.name, ranks), transport)
 
     def gloo(self, ranks: int) -> World:
-        """Returns ranks on Gloo that are not those of the case itself."""
+        """Return ranks on Gloo that are not those of the case itself."""
         return self._standing(("reference", ranks), TRANSPORTS["gloo"])
 
     def _standing(self, key: tuple[str, int], transport: Transport) -> World:
         kind, ranks = key
         rivals = [other for other in self._worlds if other[0] == kind and other[1] > 1 and ranks > 1 and other != key]
-        # Each case leaves threads of its process groups behind.
+        # Each case leaves threads of its process groups behind, so worlds wear out.
         worn = [key] if key in self._worlds and self._worlds[key].runs >= MOST_RUNS else []
         for other in (*rivals, *worn):
             self._worlds.pop(other).close()
@@ -85,7 +92,7 @@ class Lane:
         return self._worlds[key]
 
     def folder(self, name: str) -> Path:
-        """Returns an empty folder for the files of a case."""
+        """Return an empty folder for the files of a case."""
         word = name.replace("/", "-")
         if self.keep is not None:
             path = self.keep / word

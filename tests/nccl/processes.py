@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, each its own host: commands that run to their end, and runs that lose a rank."""
+"""Ranks as separate processes, each its own host: commands that run to their end, and runs that lose a rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from tests.nccl.sharing import without_service
 from tests.nccl.transports import Transport, free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Lines that no log may have: torch's complaint of groups that were left behind, and its own ends of a process.
+# No log may contain these: torch's complaint about groups that were left behind, and its own ways to end a process.
 FORBIDDEN = ("destroy_process_group", "core dumped", "Fatal Python error", "terminate called")
 POLL_S = 0.05
 
 
 @dataclass
 class Ended:
-    """How a process ended: its exit code (None: it had to be killed), all that it said, and when (monotonic clock)."""
+    """The end of a process: its exit code (None if it had to be killed), its stderr, its end time (monotonic clock),
+    and its stdout.
+    """
 
     code: int | None
     said: str
@@ -37,7 +39,7 @@ class Ended:
 
 
 class Processes:
-    """The ranks of one command. `module` is run by Python: the command itself, or one with a planted fault."""
+    """The ranks of one command. Python runs `module`, which is the command itself or one with a planted fault."""
 
     def __init__(
         self, transport: Transport, ranks: int, folder: Path, words: Sequence[str], plant: Plant | None = None,
@@ -59,14 +61,16 @@ class Processes:
                 ))  # fmt: skip
 
     def poll(self) -> set[int]:
-        """Returns the ranks that still run."""
+        """Return the ranks that are still running."""
         for rank, process in enumerate(self.processes):
             if rank not in self._ended and process.poll() is not None:
                 self._ended[rank] = (process.returncode, time.monotonic())
         return set(range(len(self.processes))) - set(self._ended)
 
     def wait(self, until: float, but: int | None = None) -> bool:
-        """Waits until all have ended but one; False if that is not so at `until` of the monotonic clock."""
+        """Wait until all ranks but `but` have ended. Return False if this is not so at `until` of the monotonic
+        clock.
+        """
         while self.poll() - {but}:
             if time.monotonic() > until:
                 return False
@@ -74,7 +78,7 @@ class Processes:
         return True
 
     def wait_for_mark(self, until: float) -> float | None:
-        """Returns when the planted fault came about; None if it did not by `until`, or if a rank ended before it."""
+        """Return the time of the planted fault, or None if it did not happen by `until` or a rank ended before it."""
         while not self.mark.exists():
             if time.monotonic() > until or len(self.poll()) < len(self.processes):
                 return float(self.mark.read_text()) if self.mark.exists() else None
@@ -82,7 +86,7 @@ class Processes:
         return float(self.mark.read_text())
 
     def end(self) -> list[Ended]:
-        """Kills what still runs and returns how each rank ended."""
+        """Kill all ranks that are still running, and return how each rank ended."""
         left = self.poll()
         for rank in left:
             os.killpg(self.processes[rank].pid, signal.SIGKILL)
@@ -98,7 +102,7 @@ class Processes:
 
 
 def finished(transport: Transport, ranks: int, folder: Path, words: Sequence[str], **more: Any) -> list[Ended]:
-    """Runs a command to its end, for as long as the transport's patience."""
+    """Run a command to its end, for at most as long as the transport's patience."""
     processes = Processes(transport, ranks, folder, words, **more)
     try:
         processes.wait(time.monotonic() + transport.patience)

@@ -1,4 +1,4 @@
-"""The bodies that ranks run for stories: whole runs with `pretrain`, and trained models read by other layouts."""
+"""The bodies that ranks run for stories: whole runs with `pretrain`, and trained models that other layouts read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 class StopAt(Hook):
-    """Asks for a stop as a scheduler does, by a signal to one rank."""
+    """A hook that asks for a stop as a scheduler does, by a signal to one rank."""
 
     def __init__(self, rank: int, step: int) -> None:
         self.rank, self.step = rank, step
@@ -31,7 +31,7 @@ class StopAt(Hook):
 
 
 def train_some(rank: int, world: int, sections: Sections, stop: int = 0) -> int:
-    """Trains, or goes on with what the run's folder holds; returns the step at which it ended."""
+    """Train, or resume from the run's folder. Return the step at which training ended."""
     config = small_config(**sections)
     made = made_for(config)
     trainer = pretraining.pretrain(
@@ -43,7 +43,7 @@ def train_some(rank: int, world: int, sections: Sections, stop: int = 0) -> int:
 def write_texts(
     rank: int, world: int, source: str, layout: dict[str, int], device: str, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Returns the likeliest tokens after each prompt."""
+    """Return the most likely tokens after each prompt."""
 
     def use(ctx: Any, modules: Any, place: Any) -> list[list[int]]:
         found: list[list[int]] = generate_all(modules[0], ctx.config.model, prompts, 32, 0.0, 1.0, 0, set(), 4)
@@ -53,7 +53,7 @@ def write_texts(
 
 
 def find_loss(rank: int, world: int, source: str, layout: dict[str, Any], device: str) -> float:
-    """Returns the mean loss over some samples."""
+    """Return the mean loss over some samples."""
     context = {"context": {"kind": layout.pop("kind")}} if "kind" in layout else {}
 
     def use(ctx: Any, modules: Any, place: Any) -> float:
@@ -65,7 +65,7 @@ def find_loss(rank: int, world: int, source: str, layout: dict[str, Any], device
 def train_with(
     rank: int, world: int, folder: str, device: str, fault: Fault | None, flip: Flip | None, sections: Sections
 ) -> int | str:
-    """Trains with a wrong number planted; returns the last step, or the sentence with which the run ended."""
+    """Train with a planted wrong number. Return the last step, or the sentence with which the run ended."""
     real = pretraining.train
 
     def train(trainer: Any, hooks: Any, *more: Any) -> None:

@@ -1,5 +1,6 @@
-"""Whole runs: stopped and resumed on other layouts, saved in the background, read for text and losses, healed; and
-commands as launched processes."""
+"""Whole runs that are stopped and resumed on other layouts, saved in the background, read for text and losses, and
+healed; and commands as launched processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ COPY = "layers.1.mlp.down.weight"
 
 @dataclass(frozen=True)
 class Story:
-    """A case whose check is a function of its own, which gets the lane and `given`."""
+    """A case with its own check function, which gets the lane, the case and `given`."""
 
     subject: str
     label: str
@@ -56,7 +57,7 @@ def sections_of(folder: Path, device: str, **more: dict[str, Any]) -> Sections:
 
 
 def differences(run: Path, reference: Path) -> tuple[float, list[str]]:
-    """Compares the losses and norms of all steps and all validations of two runs."""
+    """Compare the losses and norms of all steps and all validations of two runs."""
     worst, wrong = 0.0, []
     for name, keys in (("metrics.jsonl", ("loss", "grad_norm")), ("validation.jsonl", ("loss",))):
         ours, theirs = lines(run, name), lines(reference, name)
@@ -71,8 +72,9 @@ def differences(run: Path, reference: Path) -> tuple[float, list[str]]:
 
 
 def check_resumed(lane: Lane, case: Story, stages: Sequence[Sections], alone: Sections) -> Found:
-    """A run that is stopped by SIGTERM twice, each time resumed on another layout, against one process without stops.
-    The same number of steps is planned from the start, so that the learning rate is the same."""
+    """Compare a run with one process without stops. The run is stopped by SIGTERM twice, and resumed on another layout
+    each time. The same number of steps is planned from the start, so that the learning rate is the same.
+    """
     folder, device = lane.folder(case.name), lane.transport.device
     ended = 0
     for number, more in enumerate(stages):
@@ -91,7 +93,9 @@ def check_resumed(lane: Lane, case: Story, stages: Sequence[Sections], alone: Se
 
 
 def check_uninterrupted(lane: Lane, case: Story, more: Sections) -> Found:
-    """A run that saves every step in the background, is stopped and goes on, against the same ranks without a stop."""
+    """Compare a run that saves every step in the background, is stopped and resumed, with the same ranks without a
+    stop.
+    """
     folder, device, world = lane.folder(case.name), lane.transport.device, lane.world(case.ranks)
     for stop in (4, 0):
         last = set(world.run(run_bodies.train_some, sections_of(folder / "run", device, **more), stop))
@@ -101,8 +105,9 @@ def check_uninterrupted(lane: Lane, case: Story, more: Sections) -> Found:
 
 
 def check_killed(lane: Lane, case: Story, more: Sections) -> Found:
-    """A run whose rank 2 is killed in the middle of its fifth save, started again, against one that never was. All are
-    launched processes."""
+    """Compare a run with an undisturbed one. Its rank 2 is killed in the middle of its fifth save, and the run is
+    started again. All ranks are launched processes.
+    """
     folder, transport = lane.folder(case.name), lane.transport
     ends = []
     for name, plant in (("run", Plant(2, "save", "kill", step=5)), ("run", None), ("whole", None)):
@@ -125,7 +130,7 @@ def config_run(folder: Path, device: str) -> dict[str, Any]:
 
 
 def check_reading(lane: Lane, case: Story, what: str, layout: dict[str, Any], model: dict[str, Any]) -> Found:
-    """A model that one process trained gives the same text or loss on several ranks."""
+    """Check that a model trained by one process gives the same text or loss on several ranks."""
     folder, device = lane.folder(case.name), lane.transport.device
     sections = sections_of(folder / "run", device, model=MODEL | {"seq": 48} | model, train={
         "precision": "fp64", "global_batch": 8, "micro_batch": 1, "steps": 3})  # fmt: skip
@@ -145,20 +150,20 @@ def check_reading(lane: Lane, case: Story, what: str, layout: dict[str, Any], mo
 
 
 def check_healed(lane: Lane, case: Story, fault: Fault | None, flip: Flip | None, rank: int, words: str) -> Found:
-    """A wrong number on one rank is attributed to it, and leaves no trace in what is trained."""
+    """Check that a wrong number on one rank is attributed to it, and leaves no trace in the trained weights."""
     folder, device, world = lane.folder(case.name), lane.transport.device, lane.world(case.ranks)
     more: Sections = {"faults": {"window": 8, "check_every": 4}}
     for name, wrong in (("clean", (None, None)), ("planted", (fault, flip))):
         last = set(world.run(run_bodies.train_with, str(folder / name), device, *wrong, more))
         if last != {12}:
             return Found([f"{name}: ended with {last}"])
-    told = events(folder / "planted", "fault")
-    if [event["rank"] for event in told] != [rank] or not re.search(words, told[0]["text"]):
-        return Found([f"it says {[event['text'] for event in told]}, not that it was rank {rank}: {words}"])
+    reported = events(folder / "planted", "fault")
+    if [event["rank"] for event in reported] != [rank] or not re.search(words, reported[0]["text"]):
+        return Found([f"it says {[event['text'] for event in reported]}, not that it was rank {rank}: {words}"])
     ours, theirs = (numbers(folder / name) for name in ("planted", "clean"))
     if device == "cpu" and ours != theirs:
         return Found(["the run differs from one without the fault"])
-    # A GPU adds up the rows of an embedding's gradient in any order, so two runs in fp32 are equal to rounding alone.
+    # A GPU adds up the rows of an embedding's gradient in any order, so two fp32 runs are equal only up to rounding.
     error = relative([line["loss"] for line in ours], [line["loss"] for line in theirs])
     return Found([] if error <= 1e-5 else [f"the losses differ by {error:.1e} from those without the fault"], error)
 
@@ -166,7 +171,7 @@ def check_healed(lane: Lane, case: Story, fault: Fault | None, flip: Flip | None
 def check_command(
     lane: Lane, case: Story, words: Sequence[str], config: dict[str, Any], codes: tuple[int, ...]
 ) -> Found:
-    """A command as launched ranks ends clean on all of them."""
+    """Check that a command as launched ranks ends cleanly on all of them."""
     folder, transport = lane.folder(case.name), lane.transport
     given = dict(config)
     layout = given.pop("named", "dp4")
@@ -185,7 +190,7 @@ def _unclean(ended: Sequence[Ended], codes: tuple[int, ...]) -> Iterator[str]:
 
 
 def check_evaluated(lane: Lane, case: Story, overrides: Sequence[str]) -> Found:
-    """`meshwright eval` as launched ranks prints the loss of one process."""
+    """Check that `meshwright eval` as launched ranks prints the loss of one process."""
     folder, transport = lane.folder(case.name), lane.transport
     train = {"precision": "fp64", "global_batch": 8, "micro_batch": 1, "steps": 3}
     config = config_of(folder, transport.device, "dp4", train=train, zero={"stage": 0})
@@ -232,7 +237,7 @@ def _saves() -> Iterator[Story]:
         yield Story("save", f"killed-topk-zero{stage}", 4, check_killed, (killed,))
     local = {"precision": "fp64", "global_batch": 8, "micro_batch": 1, "steps": LAST, "clip": 0.0,
              "local": {"steps": 3, "delay": 2}}  # fmt: skip
-    # The stop comes while a sum of the replicas is under way.
+    # The stop comes while a sum of the replicas is in flight.
     yield Story("save", "replicas-delay", 4, check_uninterrupted, ({"layout": {"replicas": 2}, "train": local},))
 
 
@@ -264,14 +269,14 @@ def _commands() -> Iterator[Story]:
     yield command("bench-2", 2, ["comm", "bench", *sizes])
     yield command("bench-4", 4, ["comm", "bench", "--tp", "2", "--pp", "2", *sizes])
     yield command("bench-8", 8, ["comm", "bench", "--tp", "2", "--pp", "2", *sizes])
-    # A machine with other work on it may be found too slow, which is exit code 1.
+    # A busy machine may be found too slow, which is exit code 1.
     yield command("doctor", 4, ["doctor", "--seconds", "2"], (0, 1))
     trace = {"train": short, "faults": {"check_every": 2}, "layout": {"tp": 2, "pp": 2}}
     yield command("trace", 4, ["train", "config.yaml", "run.trace=true"], **trace)
     adaptive = {"bucket_mib": 0.02, "reduce": {"adaptive": True}}
     longer, one = short | {"steps": 30}, {"stage": 1}
     yield command("adaptive", 4, ["train", "config.yaml"], train=longer, comm=adaptive, zero=one)
-    # The first step compiles for longer than the timeout, and that is no alarm.
+    # The first step compiles for longer than the timeout, which must not raise an alarm.
     yield command("compiling", 2, ["train", "config.yaml", "train.compile=true", "comm.timeout=5"], named="tp2",
                   train=short | {"precision": "fp32"})  # fmt: skip
 

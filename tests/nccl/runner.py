@@ -27,11 +27,12 @@ from tests.nccl.sharing import shared_gpu
 from tests.nccl.transports import Transport
 from tests.nccl.worlds import CaseFailed
 
-BATCH = 16  # cases of one number of ranks that a lane takes at a time
-LANES = {"nccl": 4, "gloo": 1}  # four worlds of 8 ranks and one more each: the service has room for 48 processes
+BATCH = 16  # Cases with the same number of ranks that a lane takes at a time.
+# Four lanes have a world of 8 ranks and one more rank each. The multi-process service has room for 48 processes.
+LANES = {"nccl": 4, "gloo": 1}
 WIDTH = 76
 
-Case = Any  # has `name`, `subject` and `ranks`
+Case = Any  # An object with `name`, `subject` and `ranks`.
 
 CHECKS: dict[type, Callable[[Lane, Any], Found]] = {
     Exact: check_exact, Same: check_same, Story: check_story, Fault: check_fault,
@@ -43,7 +44,7 @@ def all_cases() -> list[Case]:
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int] = (1, 1)) -> list[Case]:
-    """Returns the cases whose name contains one of the patterns, and of them every n-th for a shard k of n."""
+    """Return the cases whose name contains one of the patterns, and of these every n-th for shard k of n."""
     exact = {case.name: case for case in cases}
     if patterns and all(pattern in exact for pattern in patterns):
         found = [exact[pattern] for pattern in patterns]
@@ -54,7 +55,9 @@ def chosen(cases: Sequence[Case], patterns: Sequence[str], shard: tuple[int, int
 
 
 def batches(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases that can share a world, the largest worlds first; those that start processes of their own stand alone."""
+    """Group the cases that can share a world, with the largest worlds first. Cases that start processes themselves are
+    alone.
+    """
     by_world: dict[int, list[Case]] = {}
     alone = []
     for case in cases:
@@ -65,7 +68,7 @@ def batches(cases: Iterable[Case]) -> list[list[Case]]:
     found = []
     for _, same in sorted(by_world.items(), reverse=True):
         found += [same[first : first + BATCH] for first in range(0, len(same), BATCH)]
-    # Processes that wait for a timeout need no processor: they run beside the others from the start.
+    # Processes that wait for a timeout need no processor, so they run beside the others from the start.
     return [each for pair in _alternating(found, alone) for each in pair]
 
 
@@ -75,7 +78,7 @@ def _alternating(many: list[list[Case]], alone: list[list[Case]]) -> Iterable[li
 
 
 def judge(lane: Lane, case: Case) -> Verdict:
-    """Runs one case. After a failure of a rank, the lane's worlds are of no use to the next one."""
+    """Run one case. If a rank fails, close the lane's worlds, which are of no use to the next case."""
     begun = time.monotonic()
     try:
         found = CHECKS[type(case)](lane, case)
@@ -91,10 +94,10 @@ def judge(lane: Lane, case: Case) -> Verdict:
 
 
 class Runner:
-    """Runs cases on a transport. `say` gets each line; verdicts come in the order in which cases end.
+    """A runner of cases on a transport. `say` gets each line, and verdicts are in the order in which cases end.
 
-    After `limit` seconds no case is begun any more, so that a machine that is lent for some minutes gives its verdicts;
-    `left` names the cases that were not run. `path`: where everything is written as JSON after every case.
+    No case is started after `limit` seconds, so that a machine that is lent for some minutes delivers its verdicts.
+    `left` names the cases that did not run. Everything is written to `path` as JSON after every case.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Runner:
             left.put(batch)
         self.say(header())
         shared = Shared()
-        with shared_gpu() if self.transport.device == "cuda" else nullcontext():
+        # Ranks that are processes of their own may be killed, and do without the service.
+        shares = self.transport.device == "cuda" and any(isinstance(case, Exact | Same) for case in cases)
+        with shared_gpu() if shares else nullcontext():
             threads = [
                 threading.Thread(target=self._serve, args=(left, shared), daemon=True) for _ in range(self.lanes)
             ]
@@ -164,7 +169,7 @@ def header() -> str:
 
 
 def line(verdict: Verdict) -> str:
-    """Returns e.g. `layout/dp2-tp1-pp1-1f1b-gpt-tied   2  4.4e-16   1,234,567   1.2  ok`."""
+    """Return a line such as `layout/dp2-tp1-pp1-1f1b-gpt-tied 2 4.4e-16 1,234,567 1.2 ok`."""
     worst = "" if verdict.worst is None else f"{verdict.worst:.1e}"
     sent = "" if verdict.sent is None else f"{verdict.sent:,}"
     first = verdict.note.strip().splitlines()[0] if verdict.note else ""
@@ -175,7 +180,7 @@ def line(verdict: Verdict) -> str:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Returns a line for each subject: how many passed, the worst difference, the seconds."""
+    """Return a line for each subject: how many cases passed, the worst difference, and the seconds."""
     by_subject: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         by_subject.setdefault(verdict.name.split("/")[0], []).append(verdict)
@@ -192,7 +197,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 @cache
 def machine() -> dict[str, Any]:
-    """Returns what the figures were found on."""
+    """Return the machine and the versions that the figures belong to."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}

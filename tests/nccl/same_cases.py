@@ -1,7 +1,7 @@
 """The cases without an exact answer: compressed, rounded and late sums must equal the same run on Gloo. No torch.
 
-Both runs start from the same weights and round to the nearest number, never by chance, so that float64 runs are equal
-up to the order of sums. Only bf16 and fp8 products differ between a CPU and a GPU, and have bounds of their own.
+Both runs start from the same weights and round to the nearest number, never randomly, so that float64 runs are equal up
+to the order of sums. Only bf16 and fp8 products differ between a CPU and a GPU, and have separate bounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.config.comm import KINDS
 
 EXACT = 1e-9
-# Relative differences of losses and norms. Rounding to eight bits of mantissa is off by up to 4e-3, to four bits by
-# 6e-2, and a CPU and a GPU add up products in different orders.
+# Relative differences of losses and norms. Rounding to eight bits of mantissa is off by up to 4e-3, and to four bits by
+# 6e-2. A CPU and a GPU also add up products in different orders.
 PRODUCTS = {"bf16": 2e-2, "fp8": 6e-2}
 KEYS: dict[str, dict[str, Any]] = {
     "topk": {"ratio": 0.1, "block": 32}, "threshold": {"ratio": 0.1}, "powersgd": {"rank": 2},
@@ -28,9 +28,9 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Same:
-    """A run of a few steps whose losses, norms and parameters must be those of the same ranks on Gloo.
+    """A run of a few steps whose losses, norms and parameters must equal those of the same ranks on Gloo.
 
-    `copies`: every rank holds all parameters, and they must be equal on all of them.
+    `copies`: every rank holds all parameters, and they must be equal on all ranks.
     """
 
     subject: str
@@ -80,7 +80,7 @@ def _gathered() -> Iterator[Same]:
 
 
 def _replicated() -> Iterator[Same]:
-    """Replicas that synchronise rarely (DiLoCo), some while they train on."""
+    """Yield replicas that synchronise rarely (DiLoCo), some of them while training continues."""
 
     def local(label: str, stage: int = 0, tp: int = 1, **more: Any) -> Same:
         train = {"precision": "fp64", "global_batch": 8, "micro_batch": 1, "steps": 20, "clip": 0.0,
@@ -105,7 +105,7 @@ def _late() -> Iterator[Same]:
 
 
 def _rounded() -> Iterator[Same]:
-    """Weights and products of few bits, on layouts that send what they compute."""
+    """Yield weights and products of few bits, on layouts that send computed values."""
     layouts = {"tp2-dp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sequence_parallel": True}, "pp2-dp2": {"pp": 2}, "dp4": {}}
     for precision, bound in PRODUCTS.items():
         for word, layout in layouts.items():

@@ -1,5 +1,6 @@
-"""The harness of the suite, on Gloo: its cases are valid, a planted bug is found by the parameter's name, and a failure
-of one case is not one of the next."""
+"""The harness of the suite, on Gloo: its cases are valid, a planted bug is found by the parameter's name, and the
+failure of one case does not spoil the next.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_shards_and_batches_hold_every_case_once() -> None:
     cases = all_cases()
     parts = [chosen(cases, [], (number, 3)) for number in (1, 2, 3)]
     assert Counter(case.name for part in parts for case in part) == Counter(case.name for case in cases)
-    dealt = [case for batch in batches(cases) for case in batch]
-    assert Counter(case.name for case in dealt) == Counter(case.name for case in cases)
+    batched = [case for batch in batches(cases) for case in batch]
+    assert Counter(case.name for case in batched) == Counter(case.name for case in cases)
     assert all(len({case.ranks for case in batch}) == 1 for batch in batches(cases))
     assert chosen(cases, [cases[3].name]) == [cases[3]], "a whole name is that case alone"
 
@@ -61,7 +62,7 @@ def test_the_page_on_communication_counts_the_cases() -> None:
 
 
 def test_it_needs_neither_pytest_nor_what_only_other_tests_need() -> None:
-    """A machine with a GPU may have little besides torch."""
+    """A machine with a GPU may have little installed apart from torch."""
     words = "pytest hypothesis peft transformers datasets tensorboard sentencepiece"
     source = (
         "import runpy, sys\n"
@@ -70,7 +71,10 @@ def test_it_needs_neither_pytest_nor_what_only_other_tests_need() -> None:
         "sys.argv = ['tests.nccl', '--list']\n"
         "runpy.run_module('tests.nccl', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    # `make test-all SHARD=2/6` puts SHARD into the environment, and the suite reads it as well.
+    env = {name: value for name, value in os.environ.items() if name != "SHARD"}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == len(all_cases()), done.stderr
 
 
@@ -112,7 +116,7 @@ def test_a_rank_that_fails_is_named(how: str, words: str) -> None:
     try:
         assert world.run(_fails, "") == [0, 1]
         with pytest.raises(CaseFailed, match=f"(?s){words}"):
-            # The first case has started the ranks: this one has nothing to wait for.
+            # The first case has started the ranks, so this one need not wait for a start.
             world.run(_fails, how, patience=3.0 if how == "hangs" else 0.0)
     finally:
         world.close()

@@ -1,7 +1,7 @@
-"""Worlds of ranks that take one case after another.
+"""Worlds of ranks that run one case after another.
 
-Starting a rank on a GPU takes longer than a small case does, so a world lives for many cases. Its process groups live
-for one case: the next one makes them anew, under names of its own in the store.
+Starting a rank on a GPU takes longer than a small case, so a world lives for many cases. Its process groups live for
+one case. The next case creates new ones, under new names in the store.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from tests.nccl.transports import Transport
 from tests.support.ranks import _SERVER
 
 Body = Callable[..., Any]
+END_S = 5.0  # seconds for idle ranks to end
 
 
 class CaseFailed(Exception):
-    """A rank raised, died or did not answer; the message says which and where it was."""
+    """A rank raised, died or did not answer. The message says which rank, and where it was."""
 
 
 def _serve(rank: int, world: int, transport: Transport, folder: str, pipe: Any) -> None:
-    """The life of one rank: waits for a case, runs it, sends what it returned."""
+    """Serve as one rank: wait for a case, run it, and send its result."""
     os.environ.update(transport.environment(rank, world))
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(each, signal.SIG_DFL)
@@ -71,7 +72,7 @@ def _run(rank: int, world: int, transport: Transport, store: Any, body: Body, ar
     device.synchronize()
     device.empty_cache()
     if world > 1:
-        # A rank that destroyed its communicators while another still uses them would fail the other's last call.
+        # If a rank destroyed its communicators while another still uses them, the other rank's last call would fail.
         store.add("done", 1)
         while store.add("done", 0) < world:
             time.sleep(0.005)
@@ -80,7 +81,7 @@ def _run(rank: int, world: int, transport: Transport, store: Any, body: Body, ar
 
 
 class World:
-    """`ranks` processes that wait for cases. After a failure it is of no use: start another one."""
+    """`ranks` processes that wait for cases. After a failure a world is of no use, and another one must be started."""
 
     def __init__(self, ranks: int, transport: Transport) -> None:
         self.ranks, self.transport, self.runs = ranks, transport, 0
@@ -96,7 +97,7 @@ class World:
             self._children.append(child)
 
     def run(self, body: Body, *args: Any, each: list[Any] | None = None, patience: float = 0.0) -> list[Any]:
-        """Returns what body(rank, world, *args) returns on each rank. `each` holds one more argument for each rank."""
+        """Return the results of body(rank, world, *args) on each rank. `each` holds one more argument for each rank."""
         patience = patience or self.transport.patience
         self.runs += 1
         for rank, pipe in enumerate(self._pipes):
@@ -133,10 +134,15 @@ class World:
         return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(self.folder).glob("stack-*")))
 
     def close(self) -> None:
-        """Ends the ranks, also those that hang."""
-        for child in self._children:
-            child.kill()
-        for pipe, child in zip(self._pipes, self._children, strict=True):
-            child.join()
+        """End the ranks, including those that hang."""
+        # A rank that waits for a case ends by itself when its pipe closes. A kill could leave the memory of a client of
+        # the multi-process service behind, so it is only for ranks that hang.
+        for pipe in self._pipes:
             pipe.close()
+        patient = time.monotonic() + END_S
+        for child in self._children:
+            child.join(max(0.0, patient - time.monotonic()))
+            if child.is_alive():
+                child.kill()
+                child.join()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -16,14 +16,17 @@ from tests.nn.plain_experts import Mixture, Weights, built, drawn
 
 
 def attach_sinks(mixture: Mixture) -> Weights:
-    """Gives every layer that adds its own weight gradient a place of it, which holds nonsense; by parameter."""
+    """Give every layer that adds its own weight gradient a sink, whose buffer holds nonsense. Return the buffers by
+    parameter.
+    """
     views: Weights = {}
     table = SinkTable()
     for name, layer in mixture.named_modules():
         if isinstance(getattr(layer, "sinks", None), dict):
             wide = torch.promote_types(layer.weight.dtype, torch.float32)
             view = views[f"{name}.weight"] = torch.full_like(layer.weight, 1e6, dtype=wide, requires_grad=False)
-            layer.sink = table.add(view, lambda _: None)  # which lives as long as the layer
+            # The layer holds the sink, so that it lives as long as the layer.
+            layer.sink = table.add(view, lambda _: None)
             layer.sinks["weight"] = layer.sink.handle
     return views
 
@@ -31,7 +34,7 @@ def attach_sinks(mixture: Mixture) -> Weights:
 def one_pass(
     mixture: Mixture, x: Tensor, grad: Tensor, batch: int = 1, given: RoutedInputs | None = None, sinks: bool = False
 ) -> Weights:
-    """The output, the losses and every gradient of <output, grad> + the losses' sum."""
+    """Return the output, the losses and every gradient of <output, grad> plus the sum of the losses."""
     views = attach_sinks(mixture) if sinks else {}
     at = mixture.norm.weight
     x = x.detach().clone().to(at.device, at.dtype).requires_grad_()
@@ -48,10 +51,11 @@ def one_pass(
 
 @dataclass(frozen=True)
 class Distance:
-    """`errors` by what was compared; `others` is the share of rows for which float64 would have chosen other experts,
-    since scores were nearly equal."""
+    """The distance of a pass from float64. `errors` are by name of the compared tensor. `others` is the share of rows
+    for which float64 would have chosen other experts, because scores were nearly equal.
+    """
 
-    # A few roundings to bf16, of 2^-9 at most each, lie between the input and any of these: plain torch has errors of
+    # A few roundings to bf16, of at most 2^-9 each, lie between the input and any of these. Plain torch has errors of
     # 0.002 to 0.006. One row of a thousand that went astray would be an error of 0.03.
     BOUND: ClassVar[float] = 0.01
     FEW: ClassVar[float] = 0.01
@@ -61,7 +65,7 @@ class Distance:
 
 
 def in_bf16(device: Device, mlp: str, keys: dict[str, Any], sinks: bool, favoured: bool = False) -> Distance:
-    """How far a pass in bf16 of a thousand rows is from float64's with the same weights and choices."""
+    """Measure how far a bf16 pass of a thousand rows is from a float64 pass with the same weights and choices."""
     rows, sizes = 1000, {"hidden": 256, "ffn": 192}
     low, high = (built(mlp, p, d, sizes, **keys | {"ffn": 96}) for p, d in (("bf16", device), ("fp64", None)))
     with torch.no_grad():

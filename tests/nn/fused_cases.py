@@ -1,5 +1,7 @@
-"""Fused paths beside their plain definitions in float64, on any device: each function returns the largest relative
-error of what one path gives, with random inputs, odd sizes and ignored labels."""
+"""Comparisons of fused paths with their plain definitions in float64, on any device.
+
+Each function returns the largest relative error of one path, for random inputs, odd sizes and ignored labels.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Where:
 
 
 def error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Of (found, expected) the largest ||found - expected|| / ||expected||; not finite counts as infinite."""
+    """Return the largest ||found - expected|| / ||expected|| of some (found, expected). A NaN counts as infinite."""
     worst = 0.0
     for found, expected in pairs:
         found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
@@ -72,7 +74,7 @@ def swiglu(at: Where) -> float:
 
 
 def rotary(at: Where, rotary_dim: int = 24, documents: bool = True) -> float:
-    """Part of each head turns, by tables of each sequence's own positions."""
+    """Compare rotary positions that turn part of each head, with tables of each sequence's own positions."""
     batch, seq, heads, kv, width = 2, 13, 5, 1, 40
     qkv = at.draw(batch, seq, heads + 2 * kv, width)
     angle = at.draw(batch if documents else 1, seq, 1, rotary_dim // 2).float()
@@ -91,7 +93,7 @@ def rotary(at: Where, rotary_dim: int = 24, documents: bool = True) -> float:
 
 
 def loss(at: Where, width: int = 1003, columns: int = 1001, first: int = 0) -> float:
-    """Padding columns hold nonsense, some labels lie on another rank, some tokens are ignored."""
+    """Compare the loss and its gradient. Padding columns hold nonsense, and some tokens are ignored."""
     rows, scale = 23, 0.37
     logits = at.draw(rows, width, factor=3.0)
     logits[:, columns:] = 5e3
@@ -122,7 +124,9 @@ def weight_gradient(at: Where) -> float:
 
 
 def embedding(at: Where, vocab: int = 40) -> float:
-    """Ids that repeat or lie on another rank, onto a buffer that is fresh and one that is not."""
+    """Compare gradients of an embedding. Ids repeat or belong to another rank, and the buffer is first fresh, then in
+    use.
+    """
     tokens, hidden = 301, 1100
     grad = at.draw(tokens, hidden)
     rows = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(at.seed))
@@ -140,7 +144,9 @@ def embedding(at: Where, vocab: int = 40) -> float:
 
 
 def fp8_products(at: Where, kind: str = "fp8") -> float:
-    """All three products of a layer, against the emulation: the factors round alike, so little is left."""
+    """Compare all three products of a layer with their emulation. The factors are rounded alike, so little error is
+    left.
+    """
     x, weight, grad = at.draw(48, 32), at.draw(64, 32, factor=0.02), at.draw(48, 64, factor=1e-4)
 
     def products(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
@@ -156,7 +162,9 @@ def fp8_products(at: Where, kind: str = "fp8") -> float:
 
 
 def fp8_keeps_what_is_not_finite(at: Where, kind: str) -> bool:
-    """Or a broken gradient would pass for a good one, and the step would be taken."""
+    """Return True if fp8 values keep NaN and infinity. Otherwise a broken gradient would pass for a good one, and the
+    step would be taken.
+    """
     kept = []
     for bad in (float("nan"), float("inf")):
         for dtype in (fp8.VALUES, fp8.GRADIENTS):

@@ -1,5 +1,8 @@
-"""What moves rows to experts and multiplies them there, beside plain definitions in float64, on any device: each
-function returns the largest relative error. Sizes are no multiples of any tile; some experts have no rows, or all."""
+"""Comparisons of the parts that move rows to experts and multiply them there with plain definitions in float64.
+
+Each function returns the largest relative error, on any device. Sizes are not multiples of any tile, and some experts
+have no rows, or all of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from meshwright.nn.experts.routing import _largest
 from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import Where, error, leaf
 
-# Rows of each expert: around the tiles' sizes, and none for the first, one in the middle and the last.
+# Rows of each expert: around the sizes of tiles, and none for the first, one in the middle and the last expert.
 COUNTS = {
     "some": (0, 129, 63, 1, 0, 300, 64, 0),
     "all to one": (0, 0, 0, 257, 0, 0, 0, 0),
@@ -37,12 +40,14 @@ def numbers(at: Where, low: int, high: int, *shape: int) -> Tensor:
 
 
 def wrong(found: Tensor, expected: Tensor) -> float:
-    """0 where both are the same, or an infinite error."""
+    """Return 0 if both are equal, otherwise an infinite error."""
     return 0.0 if torch.equal(found.cpu(), expected.cpu()) else float("inf")
 
 
 def choice(at: Where) -> float:
-    """Of many equal scores, and with columns that are left out, for any number of columns."""
+    """Compare the choice of experts with many equal scores and with excluded columns, for several numbers of
+    columns.
+    """
     worst = 0.0
     for rows, count, k in ((1, 1, 1), (7, 8, 8), (9, 60, 4), (5, 128, 8), (130, 200, 3), (3, 256, 8)):
         scores = (at.draw(rows, count).to(torch.promote_types(at.dtype, torch.float32)) * 2).round() / 4
@@ -50,7 +55,7 @@ def choice(at: Where) -> float:
         if k < count:
             scores[0] = 0.25
         expected = scores.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :k]
-        finite = scores.cpu().gather(1, expected) > float("-inf")  # of the columns left out, any may follow
+        finite = scores.cpu().gather(1, expected) > float("-inf")  # Any of the excluded columns may follow.
         worst = max(worst, wrong(_largest(scores, k).cpu()[finite], expected[finite]))
     return worst
 
@@ -76,7 +81,9 @@ def rows_summed(at: Where) -> float:
 
 
 def rows_summed_in_order(at: Where) -> float:
-    """In the order of the choices, and in float32: of these sums another order, or bf16, would lose the small ones."""
+    """Compare sums that must be made in the order of the choices and in float32. Another order, or bf16, would lose the
+    small terms.
+    """
     x = torch.tensor([[2.0**13], [-(2.0**13)], [2.0**-13]], device=at.device).to(at.dtype)
     places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=at.device)
     expected = torch.tensor([[2.0**-13], [2.0**-13 if at.dtype == torch.float64 else 0.0]])
@@ -89,7 +96,7 @@ def rows_summed_in_order(at: Where) -> float:
 
 
 def activation(at: Where, kind: str = "swiglu") -> float:
-    """Forward and backward, with weights of rows of which some are zero or negative."""
+    """Compare forward and backward, with row weights of which some are zero or negative."""
     pairs = []
     for rows, width in ((19, 1037), (130, 16), (33, 1024), (17, 3000)):
         inner = at.draw(rows, 2 * width if kind == "swiglu" else width)
@@ -102,7 +109,7 @@ def activation(at: Where, kind: str = "swiglu") -> float:
         plain.backward(grad.double().cpu())
         assert wide.grad is not None and wide_weights.grad is not None
         pairs.append((weighted_activation(inner, weights, kind), plain))
-        # The kernel overwrites what it is given.
+        # The kernel overwrites its inputs.
         found = weighted_activation_backward(inner.clone(), weights, grad.clone(), kind)
         pairs += [(found[0], wide.grad), (found[1], plain), (found[2], wide_weights.grad)]
     empty = torch.empty(0, 2 * width if kind == "swiglu" else width, device=at.device, dtype=at.dtype)
@@ -111,8 +118,9 @@ def activation(at: Where, kind: str = "swiglu") -> float:
 
 
 def grouped(at: Where, counts: tuple[int, ...], out: int = 200, ins: int = 304) -> float:
-    """The products of a forward and of a backward, and the weights' gradient: alone, and in a buffer that held nonsense
-    before and then gets it once more."""
+    """Compare the products of a forward and of a backward, and the gradient of the weights: by itself, and in a buffer
+    of nonsense that receives it twice.
+    """
     rows, experts = sum(counts), len(counts)
     ends = torch.tensor(counts, device=at.device).cumsum(0, dtype=torch.int32)
     x, grad, weight = at.draw(rows, ins), at.draw(rows, out), at.draw(experts, out, ins)

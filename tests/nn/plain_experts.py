@@ -1,5 +1,7 @@
-"""A mixture of experts as one would write it down: a loop over tokens and the experts of each, in plain torch with
-torch's own autograd. Nothing is sorted, grouped or fused. Beside it, the module that is compared with it."""
+"""A mixture of experts in its plainest form: a loop over tokens and the experts of each, with torch's own autograd.
+
+Nothing is sorted, grouped or fused. The module that is compared with it is here too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Weights = dict[str, Tensor]
 
 
 class Routed(NamedTuple):
-    """What became of one token: its logits and scores, the experts that it chose, and those that had no room for it."""
+    """The routing of one token: its logits and scores, the experts that it chose, and those of them that had no room
+    for it.
+    """
 
     logits: Tensor
     scores: Tensor
@@ -38,7 +42,7 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def plain_mlp(x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
-    """Of one token."""
+    """Apply the MLP to one token."""
     inner = up @ x
     if kind == "swiglu":
         gate, inner = inner.chunk(2)
@@ -47,7 +51,7 @@ def plain_mlp(x: Tensor, up: Tensor, down: Tensor, kind: str) -> Tensor:
 
 
 def plain_choice(values: Sequence[float], r: Routing) -> list[int]:
-    """The experts with the largest values, in the best groups only; of equal ones the lower number."""
+    """Return the experts with the largest values, from the best groups only. Of equal values the lower number wins."""
     allowed, size = list(range(r.count)), r.count // r.groups
     if r.groups > 1:
         best = [
@@ -60,14 +64,16 @@ def plain_choice(values: Sequence[float], r: Routing) -> list[int]:
 
 
 def plain_mixture(x: Tensor, w: Weights, r: Routing, kind: str, sequences: int = 1) -> tuple[Tensor, list[Routed]]:
-    """The mixture of normed tokens x [tokens, hidden], by the weights' names in `Experts`."""
+    """Return the mixture of normed tokens x [tokens, hidden], and the routing of each token. `w` has the weights by
+    their names in `Experts`.
+    """
     up, down, bias = w["up.weight"], w["down.weight"], w.get("router.bias", torch.zeros(r.count))
     room = length = x.shape[0] // sequences
     if r.capacity is not None:
         room = min(room, math.ceil(length * r.top_k / r.count * r.capacity))
     rows, found, taken = [], [], [0] * r.count
     for number, token in enumerate(x):
-        taken = [0] * r.count if number % length == 0 else taken  # each sequence has places of its own
+        taken = [0] * r.count if number % length == 0 else taken  # Each sequence has its own places.
         logits = torch.stack([w["router.weight"][expert] @ token for expert in range(r.count)])
         scores = logits.exp() / logits.exp().sum() if r.scores == "softmax" else 1.0 / (1.0 + (-logits).exp())
         routed = Routed(logits, scores, plain_choice((scores.detach() + bias).tolist(), r), [])
@@ -87,7 +93,7 @@ def plain_mixture(x: Tensor, w: Weights, r: Routing, kind: str, sequences: int =
 
 
 def plain_losses(routed: Sequence[Routed], counted: Sequence[int], sequences: int, r: Routing) -> tuple[Tensor, Tensor]:
-    """The sums, over the tokens that count, of the balance loss of a token's sequence and of its z loss."""
+    """Return the balance loss of a token's sequence and the token's z loss, each summed over the tokens that count."""
     if r.aux_level == "batch":
         sequences = 1
     length = len(routed) // sequences
@@ -106,7 +112,7 @@ def plain_losses(routed: Sequence[Routed], counted: Sequence[int], sequences: in
 
 
 class Mixture(nn.Module):
-    """The modules of a norm and of the mixture of experts behind it."""
+    """A norm and the mixture of experts behind it, as modules."""
 
     experts: Experts
 
@@ -133,7 +139,7 @@ def built(
     mlp: str = "swiglu", precision: str = "fp64", device: Device | None = None, sizes: dict[str, int] | None = None,
     tune: dict[str, Any] | None = None, **experts: Any,
 ) -> Mixture:  # fmt: skip
-    """A mixture with random weights, the same for every precision and device but for rounding."""
+    """Build a mixture with random weights, which are the same for every precision and device except for rounding."""
     model = {
         "layers": 1, "hidden": 12, "norm": "rmsnorm", "mlp": mlp, "bias": False, "ffn": 10,
         "experts": {"count": 8, "top_k": 3, "ffn": 10} | experts,
@@ -150,19 +156,19 @@ def built(
 
 
 def plain_weights(mixture: Mixture) -> Weights:
-    """Copies in float64 that autograd follows."""
+    """Return float64 copies of the weights, which autograd follows."""
     found = {name: p.detach().double().cpu().clone() for name, p in mixture.named_parameters()}
     return {name: value.requires_grad_("bias" not in name) for name, value in found.items()}
 
 
 def plain_pass(mixture: Mixture, x: Tensor, w: Weights, kind: str) -> tuple[Tensor, list[Routed]]:
-    """What `Mixture.forward` must give for the weights `w`, in float64."""
+    """Return the result that `Mixture.forward` must give for the weights `w`, in float64."""
     own = {name.removeprefix("experts."): value for name, value in w.items()}
     return plain_mixture(plain_norm(x, w["norm.weight"], mixture.eps), own, mixture.routing, kind)
 
 
 def gradients(mixture: Mixture) -> Weights:
-    """Of every trained parameter; none may be missing."""
+    """Return the gradient of every trained parameter. None may be missing."""
     found = {}
     for name, parameter in mixture.named_parameters():
         if parameter.requires_grad:

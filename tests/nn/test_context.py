@@ -1,4 +1,4 @@
-"""Attention in pieces and in tiles over any rows, and the merge of its parts, against plain softmax attention."""
+"""Attention in pieces and in tiles over any rows, and the merge of partial results, against plain softmax attention."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ CPU = torch.device("cpu")
 
 
 def made(queries: int, keys: int, heads: int, kv: int, documents: bool, runs: bool = False) -> tuple[Any, ...]:
-    """Random q, k, v and gradient, and rows: two disjoint parts of a permutation, another one for each sequence, or the
-    same rows for both where there are as many queries as keys. Else the first query has no key before it. With `runs`
-    the rows of each part lie in order, and so do documents."""
+    """Return random q, k, v and gradient, and the rows of the queries and of the keys.
+
+    The rows are two disjoint parts of a permutation, which differs between sequences. With as many queries as keys both
+    have the same rows. Otherwise the first query has no key before it. With `runs` the rows of each part are in order,
+    and so are documents.
+    """
     random = torch.Generator().manual_seed(queries * 100 + keys + heads)
 
     def tensor(*shape: int) -> Tensor:
@@ -75,7 +78,9 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: 
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) -> tuple[Tensor, Tensor]:
-    """Plain softmax attention with all scores at once; a row without a key gives 0 and -inf."""
+    """Return plain softmax attention, computed with all scores at once, and its log-sums. A row without a key gives 0
+    and -inf.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     seen = visible(at, to, window)
     scores = (q @ k.transpose(-1, -2) / DIM**0.5).masked_fill(~seen, -torch.inf)
@@ -87,7 +92,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) 
 @pytest.mark.parametrize("runs", [False, True], ids=["tiles", "pieces"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results, log-sums and all gradients; queries that see no key get 0, -inf and no gradient."""
+    """Results, log-sums and all gradients agree. Queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
     monkeypatch.setattr("meshwright.spec.layout.pieces.FEW", 8 if runs else 0)
     q, k, v, grad, at, to = made(*case[:-1], runs)  # type: ignore[call-arg]
@@ -110,7 +115,7 @@ def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, mo
 @pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
 @pytest.mark.parametrize("runs", [False, True], ids=["tiles", "pieces"])
 def test_halves_of_the_keys_merge_to_the_whole(documents: bool, runs: bool) -> None:
-    """Forward by log-sums; backward adds the gradients of the halves, given the log-sums of the whole."""
+    """Forward merges by log-sums. Backward adds the gradients of the halves, given the log-sums of the whole."""
     q, k, v, grad, at, to = made(10, 10, 4, 2, documents, runs)
     halves = [slice(0, 4), slice(4, 10)]
     rows = [Rows(to.numbers[:, h], None if to.documents is None else to.documents[:, h]) for h in halves]
@@ -147,7 +152,7 @@ def test_low_precision_is_merged_in_float32() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest storage that any operator returns, in elements."""
+    """A mode that records the largest storage that any operator returns, in elements."""
 
     most = 0
 
@@ -162,8 +167,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("runs", [False, True], ids=["tiles", "pieces"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
 def test_no_tensor_of_all_scores_is_ever_made(documents: bool, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that forward or backward makes, for a moment or to keep, has more numbers than the larger of an input and
-    a tile; plain attention has seq x seq. Documents of one rank that holds all rows included."""
+    """All tensors of forward and backward, temporary or saved, have at most as many elements as the larger of an input
+    and a tile. Plain attention has seq x seq. This includes the documents of one rank that holds all rows.
+    """
     monkeypatch.setattr(tiles, "TILE", 32)
     seq, heads = 512, 1
     random = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Attention of one rank to whole sequences: ALiBi by wider heads, dropout in tiles, and nothing of seq x seq."""
+"""Attention of one rank to whole sequences: ALiBi by wider heads, dropout in tiles, and no tensor of seq x seq."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def allowed(seq: int, segments: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.04)])
 @pytest.mark.parametrize("first", [0, 70_000])
 def test_wider_heads_are_alibi(dtype: torch.dtype, close: float, segments: Tensor | None, first: int) -> None:
-    """Against scores that are lowered by slope x distance; also at places far from the first, where numbers are large.
-    Six heads: their slopes are no powers of two."""
+    """The reference lowers scores by slope x distance. They agree far from the first position too, where numbers are
+    large. With six heads the slopes are not powers of two.
+    """
     q, k, v = drawn(dtype, 6, 2)
     model = ModelConfig(layers=1, hidden=48, heads=6, vocab=8, seq=128, position="alibi")
     parallel = Parallel(Mesh(Layout(world=1), 0).tp, False, dtype, CPU, Streams(1, 0, 0, CPU))
@@ -54,18 +55,19 @@ def test_wider_heads_are_alibi(dtype: torch.dtype, close: float, segments: Tenso
     bias = torch.tensor(alibi_slopes(6), dtype=torch.float64)[:, None, None] * (at[None] - at[:, None])
     mask = torch.where(allowed(24, segments), bias, -math.inf)
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    said = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    # A score is rounded at the size of slope x j, in at least float32; values differ by 4 at most.
+    reference = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    # A score is rounded at the size of slope x j, in float32 at least. Values differ by 4 at most.
     rounded = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * alibi_slopes(6)[0] * first
-    torch.testing.assert_close(found[..., :8].double(), said, rtol=0, atol=close + rounded)
+    torch.testing.assert_close(found[..., :8].double(), reference, rtol=0, atol=close + rounded)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one text", "documents"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dropout_in_tiles(causal: bool, segments: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every value 1, a row's result is the sum of the shares that were not dropped, times 1 / (1 - p): its mean is
-    1. Backward drops the same ones: the gradient of the values is that sum over the queries. Without dropout, tiles
-    give attention itself."""
+    """A row's result is the sum of the shares that were not dropped, times 1 / (1 - p), since every value is 1. So its
+    mean is 1. Backward drops the same shares: the gradient of the values is that sum over the queries. Without dropout,
+    tiles give attention itself.
+    """
     monkeypatch.setattr(core, "TILE_ROWS", 7)
     q, k, v = (x.transpose(1, 2) for x in drawn())
     documents = None if segments is None else Documents.of(segments.numpy(), CPU, causal)
@@ -82,10 +84,10 @@ def test_dropout_in_tiles(causal: bool, segments: Tensor | None, monkeypatch: py
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     others = [x.clone().requires_grad_() for x in (q, k, v)]
     tiles = core._with_dropout(*leaves, documents, causal, 0.0)  # type: ignore[call-arg]
-    said = F.scaled_dot_product_attention(*others, mask, enable_gqa=True)  # type: ignore[call-arg]
-    torch.testing.assert_close(tiles, said)
+    reference = F.scaled_dot_product_attention(*others, mask, enable_gqa=True)  # type: ignore[call-arg]
+    torch.testing.assert_close(tiles, reference)
     weights = torch.randn(tiles.shape, dtype=tiles.dtype)
-    for result in (tiles, said):
+    for result in (tiles, reference):
         (result * weights).sum().backward()
     for one, other in zip(leaves, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad)

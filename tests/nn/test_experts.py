@@ -36,7 +36,7 @@ from tests.support.oracle import make_trainer, small_config, true_gradients
 
 EXACT = 1e-12
 ROWS, HIDDEN = 14, 12
-MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1] + [1, 0, 0, 0, 1, 1, 0])  # of two sequences, which count differently
+MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1] + [1, 0, 0, 0, 1, 1, 0])  # Two sequences with different counts.
 
 DEEPSEEK = {"router": "sigmoid", "scale": 2.5, "groups": 4, "groups_used": 2, "shared": 1}
 KINDS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def compared(mixture: Mixture, kind: str, x: Tensor, grad: Tensor) -> tuple[float, Weights]:
-    """The largest error of the output and of every gradient of <output, grad>; and the gradients."""
+    """Return the largest error of the output and of every gradient of <output, grad>, and the gradients."""
     w, plain_x = plain_weights(mixture), x.clone().requires_grad_()
     expected, _ = plain_pass(mixture, plain_x, w, kind)
     (expected * grad).sum().backward()
@@ -68,7 +68,7 @@ def compared(mixture: Mixture, kind: str, x: Tensor, grad: Tensor) -> tuple[floa
     assert x.grad is not None and plain_x.grad is not None
     trained = {name: p for name, p in w.items() if p.requires_grad}
     assert found.keys() == trained.keys()
-    # What nothing was sent to, as an expert that no token chose, has no gradient in the plain version.
+    # A weight that nothing was sent to, such as that of an expert no token chose, has no gradient in the plain version.
     pairs = [(found[n], torch.zeros_like(p) if p.grad is None else p.grad) for n, p in trained.items()]
     return error([(y, expected), (x.grad, plain_x.grad), *pairs]), found
 
@@ -76,23 +76,27 @@ def compared(mixture: Mixture, kind: str, x: Tensor, grad: Tensor) -> tuple[floa
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_it_is_a_loop_over_tokens_and_experts(name: str, kind: str) -> None:
-    """Output, and gradients of the input, the norm, the router, both weights of the experts and the shared expert."""
+    """The output agrees, and so do the gradients of the input, the norm, the router, both weights of the experts and
+    the shared expert.
+    """
     mixture = built(kind, **KINDS[name])
     assert compared(mixture, kind, drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN, seed=2))[0] <= EXACT
 
 
 @pytest.mark.parametrize("targets", [["gate", "up", "down"], ["up"], ["down"]], ids="-".join)
 def test_adapters_are_a_change_of_each_experts_weights(targets: list[str]) -> None:
-    """The output with adapters, and the gradients of both factors, of the input and of nothing that is frozen."""
+    """The output with adapters agrees, and so do the gradients of both factors and of the input. Frozen weights have
+    none.
+    """
     mixture = built(tune={"kind": "lora", "rank": 2, "alpha": 3.0, "targets": [f"expert_{each}" for each in targets]})
     w, x, grad = plain_weights(mixture), drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN, seed=2)
     changed = dict(w)
     for weight, layer in (("experts.up", mixture.experts.up), ("experts.down", mixture.experts.down)):
         rows = list(w[f"{weight}.weight"].split(10 if weight.endswith("up") else HIDDEN, 1))
-        for at, piece in enumerate(("gate", "up") if weight.endswith("up") else ("down",)):
-            name = f"{weight}.expert_{piece}"
-            assert (piece in targets) == hasattr(layer, f"expert_{piece}")
-            if piece in targets:
+        for at, target in enumerate(("gate", "up") if weight.endswith("up") else ("down",)):
+            name = f"{weight}.expert_{target}"
+            assert (target in targets) == hasattr(layer, f"expert_{target}")
+            if target in targets:
                 rows[at] = rows[at] + 1.5 * w[f"{name}.up"] @ w[f"{name}.down"]
         changed[f"{weight}.weight"] = torch.cat(rows, 1)
     x, plain_x = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -108,7 +112,7 @@ def test_adapters_are_a_change_of_each_experts_weights(targets: list[str]) -> No
 
 @pytest.mark.parametrize("keys", [{"bias_balance": 0.001}, DEEPSEEK, {"groups": 2, "groups_used": 1}], ids=str)
 def test_biases_and_groups_change_the_choice(keys: dict[str, Any]) -> None:
-    """Or the comparison with the loop would say nothing of them."""
+    """Otherwise the comparison with the loop would prove nothing about them."""
     mixture = built(**keys)
     scores = mixture.experts.router.scores(mixture.experts.router(mixture.norm(drawn(ROWS, HIDDEN)))).detach()
     chosen = mixture.experts.router.choose(scores)
@@ -122,7 +126,7 @@ def test_biases_and_groups_change_the_choice(keys: dict[str, Any]) -> None:
 
 
 def test_sinks_get_the_gradients_of_all_micro_batches() -> None:
-    """Whatever stood in the buffer before; in the first micro-batch, only three experts get tokens."""
+    """Earlier contents of the buffer do not matter. In the first micro-batch only three experts get tokens."""
     mixture = built(**DEEPSEEK)
     views = attach_sinks(mixture)
     expected = plain_weights(mixture)
@@ -167,12 +171,12 @@ def test_one_expert_is_the_mlp(router: str, kind: str) -> None:
     (y * grad).sum().backward()
     (other * grad).sum().backward()
     found, expected = gradients(mixture), gradients(dense)
-    assert float(found.pop("experts.router.weight").abs().max()) <= EXACT  # the one weight is always 1
+    assert float(found.pop("experts.router.weight").abs().max()) <= EXACT  # The only weight is always 1.
     assert error([(y, other), *((value.squeeze(0), expected[name]) for name, value in found.items())]) <= EXACT
 
 
 def test_all_tokens_to_one_expert() -> None:
-    """The others have gradients too: zeros."""
+    """The other experts have gradients too, which are zero."""
     mixture = built(top_k=1, normalise=False, bias_balance=0.001)
     with torch.no_grad():
         mixture.experts.router.bias.copy_(100.0 * torch.eye(8)[5])
@@ -196,7 +200,9 @@ LOSSES = {
 @pytest.mark.parametrize("terms", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"aux_loss": 0.1, "z_loss": 0.2}], ids=str)
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_the_losses_are_their_formulas(name: str, terms: dict[str, Any]) -> None:
-    """Per sequence, with masked tokens, which are balanced too but have no loss of their own; and every gradient."""
+    """They are computed per sequence. Masked tokens are balanced too, but have no loss themselves. Every gradient
+    agrees.
+    """
     mixture = built(**LOSSES[name], **terms)
     w, x = plain_weights(mixture), drawn(ROWS, HIDDEN).requires_grad_()
     plain_x = x.detach().clone().requires_grad_()
@@ -211,7 +217,8 @@ def test_the_losses_are_their_formulas(name: str, terms: dict[str, Any]) -> None
     assert x.grad is not None and plain_x.grad is not None
     pairs = [(mixture.get_parameter(n).grad, w[n].grad) for n in ("norm.weight", "experts.router.weight")]
     assert error([(losses, expected), (x.grad, plain_x.grad), *pairs]) <= EXACT
-    for weights in (mixture.experts.up, mixture.experts.down):  # no product of an expert has part in them
+    # The losses do not depend on any product of an expert.
+    for weights in (mixture.experts.up, mixture.experts.down):
         assert weights.weight.grad is None
 
 
@@ -223,7 +230,7 @@ def test_without_a_mask_every_token_counts() -> None:
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_the_balance_loss_is_one_where_all_are_alike(router: str) -> None:
-    """Exactly: of a router without a preference, for each token that counts."""
+    """It is exactly one for each token that counts, if the router has no preference."""
     mixture = built(router=router, aux_loss=0.1)
     with torch.no_grad():
         mixture.experts.router.weight.zero_()
@@ -232,7 +239,7 @@ def test_the_balance_loss_is_one_where_all_are_alike(router: str) -> None:
 
 
 def test_the_balance_loss_of_even_and_of_uneven_choices() -> None:
-    """1 where tokens prefer all experts equally often, and nearly the number of experts where all prefer one."""
+    """It is 1 if tokens prefer all experts equally often, and nearly the number of experts if all prefer one."""
     mixture = built(sizes={"hidden": 8, "ffn": 8}, top_k=1, aux_loss=0.1)
     with torch.no_grad():
         mixture.norm.weight.fill_(1.0)
@@ -251,13 +258,14 @@ def test_ties_are_broken_by_the_lower_number() -> None:
     with torch.no_grad():
         grouped.bias.zero_()
     assert grouped.choose(torch.full((1, 8), 0.5)).tolist() == [[0, 1, 2]]
-    best_two = torch.tensor([[1.0, 2.0, 3.0, 3.0, 1.0, 5.0, 2.0, 4.0]])  # of the groups: 3, 6, 6 and 6
+    # The two best of each group add up to 3, 6, 6 and 6.
+    best_two = torch.tensor([[1.0, 2.0, 3.0, 3.0, 1.0, 5.0, 2.0, 4.0]])
     assert grouped.choose(best_two).tolist() == [[5, 2, 3]]
 
 
 @pytest.mark.parametrize(("router", "chosen"), [("softmax", [1, 0, 2]), ("sigmoid", [4, 5, 6])])
 def test_a_group_is_as_good_as_its_best_or_its_two_best(router: str, chosen: list[int]) -> None:
-    """As in DeepSeek-V2 and V3."""
+    """DeepSeek-V2 rates a group by its best expert, DeepSeek-V3 by its two best."""
     found = built(router=router, groups=2).experts.router
     with torch.no_grad():
         scores = torch.tensor([[0.1, 0.5, 0.0, 0.0, 0.4, 0.3, 0.1, 0.0]], dtype=torch.float64)
@@ -273,10 +281,12 @@ def test_a_zero_router_sends_every_token_to_the_first_experts() -> None:
 
 
 def test_what_does_not_fit_is_dropped_and_counted() -> None:
-    """An expert takes the first rows that chose it; the others' results stay as they were, not renormalised."""
+    """An expert takes the first rows that chose it. The results of the other rows stay as they were and are not
+    renormalised.
+    """
     free, limited = built(bias_balance=0.001), built(bias_balance=0.001, capacity=0.5)
     room = limited.routing.room(ROWS)
-    assert room == 3  # of 14 x 3 / 8 = 5.25 rows, half of them
+    assert room == 3  # Half of 14 x 3 / 8 = 5.25 rows, rounded up.
     x, given = drawn(ROWS, HIDDEN), RoutedInputs(saved=Saved())
     limited(x, 1, given)
     chosen = given.saved.chosen
@@ -305,7 +315,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
 
 
 def test_each_sequence_has_places_of_its_own() -> None:
-    """What a token gets does not depend on the other sequences of its micro-batch."""
+    """The result of a token does not depend on the other sequences of its micro-batch."""
     mixture, x = built(capacity=0.5), drawn(ROWS, HIDDEN)
     half = ROWS // 2
     both = torch.cat([mixture(x[:half], 1)[0], mixture(x[half:], 1)[0]])
@@ -323,7 +333,7 @@ def test_a_large_capacity_drops_nothing() -> None:
 @pytest.mark.parametrize("chosen", ["random", "one", "skewed"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_rows_are_sorted_as_the_row_table_says(chosen: str, ranks: int) -> None:
-    """The order in which rows go to experts is that of `by_key`, for any number of ranks that hold them."""
+    """Rows go to experts in the order of `by_key`, for any number of ranks that hold the experts."""
     routing = Routing(8, 2, "softmax")
     scores = torch.rand(37, 8, generator=torch.Generator().manual_seed(7))
     scores += {"random": 0.0, "one": torch.eye(8)[6], "skewed": torch.tensor([0.0, 2, 0, 0, 2, 0, 0, 0])}[chosen]
@@ -360,7 +370,7 @@ MODEL = {
 
 @pytest.mark.parametrize("mode", ["full", "every:2", "selective"])
 def test_recomputation_changes_no_bit(mode: str) -> None:
-    """Gradients, updates and what was counted, once, of two steps of two micro-batches."""
+    """Gradients, updates and tallies of two steps of two micro-batches agree. Each row is tallied once."""
     found = []
     for each in ("none", mode):
         config = small_config(model=MODEL, train={"global_batch": 4, "micro_batch": 2}, recompute={"mode": each})
@@ -376,7 +386,7 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
 
 
 def test_recomputation_replays_the_choice() -> None:
-    """Even if the scores, computed again, would choose other experts."""
+    """This holds even if the recomputed scores would choose other experts."""
     mixture, saved = built(**DEEPSEEK, aux_loss=0.1), Saved()
     real, seen = Router.scores, list[Tensor]()
     sorted_rows = list[Tensor]()

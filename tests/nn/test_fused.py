@@ -1,4 +1,4 @@
-"""The plain definitions of the fused paths, on a CPU; tests/gpu runs the same cases on the kernels."""
+"""The fused paths equal their plain definitions on a CPU. tests/gpu runs the same cases on the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Norms, SwiGLU and rotary positions taken into their products: the same gradients in every tensor-parallel layout."""
+"""Norms, SwiGLU and rotary positions that are fused into their products: the gradients are the same in every
+tensor-parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 
 def fused_gradients(rank: int, world: int, model: str, layout: dict[str, Any]) -> Any:
-    """Eager: the compiler only puts the same calls together."""
+    """Return the gradients of the fused parts, run eagerly, since the compiler only combines the same calls."""
     config = small_config(model=MODELS[model], layout=layout, train={"micro_batch": 4 if "tp_grid" in layout else 1})
     ctx = build_context(config, rank, world, Device("cpu"))
     ctx = replace(ctx, parallel=replace(ctx.parallel, fused=True))
@@ -90,7 +92,7 @@ TUNED = {
 
 
 def tuned_weights(rank: int, world: int, tune: str, layout: dict[str, Any], fused: bool) -> Any:
-    """The weights after three steps, by when no half of an adapter is zero."""
+    """Return the weights after three steps, after which no half of an adapter is zero."""
     train = {"global_batch": 2}
     config = small_config(model=LLAMA | {"layers": 2}, layout=layout, tune=TUNED[tune], train=train)
     ctx = build_context(config, rank, world, Device("cpu"))
@@ -104,12 +106,12 @@ def tuned_weights(rank: int, world: int, tune: str, layout: dict[str, Any], fuse
 @pytest.mark.parametrize(
     ("tune", "index"),
     [("lora", 0),
-     pytest.param("some", 0, marks=pytest.mark.wide),  # ranks would draw other numbers for a dropout than one process
+     pytest.param("some", 0, marks=pytest.mark.wide),  # Ranks would draw other dropout numbers than one process.
      pytest.param("dora", 0, marks=pytest.mark.wide),
      *(pytest.param(tune, n, marks=pytest.mark.wide) for tune in ("lora", "dora") for n in (1, 2, 3))],
 )  # fmt: skip
 def test_adapters_are_trained_alike(tune: str, index: int) -> None:
-    """Products with adapters take in what comes before them too, and keep their input alone."""
+    """Products with adapters are fused with the parts before them too, and save only their input."""
     world, layout = LAYOUTS[index]
     ranks = [tuned_weights(0, 1, tune, {}, True)] if world == 1 else run_ranks(world, tuned_weights, tune, layout, True)
     wanted = gather_global(tuned_weights(0, 1, tune, {}, False))

@@ -1,5 +1,6 @@
-"""The plain definitions of what moves and multiplies experts' rows, on a CPU, and the whole mixture in bf16; tests/gpu
-runs the same on the kernels."""
+"""The parts that move and multiply experts' rows equal their plain definitions on a CPU, and the whole mixture in bf16
+is near float64. tests/gpu runs the same on the kernels.
+"""
 
 from __future__ import annotations
 

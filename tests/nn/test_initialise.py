@@ -24,7 +24,7 @@ from tests.support.oracle import gather_global
 
 
 def drawn(records: list[ParamRecord], seed: int = 1, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The parameters of a module that holds these records."""
+    """Return the initialised parameters of a module with these records."""
     cpu = torch.device("cpu")
     parallel = Parallel(Mesh(Layout(world=1), 0).tp, False, dtype, cpu, Streams(1, 0, 0, cpu))
     module = nn.ParameterList([parallel.parameter(record) for record in records])
@@ -33,7 +33,7 @@ def drawn(records: list[ParamRecord], seed: int = 1, dtype: torch.dtype = torch.
 
 
 def gathered(model: ModelConfig, tp: int, pp: int, sp: bool = False) -> dict[str, np.ndarray]:
-    """The whole model as the ranks of a layout hold it together; copies must agree."""
+    """Return the whole model, assembled from the ranks of a layout. Copies must agree."""
     found: dict[str, np.ndarray] = {}
     for tp_rank in range(tp):
         at = coordinate_of(Layout(tp * pp, tp=tp, pp=pp, parts=kv_parts(model, tp)), tp_rank, sp)
@@ -65,7 +65,7 @@ def test_every_cut_starts_from_the_same_model(family: str, tied: bool) -> None:
 
 
 def test_every_expert_starts_with_weights_of_its_own() -> None:
-    """And a rank draws those of its experts alone, as one process does."""
+    """A rank draws only those of its experts, and draws the same numbers as one process."""
     normal, shape = Init("normal", 0.02), (4, 130, 40)
     (experts,) = drawn([whole("e", shape, normal)])
     assert experts.std().item() == pytest.approx(0.02, rel=0.02)
@@ -80,7 +80,7 @@ def test_every_expert_starts_with_weights_of_its_own() -> None:
 
 
 def test_scale_and_independence() -> None:
-    """The asked spread; no two tensors, seeds or tiles are alike."""
+    """The spread is the requested one, and no two tensors, seeds or tiles are alike."""
     normal = Init("normal", 0.02)
     a, b = drawn([whole("a", (512, 384), normal), whole("b", (512, 384), normal)])
     (c,) = drawn([whole("a", (512, 384), normal)], seed=2)

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary cut over tp, against torch's over the whole one."""
+"""Cross entropy over a vocabulary that is cut over tp equals torch's over the whole one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshwright.spec.layout.params import Init, whole
 from tests.support.ranks import run_ranks
 
 TOKENS = 12
-# name -> (vocabulary, factor of the logits); with tp = 4 ranks hold 3 columns of 9, the last none at all.
+# Name -> (vocabulary, factor of the logits). With tp = 4, ranks hold 3 columns of 9, and the last one holds none.
 KINDS = {"even": (16, 3.0), "padded": (13, 3.0), "rank-without-columns": (9, 3.0), "extreme": (13, 1e4)}
-PADDING = 7e3  # what stands in padding columns must not matter
+PADDING = 7e3  # The values in padding columns must not matter.
 
 
 def problem(kind: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whole logits, labels and mask."""
+    """Return whole logits, labels and mask."""
     vocab, factor = KINDS[kind]
     draw = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(TOKENS, vocab, generator=draw, dtype=torch.float64) * factor).to(dtype)
@@ -45,14 +45,14 @@ def parallel_of(mesh: Mesh) -> Parallel:
 
 
 def cut(logits: torch.Tensor, tp: int, index: int) -> torch.Tensor:
-    """A rank's columns, padded to the same number on every rank."""
+    """Return a rank's columns, padded to the same number on every rank."""
     width = -(-logits.shape[1] // tp)
     whole = F.pad(logits, (0, width * tp - logits.shape[1]), value=PADDING)
     return whole[:, index * width : (index + 1) * width].clone()
 
 
 def on_rank(rank: int, world: int, kinds: list[str], dtype: torch.dtype) -> list[tuple[float, Any]]:
-    """The loss and this rank's gradient of 2.5 times it."""
+    """Return the loss, and this rank's gradient of 2.5 times the loss."""
     parallel = parallel_of(Mesh(Layout(world=world, tp=world), rank))
     found = []
     for kind in kinds:
@@ -114,7 +114,7 @@ def test_all_masked_is_zero_and_so_is_the_gradient() -> None:
     assert not losses.any() and not logits.any()
 
 
-# The output layer with the loss: chunks, places of the weight's gradient, announced gradients.
+# The output layer with its loss: chunks, sinks for the weight's gradient, and announced gradients.
 
 
 def output_layer(
@@ -131,23 +131,25 @@ def output_layer(
 @pytest.mark.parametrize("rows", [12, 5, 1])
 @pytest.mark.parametrize("way", ["autograd", "sink", "announced", "tied"])
 def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches of 2.5 times the loss, the true vocabulary 13 of 16 columns."""
+    """Two micro-batches contribute 2.5 times their loss each. The true vocabulary is 13 of 16 columns."""
     monkeypatch.setattr(loss_module, "tile_rows", lambda tokens, columns, parts: rows)
     draw = torch.Generator().manual_seed(rows)
     layer, parallel = output_layer(draw, tied=way == "tied")
     exact = layer.weight.detach().clone().requires_grad_()
     view = torch.full((16, 5), 3.0, dtype=torch.float64)
-    told: list[int] = []
-    sink = SinkTable().add(view, lambda s: told.append(s.contributions))
+    notified: list[int] = []
+    sink = SinkTable().add(view, lambda s: notified.append(s.contributions))
     if way != "autograd":
         layer.sinks["weight"] = sink.handle
     for _ in range(2):
         _, labels, mask = problem("padded")
         x = torch.randn(TOKENS, 5, generator=draw, dtype=torch.float64).requires_grad_()
         loss = output_loss(x, layer, labels, mask, 13, parallel, 2.5 if way in ("announced", "tied") else None)
-        before = len(told)
+        before = len(notified)
         loss.backward(torch.full_like(loss, 2.5))
-        assert len(told) - before == (way in ("sink", "tied"))  # where the embedding adds too, in backward's order
+        # An announced gradient is added in forward. A tied one must wait for backward, because the embedding adds to it
+        # in backward's order.
+        assert len(notified) - before == (way in ("sink", "tied"))
         plain_x = x.detach().clone().requires_grad_()
         plain = (F.cross_entropy((plain_x @ exact.t())[:, :13], labels, reduction="none") * mask).sum()
         (2.5 * plain).backward()
@@ -155,12 +157,12 @@ def test_the_output_layer_in_chunks(way: str, rows: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-12, atol=1e-14)
     found = layer.weight.grad if way == "autograd" else view
     torch.testing.assert_close(found, exact.grad, rtol=1e-12, atol=1e-14)
-    assert told == ([] if way == "autograd" else [1, 2]) and sink.fresh == (way == "autograd")
+    assert notified == ([] if way == "autograd" else [1, 2]) and sink.fresh == (way == "autograd")
 
 
 @pytest.mark.parametrize("way", ["sink", "announced", "tied"])
 def test_the_loss_s_weight_is_not_rounded(way: str) -> None:
-    """A fifteenth is 0.34 % larger in bfloat16; no gradient may be."""
+    """A fifteenth is 0.34 % larger in bfloat16, but no gradient may be."""
     draw = torch.Generator().manual_seed(1)
     layer, parallel = output_layer(draw, tied=way == "tied", dtype=torch.bfloat16)
     view = torch.zeros(16, 5)

@@ -1,4 +1,6 @@
-"""MLPs in pieces over tokens: nothing as large as tokens x ffn exists, and weights get one contribution."""
+"""MLPs in pieces over tokens: no tensor is as large as tokens x ffn, and weights get one contribution per
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that is made while it watches."""
+    """A mode that records the elements of the largest tensor created while it is active."""
 
     most = 0
 
@@ -32,7 +34,9 @@ class Largest(TorchDispatchMode):
 
 
 def step(kind: str, **recompute: Any) -> tuple[int, list[Tensor], set[int]]:
-    """The largest tensor of forward and backward, all gradients, and the contributions that parameters got."""
+    """Return the size of the largest tensor of forward and backward, all gradients, and the numbers of contributions
+    that parameters got.
+    """
     model = {"layers": 1, "hidden": 16, "heads": 2, "seq": SEQ, "ffn": FFN, "vocab": 20, **KINDS[kind]}
     trainer = make_trainer(small_config(model=model, train={"global_batch": 2}, recompute=recompute))
     with Largest() as watch:
@@ -46,6 +50,7 @@ def test_nothing_is_as_large_as_all_tokens_inner_features(kind: str) -> None:
     whole, plain, counts = step(kind)
     most, found, same = step(kind, pieces=16)
     assert whole >= SEQ * FFN > most
-    assert counts == same == {2, 4}  # of two micro-batches; the shared embedding gets two of each
+    # There are two micro-batches, and the shared embedding gets two contributions from each.
+    assert counts == same == {2, 4}
     for a, b in zip(plain, found, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-16)

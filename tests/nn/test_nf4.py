@@ -1,4 +1,4 @@
-"""Weights in 4 bits: how far values move, and that a cut weight has the bytes of the whole one."""
+"""Weights in 4 bits: the distance that values move, and the bytes of a cut weight, which are those of the whole one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_values_move_by_at_most_half_a_gap_of_the_levels() -> None:
     gap = max(b - a for a, b in zip(LEVELS, LEVELS[1:], strict=False))
     error = (found - blocks).abs() / largest.clamp(min=1e-9)
     assert 0.5 * 0.9 * gap < error.max() <= 0.5 * gap * (1 + 1e-6)
-    assert error.square().mean().sqrt() < 0.04  # of normal values, whose quantiles the levels are
-    assert torch.equal(found.abs().amax(2, keepdim=True), largest)  # scales of bfloat16 weights are exact
+    assert error.square().mean().sqrt() < 0.04  # The values are normal, and the levels are their quantiles.
+    assert torch.equal(found.abs().amax(2, keepdim=True), largest)  # Scales of bfloat16 weights are exact.
     nearest = (blocks / largest.clamp(min=1e-9))[..., None].sub(torch.tensor(LEVELS)).abs().amin(-1)
     torch.testing.assert_close(error, nearest, rtol=0, atol=1e-6)
 
@@ -36,13 +36,14 @@ def test_values_move_by_at_most_half_a_gap_of_the_levels() -> None:
 def test_levels_are_stored_exactly_and_in_their_order() -> None:
     values = torch.tensor(LEVELS * 8).view(2, 64) * 0.5
     packed = pack(values)
-    assert packed[0, :8].tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]  # as bitsandbytes has them
+    # bitsandbytes uses the same order.
+    assert packed[0, :8].tolist() == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert torch.equal(unpack(packed, dtype), values.to(dtype))
 
 
 def test_a_compiler_keeps_no_values_for_backward() -> None:
-    """torch.compile finds equal expressions in forward and backward, and would keep their value in between."""
+    """torch.compile finds equal expressions in forward and backward, and would save their value in between."""
 
     class Product(torch.autograd.Function):
         @staticmethod

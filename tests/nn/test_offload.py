@@ -1,8 +1,8 @@
 """Inputs of recomputed blocks in host memory, on a device whose copies run as late as its events allow.
 
-The streams here are lists of copies. The main stream runs at once; a copy on another one runs only when somebody waits
-for an event behind it, and what it copies from or to holds rubbish before that. So a missing wait shows in the
-gradients, as it would on a GPU only now and then.
+The streams here are lists of copies. The main stream runs at once. A copy on another stream runs only when an event
+behind it is waited for, and until then its target holds NaN. So a missing wait shows in the gradients, as it would only
+now and then on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.oracle import make_trainer, small_config, true_gradients
 
 
 class LateStream:
-    """Its work runs when it is waited for; the main stream's at once."""
+    """A stream whose work runs when it is waited for. The main stream's work runs at once."""
 
     def __init__(self, main: bool = False) -> None:
         self.main, self.done = main, 0
@@ -50,7 +50,7 @@ class LateStream:
 
 
 class LateDevice:
-    """What `HostActivations` asks torch's module of an accelerator for."""
+    """The parts of torch's accelerator module that `HostActivations` uses."""
 
     def __init__(self) -> None:
         self.main = LateStream(main=True)
@@ -82,7 +82,7 @@ class _Queued(TorchDispatchMode):
 
 
 class Watched(HostActivations):
-    """Spoils what left the device as soon as it is released: nobody may use it again."""
+    """Host activations that spoil a device tensor as soon as it is released, since nothing may use it again."""
 
     def __init__(self) -> None:
         self.late = LateDevice()
@@ -112,7 +112,7 @@ class Watched(HostActivations):
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, memory: HostActivations | None, **sections: Any) -> Any:
-    """The gradients of two steps and what follows, with these activations in that memory."""
+    """Return the gradients of two steps and the loss of the next one, with the activations kept in that memory."""
     monkeypatch.setattr(context, "is_host", lambda config, device: memory is None)
     monkeypatch.setattr(context, "HostActivations", lambda device: memory)
     model = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "layers": 5}
@@ -147,19 +147,23 @@ def test_gradients_are_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
     found, other = trained(monkeypatch, memory, **away)
     assert all(torch.equal(a, b) for step in zip(plain, found, strict=True) for a, b in zip(*step, strict=True))
     assert loss == other and memory.most_bytes > 0 and memory.bytes == 0
-    on_a_cpu, same = trained(monkeypatch, None, **away)  # where it changes nothing
+    # On a CPU offloading changes nothing.
+    on_a_cpu, same = trained(monkeypatch, None, **away)
     assert same == loss and all(torch.equal(a, b) for a, b in zip(plain[0], on_a_cpu[0], strict=True))
 
 
 def test_the_next_block_s_input_comes_while_a_block_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four blocks the last one's input stays; it and every other begins to bring the one before it."""
+    """The last of four blocks keeps its input on the device. Each block's backward starts to bring the input of the
+    block before it.
+    """
     memory = Watched()
     sections = {"model": {"layers": 4}, "train": {"global_batch": 1}, "recompute": {"mode": "full", "offload": True}}
     trained(monkeypatch, memory, **sections)
     wanted = ["out 0", "out 1", "out 2", "in 2", "use 2", "in 1", "use 1", "in 0", "use 0"]
     assert memory.log[:9] == wanted
     (free,) = memory._free.values()
-    assert len(free) == 3 and memory.most_bytes == 3 * 16 * 32 * 8  # buffers are used again in later steps
+    # Later steps use the buffers again.
+    assert len(free) == 3 and memory.most_bytes == 3 * 16 * 32 * 8
 
 
 def test_offloading_needs_recomputed_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Communication that runs while something is computed gives the same gradients, and sends what the plan says."""
+"""Communication that overlaps with computation gives the same gradients, and sends the planned bytes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Found = tuple[Outcome, dict[Line, Traffic], Outcome | None]
 
 
 def forget_one(begun: overlap.Scattered) -> torch.Tensor:
-    """The piece of the last rank is received and not added."""
+    """Receive the piece of the last rank, but do not add it."""
     for pending in begun.pendings:
         pending.wait()
     return begun.chunks[:-1].sum(0)
 
 
 def measure(rank: int, world: int, cases: list[Case], references: list[Reference], plants: bool) -> list[Found]:
-    """Of each case: how far it is from one process, a step's calls, and how far with a bug."""
+    """Return for each case its distance from one process, the calls of a step, and its distance with a planted bug."""
     found: list[Found] = []
     for case, reference in zip(cases, references, strict=True):
         config = small_config(**case.sections("fp64"))
@@ -62,7 +62,7 @@ def measure(rank: int, world: int, cases: list[Case], references: list[Reference
 
 
 def reference_of(case: Case) -> Reference:
-    """The gradients and the norm that one process finds."""
+    """Return the gradients and the norm of one process."""
     trainer = make_trainer(small_config(**case.alone("fp64")), data=data_of(case))
     gradients = gather_global(true_gradients(trainer))
     return Reference(gradients, [trainer.step().grad_norm], [], {}, {}, 0.0, [])
@@ -83,7 +83,7 @@ def check(cases: list[Case], plants: bool = False) -> None:
 
 
 def test_products_in_pieces() -> None:
-    """Four tp ranks that hold copies of key-value heads, and two with biases and without sequence parallelism."""
+    """Four tp ranks hold copies of key-value heads. Two others have biases and no sequence parallelism."""
     copies, biased = Case(1, 4, 1, sp=True, family="llama", extra=PIECES), Case(2, 2, 1, extra=PIECES)
     check([copies, replace(biased, extra=(*PIECES, *NOTHING, ("zero.stage", 3)))], plants=True)
 
@@ -102,8 +102,10 @@ def test_products_in_pieces_on_many_layouts() -> None:
 
 
 def test_which_products_are_cut() -> None:
-    """Each send must have 60 GFLOP to hide behind: all products of a 3b model over two ranks, none over eight; of an 8b
-    model over eight the longest. The planner then states as many sends, and hides only what they carry."""
+    """Each send must have 60 GFLOP to hide behind. So all products of a 3b model are cut over two ranks and none over
+    eight. Of an 8b model over eight ranks only the longest product is cut. The planner then states as many sends, and
+    hides only the bytes that they carry.
+    """
 
     def cut(model: str, tp: int) -> list[str]:
         layout = {"tp": tp, "sequence_parallel": True}

@@ -12,7 +12,7 @@ Key = tuple[int, int, int, int, int, int]
 
 
 def numbers(seed: int, data: int, tp: int, step: int, micro_batch: int, layer: int) -> tuple[float, ...]:
-    """The first number of `same`, `own` and torch's default generator at one place of a run."""
+    """Return the first number of `same`, of `own` and of torch's default generator at one place of a run."""
     streams = Streams(seed, data, tp, CPU)
     streams.active = True
     streams.begin(step, micro_batch, 0)
@@ -57,7 +57,7 @@ def test_inactive_streams_leave_the_default_generator_alone() -> None:
 
 
 def test_seeding_a_layer_notes_nothing_for_devices_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed keeps the stack of every call for them, which took a third of the time of a tiny step."""
+    """torch.manual_seed would save the stack of every call for them, which took a third of the time of a tiny step."""
     monkeypatch.setattr("traceback.format_stack", lambda *args, **named: pytest.fail("a stack was noted"))
     numbers(1, 0, 0, 3, 2, 1)
 

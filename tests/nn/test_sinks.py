@@ -1,4 +1,4 @@
-"""Handles of gradient sinks: what they lead to, whose they are, and what a compiler makes of them."""
+"""Handles of gradient sinks: the sinks that they lead to, their owners, and their treatment by a compiler."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from meshwright.nn.weight_grad import (
 LAYERS, WIDTH = 12, 4
 
 
-def made(table: SinkTable, told: list[int] | None = None) -> Sink:
+def made(table: SinkTable, notified: list[int] | None = None) -> Sink:
     view = torch.full((2, 3), 9.0, dtype=torch.float64)
-    return table.add(view, lambda sink: None if told is None else told.append(sink.contributions))
+    return table.add(view, lambda sink: None if notified is None else notified.append(sink.contributions))
 
 
 def factors() -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def test_handles_of_several_trainers_never_collide() -> None:
 
 def test_a_handle_outlives_its_trainer_with_an_error() -> None:
     handle = made(SinkTable()).handle
-    gc.collect()  # a table and its sinks refer to each other
+    gc.collect()  # A table and its sinks refer to each other.
     with pytest.raises(RuntimeError, match=f"the gradient sink {int(handle)} is gone: the trainer that owned it"):
         add_grad(handle, torch.ones(2, 3))
 
@@ -64,20 +64,20 @@ def test_one_trainer_defers_and_another_does_not() -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["at-once", "deferred"])
 def test_pieces_are_one_contribution_of_their_own_sinks(split: bool) -> None:
-    (grad, x), told, others, table = factors(), list[int](), list[int](), SinkTable()
-    sink, other, deferred = made(table, told), made(table, others), Deferred()
+    (grad, x), notified, others, table = factors(), list[int](), list[int](), SinkTable()
+    sink, other, deferred = made(table, notified), made(table, others), Deferred()
     with table.deferring(deferred if split else None):
         for rows in (slice(0, 2), slice(2, 5)):
             with piece_of_contribution([sink.handle, None], last=rows.stop == 5):
                 for each in (sink, other):
                     add_product_grad(each.handle, grad[rows], x[rows])
     deferred.run()
-    assert told == [1] and others == [1, 2]
+    assert notified == [1] and others == [1, 2]
     torch.testing.assert_close(sink.view, grad.t() @ x)
 
 
 class _Product(torch.autograd.Function):
-    """A product whose backward makes two equal contributions, of which a compiler must not join the calls."""
+    """A product whose backward makes two equal contributions. A compiler must not merge their calls."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Tensor) -> Tensor:
@@ -96,10 +96,10 @@ class _Product(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, table: SinkTable, told: list[int]) -> None:
+    def __init__(self, table: SinkTable, notified: list[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3)
-        self.sink = table.add(torch.zeros_like(self.weight), lambda sink: told.append(int(sink.handle)))
+        self.sink = table.add(torch.zeros_like(self.weight), lambda sink: notified.append(int(sink.handle)))
         self.sinks = {"weight": self.sink.handle}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def gradients(change: Callable[[Layer], object]) -> tuple[Tensor, list[int]]:
     """Return the gradients of layers that `change` may compile, and the order of their contributions. The backwards of
     three micro-batches come after all of the forwards."""
     torch.manual_seed(2)
-    told, table = list[int](), SinkTable()
-    layers = [Layer(table, told) for _ in range(LAYERS)]
+    notified, table = list[int](), SinkTable()
+    layers = [Layer(table, notified) for _ in range(LAYERS)]
     outputs = []
     for layer in layers:
         change(layer)
@@ -123,7 +123,7 @@ def gradients(change: Callable[[Layer], object]) -> tuple[Tensor, list[int]]:
     for x in outputs:
         x.square().sum().backward()
     first = int(layers[0].sink.handle)
-    return torch.stack([layer.sink.view for layer in layers]), [number - first for number in told]
+    return torch.stack([layer.sink.view for layer in layers]), [number - first for number in notified]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.wide)])

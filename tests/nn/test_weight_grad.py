@@ -1,4 +1,4 @@
-"""Weight gradients with a place in a flat buffer and without one, against autograd's."""
+"""Weight gradients, with and without a place in a flat buffer, equal autograd's."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def plain(kind: str, layer: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.bfloat16, 0.1)], ids=["fp64", "bf16"])
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_a_sink_adds_up_from_zero_and_tells(kind: str, dtype: torch.dtype, close: float) -> None:
-    """Whatever stood there before, also in a buffer that is wider than the weights."""
-    layer, told = LAYERS[kind](dtype), list[int]()
+    """Earlier contents of the buffer do not matter, and it may be wider than the weights."""
+    layer, notified = LAYERS[kind](dtype), list[int]()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     view = torch.full(layer.weight.shape, 1e6, dtype=wide)
-    sink = SinkTable().add(view, lambda s: told.append(s.contributions))
+    sink = SinkTable().add(view, lambda s: notified.append(s.contributions))
     layer.sinks["weight"] = sink.handle
     for _ in range(2):
         sink.reset()
@@ -75,7 +75,7 @@ def test_a_sink_adds_up_from_zero_and_tells(kind: str, dtype: torch.dtype, close
             layer(x).sin().sum().backward()
         expected = sum(plain(kind, layer, x) for x in inputs(kind, dtype))
         torch.testing.assert_close(view.double(), expected, rtol=close, atol=close)
-    assert told == [1, 2, 3, 1, 2, 3] and layer.weight.grad is None
+    assert notified == [1, 2, 3, 1, 2, 3] and layer.weight.grad is None
 
 
 @pytest.mark.parametrize("kind", list(LAYERS))
@@ -98,23 +98,24 @@ def test_input_and_bias_gradients_of_a_linear() -> None:
 
 @pytest.mark.parametrize(("count", "left"), [(3, 3), (TOGETHER + 2, 4)])
 def test_gradients_of_vectors_wait_for_each_other_and_add_up(count: int, left: int) -> None:
-    """Two micro-batches of fewer and of more parameters than are added at once, the second while some of the first
-    still wait. What is told is what single additions tell, and every sum has their bits."""
+    """The two micro-batches have fewer or more parameters than are added at once. The second one comes while some of
+    the first still wait. Notifications are the same as those of single additions, and every sum has the same bits.
+    """
     sizes = [(3,)] * count + [(2, 3)]
     draw = torch.Generator().manual_seed(7)
     grads = [[torch.randn(size, generator=draw).bfloat16() for size in sizes] for _ in range(2)]
-    views, told = [[torch.full(size, 1e6) for size in sizes] for _ in range(2)], list[int]()
+    views, notified = [[torch.full(size, 1e6) for size in sizes] for _ in range(2)], list[int]()
     table = SinkTable()
     waiting, alone = (
-        [table.add(view, lambda sink: told.append(sink.contributions)) for view in some] for some in views
+        [table.add(view, lambda sink: notified.append(sink.contributions)) for view in some] for some in views
     )
     vectors = VectorGradients()
     for each in grads:
         for sink, grad in zip(waiting, each, strict=True):
             vectors.add(sink, grad)
-    assert len(told) == 2 * len(sizes) - left
+    assert len(notified) == 2 * len(sizes) - left
     vectors.add_all()
-    assert sorted(told) == [1] * len(sizes) + [2] * len(sizes)
+    assert sorted(notified) == [1] * len(sizes) + [2] * len(sizes)
     for each in grads:
         for sink, grad in zip(alone, each, strict=True):
             sink.add(grad)

@@ -1,4 +1,4 @@
-"""What a case of the parity tests is, and how cases are written. No torch."""
+"""The cases of the parity tests, and helpers to write them. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Micro-batches of each data-parallel rank, by pp: enough for a steady state, and not always a multiple of pp.
 MICRO_BATCHES = {1: 2, 2: 3, 4: 5, 8: 8}
-# In fp32, where what is compared are losses over many steps, fewer.
+# In fp32 losses over many steps are compared, so there are fewer micro-batches.
 FEWER = {1: 1, 2: 2, 4: 3, 8: 4}
 
 Overrides = tuple[tuple[str, Any], ...]
@@ -58,12 +58,13 @@ class Case:
 
     @property
     def fp32_steps(self) -> int:
-        """Losses to compare in fp32. These steps take most of a case's time, and that rounding stays small over many of
-        them is a matter of the layout: what else may differ gets a few."""
+        """The number of losses to compare in fp32. These steps take most of a case's time, and only the layout decides
+        whether rounding stays small over many of them. Cases that differ in something else get a few.
+        """
         return 4 if self.label else 20
 
     def sections(self, precision: str) -> dict[str, dict[str, Any]]:
-        """The config's sections, for `small_config`."""
+        """Return the config's sections, for `small_config`."""
         chunks = 2 if self.schedule == "interleaved" else 1
         count = (FEWER if precision == "fp32" else MICRO_BATCHES)[self.pp]
         sections: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ class Case:
             },
             "layout": {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sp, "chunks": chunks},
             "pipeline": {"schedule": self.schedule},
-            # A norm of about 1.3: every step is clipped.
+            # The norm is about 1.3, so every step is clipped.
             "train": {
                 "precision": precision, "global_batch": self.dp * count, "micro_batch": 1,
                 "steps": 20, "clip": 0.7,
@@ -92,7 +93,7 @@ class Case:
         return sections
 
     def alone(self, precision: str) -> dict[str, dict[str, Any]]:
-        """The same run on one process: no layout, no pipeline, and as few micro-batches as can be."""
+        """Return the same run on one process: no layout, no pipeline, and as few micro-batches as possible."""
         sections = self.sections(precision)
         sections["layout"], sections["pipeline"] = {}, {}
         sections.pop("context", None)
@@ -104,14 +105,14 @@ class Case:
 
 
 def case_of_kind(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None, given: dict[str, Any]) -> Case:
-    """A case of another kind of model. Those keys of `given` that have a dot are keys of the config."""
+    """Return a case of another kind of model. Keys of `given` that have a dot are keys of the config."""
     extra = tuple((key, value) for key, value in given.items() if "." in key)
     own = {key: value for key, value in given.items() if "." not in key}
     return Case(dp, tp, pp, label=label, extra=extra, data=tuple((data or {}).items()), **own)
 
 
 def layouts(world: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(dp, tp, pp, sequence parallel) of every way to cut `world` ranks."""
+    """Yield (dp, tp, pp, sequence parallel) for every way to cut `world` ranks."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     for tp in sizes:
         for pp in sizes:
@@ -121,7 +122,7 @@ def layouts(world: int) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def special(label: str, case: dict[str, Any], data: dict[str, Any] | None = None, **extra: Any) -> Case:
-    """`extra`'s keys are written section__key."""
+    """Return a labelled case. The keys of `extra` are written section__key."""
     overrides = tuple((key.replace("__", "."), value) for key, value in extra.items())
     return Case(**case, label=label, extra=overrides, data=tuple((data or {}).items()))
 
@@ -139,7 +140,7 @@ YARN = rope("yarn", 8, beta_fast=2.0, beta_slow=0.1)
 INTERLEAVED = {"schedule": "interleaved"}
 BLOOM: dict[str, Any] = {"model__position": "alibi", "model__embedding_norm": True}
 OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
-# In fp32 the iterations in bf16 would differ between layouts.
+# Muon's iterations in bf16 would differ between layouts.
 MUON: dict[str, Any] = {
     "optimizer__name": "muon", "optimizer__muon__precision": "fp32", "optimizer__muon__adamw_lr": 5e-4,
 }  # fmt: skip

@@ -12,7 +12,7 @@ _LAUNCHES = pytest.StashKey[list[Launches]]()
 
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest) -> Launches:
-    """The launches of the selected cases of one file. Cases of other files may be run by another worker."""
+    """Return the launches of the selected cases of one file. Cases of other files may be run by another worker."""
     items = [item for item in request.session.items if item.path == request.path]
     specs = (getattr(item, "callspec", None) for item in items)
     cases = (spec.params.get("case") for spec in specs if spec is not None)

@@ -10,10 +10,11 @@ from tests.parity.expert_cases import LATENT, MIXTURES
 
 
 def _contexts() -> Iterator[Case]:
-    """Sequences shared by cp ranks: every way and order, documents on and off, with the other axes.
+    """Yield sequences shared by cp ranks: every way and order, with and without documents, and with the other axes.
 
-    Documents of the made samples have 1 to 15 of a sequence's 16 tokens, so many are longer than the 8, 4 or 2 of a
-    rank. In the contiguous order a ring's first ranks see no key of the blocks of later ones."""
+    The made samples have 16 tokens, in documents of 1 to 15 tokens. Many of these are longer than the 8, 4 or 2 tokens
+    of a rank. In the contiguous order a ring's first ranks see no key of the blocks of later ranks.
+    """
 
     def case(label: str, cut: dict[str, Any], cp: int, data: dict[str, Any] | None = None, **extra: Any) -> Case:
         return special(f"cp{cp}-{label}", {**LLAMA, **cut, "cp": cp}, data, layout__cp=cp, **extra)
@@ -46,7 +47,8 @@ def _contexts() -> Iterator[Case]:
     yield case("gather-tp-sp-pp", cut(1, 2, 2, sp=True), 2, {"segments": True}, **kinds[0])
     yield case("ring-dp", cut(2, 1, 1), 2, {"segments": True}, **kinds[1], zero__stage=2)
     yield case("ulysses-chunks", cut(1, 1, 2, schedule="interleaved"), 2, {"segments": True}, **kinds[2], zero__stage=3)
-    for kind in kinds:  # every sample of a micro-batch is dealt by its own documents
+    # Every sample of a micro-batch is distributed by its own documents.
+    for kind in kinds:
         label = f"{kind['context__kind']}-pairs"
         yield case(label, cut(1, 1, 1), 4, {"segments": True}, **kind, context__order="documents", **pairs)
     bloom: dict[str, Any] = {**BLOOM, "model__kv_heads": 4}

@@ -1,4 +1,4 @@
-"""Mixtures of experts: every way to fold etp x ep x edp over tp x dp, and what else may differ. No torch."""
+"""Mixtures of experts: every way to fold etp x ep x edp over tp x dp, and other variations. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _mixture(
     kind: str, cut: dict[str, Any], ep: int = 1, etp: int = 0, label: str = "", data: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Case:  # fmt: skip
-    """`extra`'s keys are written section__key; those of model.experts without a section."""
+    """Return a case with a mixture. The keys of `extra` are written section__key, or without a section for
+    model.experts.
+    """
     keys = {f"model.experts.{key}": value for key, value in MIXTURES[kind].items()}
     keys |= {"layout.ep": ep, "layout.etp": etp, "model.layers": max(2, 2 * cut["pp"])}
     keys |= {key.replace("__", ".") if "__" in key else f"model.experts.{key}": value for key, value in extra.items()}
@@ -77,7 +79,7 @@ def _mixtures() -> Iterator[Case]:
     yield special("latent", cut(1, 2, 1, sp=True, **LLAMA), **latent)
     yield special("latent", cut(2, 2, 1, **LLAMA), {"segments": True}, **direct)
     yield _mixture("olmoe", cut(2, 1, 1), 2, 1, "offload", zero__stage=3, **_OFFLOADED)
-    # Every expert, its gate and its other half, the router and the short projections are matrices of their own.
+    # Every expert, its gate and its other half, the router and the short projections are separate matrices.
     yield _mixture("deepseek", cut(2, 2, 1, sp=True), 2, 1, "muon-latent", **latent, **MUON, zero__stage=1)
     yield _mixture("olmoe", cut(2, 2, 1), 2, 2, "muon", **MUON, zero__stage=2)
     yield _mixture("mixtral", cut(4, 1, 1), 2, 1, "muon", **MUON, zero__stage=3)

@@ -1,4 +1,4 @@
-"""Runs cases many to a launch of ranks, and keeps each one's outcome."""
+"""Runs many cases in one launch of ranks, and keeps the outcome of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.oracle import Outcome, Reference, compare, made_for, make_tra
 from tests.support.ranks import RankFailed, run_ranks
 
 PER_LAUNCH = 12
-DEADLINE = 40.0  # seconds for a case; a machine with other work on it may need many times what an idle one does
+# Seconds per case. A busy machine may need many times longer than an idle one.
+DEADLINE = 40.0
 
 _REFERENCES: dict[str, Reference] = {}
 
@@ -26,7 +27,7 @@ def data_of(case: Case) -> Any:
 
 
 def reference_of(case: Case) -> Reference:
-    """What one process finds; cases that differ in their layout alone share it."""
+    """Return the results of one process. Cases that differ only in their layout share them."""
     exact, single = case.alone("fp64"), case.alone("fp32")
     key = repr((exact, single, case.data))
     if key not in _REFERENCES:
@@ -35,7 +36,7 @@ def reference_of(case: Case) -> Reference:
 
 
 def measure(rank: int, world: int, cases: list[Case], references: list[Reference]) -> list[Outcome]:
-    """The body of a rank. Process groups are made first, once for each layout: the trainers use them."""
+    """Compare all cases on a rank. Process groups are created first, once per layout, and the trainers use them."""
     groups: dict[Layout, dict[str, Any]] = {}
     layouts = [layout_of(small_config(**case.sections("fp64")), world) for case in cases]
     for layout in dict.fromkeys(layouts):
@@ -54,7 +55,7 @@ def measure(rank: int, world: int, cases: list[Case], references: list[Reference
 
 
 def launch(cases: list[Case]) -> list[list[Outcome]]:
-    """The outcomes of each case by rank; all cases have the same number of ranks."""
+    """Return the outcomes of each case by rank. All cases must have the same number of ranks."""
     references = [reference_of(case) for case in cases]
     deadline = 20.0 + DEADLINE * len(cases)
     by_rank = run_ranks(cases[0].world, measure, cases, references, deadline=deadline)
@@ -62,13 +63,14 @@ def launch(cases: list[Case]) -> list[list[Outcome]]:
 
 
 def quick_or_wide(cases: Iterable[Case], quick: Collection[str]) -> list[Any]:
-    """Parameters of a test; those whose label is not in `quick` are marked wide."""
+    """Return the cases as parameters of a test. Those whose label is not in `quick` are marked wide."""
     return [pytest.param(c, id=c.name, marks=[] if c.label in quick else [pytest.mark.wide]) for c in cases]
 
 
 class Launches:
-    """Outcomes of the cases of one file of tests. A launch happens when the first of its cases is asked for. If it
-    fails, its cases are launched one by one, so that the failure names the case that it belongs to."""
+    """The outcomes of the cases of one test file. A launch happens when the first of its cases is needed. If it fails,
+    its cases are launched one by one, so that the failure names the case it belongs to.
+    """
 
     def __init__(self, cases: Iterable[Case]) -> None:
         by_world: dict[int, list[Case]] = {}
@@ -82,7 +84,7 @@ class Launches:
         self.done: dict[str, list[Outcome]] = {}
 
     def outcomes(self, case: Case) -> list[Outcome]:
-        """One outcome a rank."""
+        """Return one outcome per rank."""
         if case.name not in self.done:
             batch = self._batch.get(case.name, [case])
             try:

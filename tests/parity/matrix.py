@@ -1,5 +1,6 @@
-"""The matrix of layouts: every way to cut 1, 2, 4 and 8 ranks into dp x tp x pp, with the cases of every subject, and
-which of them `make test` runs. No torch."""
+"""The matrix of layouts: every way to cut 1, 2, 4 and 8 ranks into dp x tp x pp, the cases of every subject, and the
+part of them that `make test` runs. No torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tests.parity.expert_cases import EXPERTS
 from tests.parity.sharded_cases import SHARDED
 from tests.parity.special_cases import SPECIAL
 
-# Without a pipeline the kinds differ in the order of micro-batches only: there one cut is tried with all of them.
+# Without a pipeline the schedules differ only in the order of micro-batches, so a single cut is tried with all of them.
 MATRIX = [
     Case(dp, tp, pp, sp, schedule, family, tied)
     for world in WORLDS
@@ -52,7 +53,9 @@ _QUICK_EXPERTS = (
 
 
 def _quick() -> set[str]:
-    """The named part of the matrix, and of each chosen label its first case of four ranks at most."""
+    """Return the names of the quick cases: the named ones, and for each chosen label its first case of at most four
+    ranks.
+    """
     names = {*_QUICK_MATRIX, *_QUICK_EXPERTS}
     for label in _QUICK_LABELS:
         names.add(next(case.name for case in SPECIAL if case.label == label and case.world <= 4))

@@ -1,7 +1,7 @@
-"""Plants bugs into the real code on every rank, and asks whether the parity check finds them.
+"""Plants bugs into the real code on every rank, and shows whether the parity check finds them.
 
-The check is the one of the layout tests (`compare_steps` on the ranks, `complaints` here). A file of tests has its bugs
-in a module-level `BUGS`: ranks import it by name.
+The check is the one of the layout tests (`compare_steps` on the ranks, `complaints` here). A test file has its bugs in
+a module-level `BUGS`, which ranks import by name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ Plant = Callable[[Trainer], Any]
 @dataclass(frozen=True)
 class Bug:
     case: Case
-    plant: Plant  # a context manager, given the trainer of the rank
-    finds: str = "gradients"  # what the check must complain of
+    plant: Plant  # A context manager that takes the trainer of the rank.
+    finds: str = "gradients"  # The check must complain about this.
 
 
 def altered(change: Callable[[Term, dict[str, Any]], Term]) -> Plant:
-    """Every term of every micro-batch's loss is changed; `change` also gets the counts of all terms by name."""
+    """Return a bug that changes every term of every micro-batch's loss. `change` also gets the counts of all terms by
+    name.
+    """
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -49,7 +51,7 @@ def altered(change: Callable[[Term, dict[str, Any]], Term]) -> Plant:
 
 
 def mean_of_means(usual: float) -> Plant:
-    """Each micro-batch's loss is averaged over its own tokens, of which it has `usual` on average."""
+    """Return a bug that averages each micro-batch's loss over its own tokens, of which there are `usual` on average."""
 
     def change(term: Term, counts: dict[str, Any]) -> Term:
         return replace(term, sum=term.sum * usual / term.count) if term.name == "loss" else term
@@ -60,7 +62,7 @@ def mean_of_means(usual: float) -> Plant:
 def measure(
     rank: int, world: int, module: str, names: list[str], references: list[Reference]
 ) -> list[tuple[Outcome, Outcome]]:
-    """On a rank, for each bug: the outcome without it and the one with it."""
+    """Return for each bug the outcome without it and the one with it."""
     bugs: Mapping[str, Bug] = importlib.import_module(module).BUGS
     found = []
     for name, reference in zip(names, references, strict=True):
@@ -75,7 +77,7 @@ def measure(
 
 @cache
 def _launched(module: str, names: tuple[str, ...]) -> dict[str, list[tuple[Outcome, Outcome]]] | RankFailed:
-    """By bug and rank. A failure is kept, so that it costs its time once."""
+    """Return the outcomes by bug and rank. A failure is cached, so that it costs its time only once."""
     bugs: Mapping[str, Bug] = importlib.import_module(module).BUGS
     references, world = [reference_of(bugs[name].case) for name in names], bugs[names[0]].case.world
     try:
@@ -86,8 +88,9 @@ def _launched(module: str, names: tuple[str, ...]) -> dict[str, list[tuple[Outco
 
 
 def assert_found(module: str, name: str, wide: Collection[str] = ()) -> None:
-    """The check finds the bug `name` of `module`, and nothing without it. Bugs for the same number of ranks share a
-    launch; those in `wide` have launches of their own."""
+    """Assert that the check finds the bug `name` of `module`, and nothing without it. Bugs for the same number of ranks
+    share a launch, apart from those in `wide`, which share others.
+    """
     bugs: Mapping[str, Bug] = importlib.import_module(module).BUGS
     world = bugs[name].case.world
     together = (other for other, bug in bugs.items() if bug.case.world == world and (other in wide) == (name in wide))

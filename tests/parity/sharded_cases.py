@@ -8,13 +8,13 @@ from typing import Any
 
 from tests.parity.cases import FAMILIES, INTERLEAVED, LLAMA, MUON, OFFLOAD, SCHEDULES, Case, cut, layouts, special
 
-# ZeRO stages over every way to cut 4 and 8 ranks; what else may differ is chosen so that every pair of values meets.
+# Every way to cut 4 and 8 ranks is tried with ZeRO. Other factors are chosen so that every pair of values meets.
 STAGES = (1, 2, 3)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("none", "cpu", "disk"),
     "params": ("none", "cpu", "disk"),
     "recompute": ("none", "selective", "full", "every:2"),
-    "schedule": SCHEDULES,  # interleaved has two chunks, the others one
+    "schedule": SCHEDULES,  # Interleaved has two chunks, the others one.
     "sp": (False, True),
 }
 Choice = dict[str, Any]
@@ -26,7 +26,7 @@ DISK: dict[str, Any] = {
 
 
 def pairs_of(choice: Choice) -> set[tuple[Any, ...]]:
-    """Every pair of values of one case."""
+    """Return every pair of values of one case."""
     items = sorted(choice.items())
     return {(*a, *b) for i, a in enumerate(items) for b in items[i + 1 :]}
 
@@ -40,7 +40,7 @@ def _choices(stage: int, tp: int, pp: int) -> Iterator[Choice]:
 
 
 def _cover() -> Iterator[tuple[int, int, int, int, Choice]]:
-    """(stage, dp, tp, pp, choice), each choice the one that brings most pairs that were not met before."""
+    """Yield (stage, dp, tp, pp, choice). Each choice is the one that adds the most pairs that were not met before."""
     met: set[tuple[Any, ...]] = set()
     for world in (4, 8):
         for stage in STAGES:
@@ -69,7 +69,7 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("zero3-ramp", cut(2, 1, 1), zero__stage=3, train__ramp=[2, 2, 20], train__global_batch=6),
     special("zero2-masked-rank", cut(2, 1, 1), {"blind": True}, zero__stage=2),
     special("zero3-chunks-on-one-rank", cut(2, 1, 1, **INTERLEAVED), zero__stage=3),
-    # Without biases: those of keys have no gradient but rounding, whose sign Lion would take.
+    # Lion cases have no biases: a key's bias has no gradient but rounding, whose sign Lion would follow.
     special("lion", cut(2, 2, 1, **LLAMA), **LION),
     special("lion-zero1-cpu", cut(2, 1, 2, **LLAMA), **LION, zero__stage=1, zero__offload__optimizer="cpu"),
     special("lion-zero2", cut(2, 2, 1, sp=True, **LLAMA), **LION, zero__stage=2),

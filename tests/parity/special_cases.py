@@ -1,4 +1,4 @@
-"""What else may differ in a model, a layout or the data, one by one. No torch."""
+"""Variations of a model, a layout or the data, one by one. No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPECIAL = [
     special("wide-heads", cut(1, 2, 1, **LLAMA), model__head_dim=6),
     special("no-positions-relu", cut(1, 2, 1, sp=True), model__position="none", model__mlp="relu"),
     special("gelu-tanh-rms-with-bias", cut(2, 1, 1), model__mlp="gelu_tanh", model__norm="rmsnorm"),
-    # The parts that families of Hugging Face need: Qwen3's, OLMoE's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
+    # The parts that Hugging Face families need: Qwen3's, OLMoE's, Qwen2's, GPT-NeoX's, BLOOM's, OPT's, Llama 3.1's.
     special("qk-norm", cut(1, 4, 1, sp=True, **LLAMA), model__qk_norm=True),
     special("qk-norm", cut(2, 2, 1, **LLAMA), model__qk_norm=True),
     special("qk-norm", cut(1, 2, 2, sp=True), model__qk_norm=True, model__position="rope"),
@@ -66,7 +66,7 @@ SPECIAL = [
     special("rope-scaling", cut(1, 2, 1, **LLAMA), model__rope_scaling=rope("llama3", 8)),
     special("rope-scaling", cut(1, 1, 2, **LLAMA), {"segments": True}, model__rope_scaling=rope("dynamic", 8)),
     special("pieces", cut(1, 2, 1, sp=True, **LLAMA), recompute__pieces=3, recompute__mode="full"),
-    special("pieces", cut(2, 2, 1), recompute__pieces=2, zero__stage=2),  # with biases
+    special("pieces", cut(2, 2, 1), recompute__pieces=2, zero__stage=2),  # With biases.
     special("pieces", cut(1, 2, 2, **LLAMA, **INTERLEAVED), recompute__pieces=16, recompute__mode="every:2"),
     special("pieces", cut(2, 1, 1, **LLAMA), {"blind": True}, recompute__pieces=5, zero__stage=3),
     special("post-norm", cut(1, 2, 1, sp=True), **_POST, model__mlp="geglu", recompute__pieces=2),

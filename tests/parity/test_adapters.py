@@ -1,4 +1,4 @@
-"""Adapters over frozen weights (LoRA, DoRA) give on every layout what they give in one process."""
+"""Adapters over frozen weights (LoRA, DoRA) give the same results on every layout as in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 
 def case(dp: int, tp: int, pp: int, sp: bool = False, kind: str = "lora", label: str = "", **extra: Any) -> Case:
-    """`extra`: fields of a case, or keys written section__key."""
+    """Return a case. `extra` has fields of a case, or keys written section__key."""
     fields = {key: extra.pop(key) for key in ("schedule", "family", "tied", "cp", "data") if key in extra}
     keys = {"tune.kind": kind, "tune.rank": 4} | {key.replace("__", "."): value for key, value in extra.items()}
     words = [kind, label, *(f"zero{value}" for key, value in extra.items() if key == "zero__stage")]
@@ -54,7 +54,7 @@ def _matrix() -> Iterator[Case]:
     yield case(1, 2, 1, True, label="experts", family="llama", layout__ep=2, layout__etp=1, **experts)
 
 
-# Blocks of 64 values are cut between blocks.
+# The widths of a rank are multiples of 64, since blocks of 64 values can't be cut.
 NF4 = {"tune__quantise": "nf4", "family": "llama", "model__hidden": 128, "model__ffn": 128, "model__head_dim": 16}
 NF4_4 = NF4 | {"model__hidden": 256, "model__ffn": 256, "model__head_dim": 32}
 
@@ -83,7 +83,7 @@ def expert_case(kind: str, dp: int, tp: int, pp: int = 1, sp: bool = False, ep: 
 
 
 def _of_experts() -> Iterator[Case]:
-    """Every way to fold etp x ep x edp over tp x dp, ZeRO stages and what else may differ."""
+    """Yield every way to fold etp x ep x edp over tp x dp, with ZeRO stages and other variations."""
     number = 0
     for dp, tp, pp, sp in (*layouts(2), *layouts(4)):
         for etp in (1, 2, 4):
@@ -125,7 +125,7 @@ Plant = Callable[[Trainer], Any]
 
 
 def _half_not_summed(half: str, axis: str = "tp") -> Plant:
-    """The gradient of the half that all ranks along an axis hold is not summed over them."""
+    """Return a bug that does not sum the gradient of the half that all ranks along an axis hold."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -148,7 +148,9 @@ def _half_not_summed(half: str, axis: str = "tp") -> Plant:
 
 @contextmanager
 def _norm_taken_locally(trainer: Trainer) -> Iterator[None]:
-    """Of a product whose inputs are cut, each rank takes the norms of its own columns for those of whole rows."""
+    """Plant a bug: each rank takes the norms of its columns for those of whole rows, in products whose inputs are
+    cut.
+    """
     real = adapters.all_reduce_
 
     def fake(x: torch.Tensor, group: str, op: str) -> None:
@@ -179,7 +181,8 @@ BUGS: dict[str, Plant] = {
 def test_planted_bugs_are_found(name: str) -> None:
     kind = "dora" if "norm" in name else "lora"
     one = case(1, 2, 1, kind=kind, label="planted", comm__bucket_mib=1e-4)
-    if "experts" in name:  # over ranks of which tp knows nothing
+    # With one tp rank, etp spans the data-parallel ranks.
+    if "experts" in name:
         one = expert_case("olmoe", 2, 1, 1, etp=2, label="planted", comm__bucket_mib=1e-4)
     outcomes = run_ranks(2, planted, one, reference_of(one), name, deadline=120.0)
     assert complaints(outcomes) != []

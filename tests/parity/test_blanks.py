@@ -1,5 +1,6 @@
-"""A model that fills in blanks (model.kind=glm) gives on every layout what one process gives. The classic bugs are
-found."""
+"""A model that fills in blanks (model.kind=glm) gives the same results on every layout as one process. The classic bugs
+are found.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
 
 @contextmanager
 def _plainly_causal(trainer: Trainer) -> Iterator[None]:
-    """One rank forgets that the source is seen as a whole."""
+    """Plant a bug: the source is seen causally instead of as a whole."""
     real = Documents.of
 
     def fake(segments: Any, device: torch.device, causal: bool = True, prefix: bool = False) -> Documents:

@@ -1,4 +1,4 @@
-"""Experts with a capacity: which tokens are dropped depends on their sequence alone, on every layout."""
+"""Experts with a capacity: on every layout, the sequence alone decides which of its tokens are dropped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WIDE: list[tuple[int, Sections]] = [
 
 
 def trained(rank: int, world: int, given: Sections) -> tuple[list[float], list[float], bool]:
-    """The losses, the norms, and whether the calls of the last step are those planned."""
+    """Return the losses, the norms, and whether the calls of the last step match the plan."""
     config = small_config(**given)
     trainer = make_trainer(config, rank, world)
     losses, norms = [], []

@@ -1,5 +1,6 @@
-"""Compiled blocks give the gradients of one process that compiles nothing: in float64, on every layout whose layers add
-their weight gradients to sinks."""
+"""Compiled blocks give the gradients of one process that compiles nothing, in float64 and on every layout whose layers
+add their weight gradients to sinks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.parity.test_grids import grid_case
 from tests.support.oracle import EXACT, gather_global, made_for, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
-_ONE_BATCH = {"train__global_batch": 2}  # one micro-batch on each of two ranks: its gradients are released
+# Each of two ranks has one micro-batch, whose gradients are released.
+_ONE_BATCH = {"train__global_batch": 2}
 _MIXTURES = {case.name: case for case in EXPERTS}
 
 CASES = [
@@ -51,7 +53,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def worst_gradient(rank: int, world: int, case: Case, name: str) -> tuple[float, str]:
-    """Return the largest error of two steps' gradients, and of which parameter it is."""
+    """Return the largest error of two steps' gradients, and the name of its parameter."""
     sections = case.sections("fp64")
     sections["train"]["compile"] = True
     config, alone = small_config(**sections), small_config(**case.alone("fp64"))

@@ -1,4 +1,4 @@
-"""Dropout: the same layout gives the same bits again, and ranks draw alike exactly where they hold the same."""
+"""Dropout: the same layout gives the same bits again, and ranks draw alike exactly where they hold the same values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": T
 
 @cache
 def two_runs() -> tuple[list[list[float]], list[list[float]]]:
-    """Losses of each layout, from two separate launches; the second has gpipe in place of 1f1b."""
+    """Return the losses of each layout from two separate launches. The second one uses gpipe instead of 1f1b."""
     first = run_ranks(2, losses, LAYOUTS)
     second = run_ranks(2, losses, [{**layout, "schedule": "gpipe"} for layout in LAYOUTS])
     assert all(rank == first[0] for rank in first) and all(rank == second[0] for rank in second)
@@ -57,7 +57,7 @@ def test_same_layout_same_bits_in_any_order_of_execution(index: int) -> None:
 
 @contextmanager
 def _watched(trainer: Trainer, seen: dict[str, Any]) -> Iterator[None]:
-    """Notes what leaves the embedding and each block, and attention's seed at each call."""
+    """Record the outputs of the embedding and of each block, and attention's seed at each call."""
     real = F.scaled_dot_product_attention
 
     def attention(*args: Any, dropout_p: float = 0.0, **named: Any) -> Any:
@@ -88,7 +88,7 @@ def watch(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[dict[str
 
 @cache
 def seen_by_layout() -> dict[str, list[dict[str, Any]]]:
-    """What each of four ranks saw, as dp 2 x tp 2, without sequence parallelism and with it."""
+    """Return the records of four ranks on dp 2 x tp 2, without sequence parallelism and with it."""
     plain, split = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
     ranks = run_ranks(4, watch, [plain, split])
     return {"plain": [rank[0] for rank in ranks], "split": [rank[1] for rank in ranks]}
@@ -105,7 +105,7 @@ def test_tp_ranks_agree_on_what_all_of_them_hold() -> None:
 
 
 def test_tp_ranks_differ_on_what_each_holds_a_part_of() -> None:
-    """With sequence parallelism each rank drops elements of its own rows: no two patterns are alike."""
+    """Each rank drops elements of the rows that it holds under sequence parallelism, and all patterns differ."""
     ranks = seen_by_layout()["split"]
     patterns = [(x == 0.0).tobytes() for rank in ranks for x in rank["embedding"]]
     assert len(set(patterns)) == len(patterns)
@@ -115,7 +115,7 @@ def test_tp_ranks_differ_on_what_each_holds_a_part_of() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "split"])
 def test_attention_draws_anew_for_every_rank_layer_and_micro_batch(kind: str) -> None:
-    """And backward, which computes the scores again, drops the same ones."""
+    """Backward recomputes the scores and drops the same ones."""
     seeds = Counter(seed for rank in seen_by_layout()[kind] for seed in rank["attention"])
     assert len(seeds) == 4 * 2 * 2 and set(seeds.values()) == {2}
 

@@ -1,6 +1,8 @@
-"""An encoder-decoder (model.kind=t5) gives on every layout what one process gives: encoder and decoder on different
-ranks and on the same, two tensors between the decoder's stages, and tables that several stages share. The classic bugs
-are found."""
+"""An encoder-decoder (model.kind=t5) gives the same results on every layout as one process.
+
+Encoder and decoder are on different ranks or on the same ones, two tensors pass between the decoder's stages, and
+several stages share tables. The classic bugs are found.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.parity.planted import Bug, assert_found
 from tests.support.oracle import complaints, small_config
 
 GPT = {"model.norm": "rmsnorm", "model.mlp": "relu", "model.position": "relative", "model.bias": False}
-NEWER = {"model.mlp": "tanh_geglu", "model.ffn": 48}  # as T5 v1.1 has it
+NEWER = {"model.mlp": "tanh_geglu", "model.ffn": 48}  # T5 v1.1 has these.
 
 
 def seq2seq(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, **more: Any) -> Case:
@@ -39,9 +41,9 @@ CASES = [
     seq2seq("tp", 1, 2, 1, tied=False),
     seq2seq("tp4-sp", 1, 4, 1, sp=True, **{"recompute.mode": "full"}),
     seq2seq("vocabulary", 1, 4, 1, **{"model.vocab": 9}),
-    seq2seq("pp-in-one-stage", 1, 1, 2, **stages(0, 5, 2)),  # the first stage also begins the decoder
-    seq2seq("pp-late", 1, 1, 2, **stages(0, 5, 4)),  # the second stage also ends the encoder
-    seq2seq("pp4", 1, 1, 4, **stages(1, 5, 2)),  # two tensors between three stages
+    seq2seq("pp-in-one-stage", 1, 1, 2, **stages(0, 5, 2)),  # The first stage also begins the decoder.
+    seq2seq("pp-late", 1, 1, 2, **stages(0, 5, 4)),  # The second stage also ends the encoder.
+    seq2seq("pp4", 1, 1, 4, **stages(1, 5, 2)),  # Two tensors pass between three stages.
     seq2seq("pp4-untied", 1, 1, 4, tied=False, schedule="gpipe", **stages(2), **NEWER),
     seq2seq("pp4-encoder", 1, 1, 4, **stages(3, 5, 4), **{"recompute.mode": "every:2"}),
     seq2seq("chunks", 1, 1, 2, schedule="interleaved", **stages(2), **{"recompute.mode": "selective"}),
@@ -55,7 +57,8 @@ CASES = [
     seq2seq("head-alone", 1, 1, 2, **{"model.layers": 3, "pipeline.split": [3, 0]}),
     seq2seq("embedding-alone", 1, 1, 4, tied=False, **{"model.layers": 4, "pipeline.split": [0, 1, 2, 1]}),
 ]  # fmt: skip
-QUICK = {"t5-tp-sp"}  # and pp: the cases of the bugs are also run without them
+# A case with pp runs too, without its bugs, in the test that plants them.
+QUICK = {"t5-tp-sp"}
 
 
 @pytest.mark.parametrize("case", quick_or_wide(CASES, QUICK))
@@ -66,7 +69,7 @@ def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
 
 @contextmanager
 def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
-    """The last stage's own part of the gradient that goes back into the encoder is left out."""
+    """Plant a bug: the last stage leaves out its own part of the gradient that flows back into the encoder."""
     for module in trainer.modules:
         if isinstance(module, GraphStage) and module.stage.last:
             real = module.forward
@@ -78,7 +81,7 @@ def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _summed_twice(trainer: Trainer) -> Iterator[None]:
-    """The ranks that hold copies of the decoder's table of relative positions sum its gradients twice."""
+    """Plant a bug: the ranks that hold copies of the decoder's table of relative positions sum its gradients twice."""
     parallel = trainer.data_parallel
     real = parallel.finish
 

@@ -1,5 +1,7 @@
-"""An encoder (model.kind=bert) gives on every layout what one process gives: its two terms of the loss have counts of
-their own, and its heads work on a few rows of each sample. The classic bugs are found."""
+"""An encoder (model.kind=bert) gives the same results on every layout as one process.
+
+Its two loss terms have separate counts, and its heads work on a few rows of each sample. The classic bugs are found.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ CASES = [
     encoder("llama", 1, 4, 1, sp=True, **LLAMA),
     encoder("ramp", 2, 1, 1, **{"train.ramp": [2, 2, 20], "train.global_batch": 6}),
 ]
-QUICK = {"bert-tp-sp"}  # and dp: the cases of the bugs are also run without them
+# A case with dp runs too, without its bugs, in the test that plants them.
+QUICK = {"bert-tp-sp"}
 
 
 @pytest.mark.parametrize("case", quick_or_wide(CASES, QUICK))
@@ -64,7 +67,7 @@ def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
 
 @contextmanager
 def _rows_not_summed(trainer: Trainer) -> Iterator[None]:
-    """A rank has only those of the chosen rows that it holds."""
+    """Plant a bug: a rank has only those of the chosen rows that it holds."""
     with mock.patch.object(rows, "reduce_from", lambda x, group: x):
         yield
 
@@ -101,8 +104,9 @@ def test_one_process_counts_samples_and_tokens_apart() -> None:
 
 
 def test_padding_is_unseen_with_dropout_too() -> None:
-    """Kernels with dropout take a mask, those without take lengths: without any dropout at work they agree. What stands
-    in the padding changes nothing; a model without segments sees it."""
+    """Kernels with dropout take a mask, and kernels without take lengths. They agree in validation, where nothing is
+    dropped. The contents of the padding change nothing, but a model without segments sees them.
+    """
     losses = []
     for share, pad in ((0.0, 0), (0.3, 0), (0.0, 7)):
         config = small_config(model={"kind": "bert", "layers": 2, "attention_dropout": share})

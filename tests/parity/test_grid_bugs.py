@@ -1,4 +1,4 @@
-"""The parity check finds the bugs that grids of tensor-parallel ranks invite: each is planted into the real code."""
+"""The parity check finds the bugs that grids of tensor-parallel ranks invite. Each is planted into the real code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _linears(trainer: Trainer) -> list[grid.GridLinear]:
 
 @contextmanager
 def _sum_over_depth_missing(trainer: Trainer) -> Iterator[None]:
-    """Gradients of weights whose copies stand along the depth of a 2.5D grid are not summed over it."""
+    """Plant a bug: the gradients of weights with copies along the depth of a 2.5D grid are not summed over it."""
     group = trainer.ctx.mesh.group(DEPTH)
     real = group.all_reduce
 
@@ -47,7 +47,7 @@ def _sum_over_depth_missing(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _bias_added_by_all(trainer: Trainer) -> Iterator[None]:
-    """One layer's bias is added before the sum, so once for every rank of the group."""
+    """Plant a bug: one layer's bias is added before the sum, and so once for every rank of the group."""
     layer = _linears(trainer)[1]
     bias = layer.bias
     assert bias is not None
@@ -57,7 +57,7 @@ def _bias_added_by_all(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _norm_over_the_wrong_ranks(trainer: Trainer) -> Iterator[None]:
-    """One norm takes its sums over the ranks that hold other rows, not other features."""
+    """Plant a bug: one norm takes its sums over the ranks that hold other rows instead of other features."""
     norms = [layer for module in trainer.modules for layer in module.modules() if isinstance(layer, grid.GridNorm)]
     norms[1].features = norms[1].features._replace(side=side_of(trainer.ctx.parallel, ROW))
     yield
@@ -65,7 +65,9 @@ def _norm_over_the_wrong_ranks(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _weight_gradient_not_summed(trainer: Trainer) -> Iterator[None]:
-    """A rank keeps its rows of its own weight gradient, not of the sum over the ranks with other rows."""
+    """Plant a bug: a rank keeps its rows of its local weight gradient instead of those of the sum over the ranks with
+    other rows.
+    """
     layer, real = _linears(trainer)[2], linear.scatter
 
     def fake(x: torch.Tensor, side: Any) -> torch.Tensor:
@@ -79,7 +81,9 @@ def _weight_gradient_not_summed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _labels_of_other_rows(trainer: Trainer) -> Iterator[None]:
-    """The loss takes the first rows' labels on every rank of the axis over which the logits were scattered."""
+    """Plant a bug: the loss takes the first rows' labels on every rank of the axis over which the logits were
+    scattered.
+    """
     real = loss.LossSettings.of
 
     def fake(*args: Any) -> Any:
@@ -101,7 +105,7 @@ BUGS: dict[str, tuple[Case, Plant]] = {
 
 
 def measure(rank: int, world: int, names: list[str], references: list[Reference]) -> list[list[Outcome]]:
-    """The body of a rank: each case as it is, and with its bug."""
+    """Compare each case on a rank, as it is and with its bug."""
     found = []
     for name, reference in zip(names, references, strict=True):
         case, plant = BUGS[name]
@@ -119,7 +123,7 @@ def measure(rank: int, world: int, names: list[str], references: list[Reference]
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[list[Outcome]]]:
-    """By bug and rank."""
+    """Return the outcomes by bug and rank."""
     names = list(BUGS)
     by_rank = run_ranks(4, measure, names, [reference_of(BUGS[name][0]) for name in names], deadline=240.0)
     return {name: [rank[number] for rank in by_rank] for number, name in enumerate(names)}

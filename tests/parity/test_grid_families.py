@@ -23,7 +23,7 @@ WINDOWS = {"qwen2-window": {"window": 7, "window_pattern": [0, 1]}, "mistral-win
 
 
 def family_case(name: str) -> Case:
-    """A family's model on 2 x 2 ranks, with short sequences."""
+    """Return a case of a family's model on 2 x 2 ranks, with short sequences."""
     shape = SECTIONS[name.removesuffix("-window")] | WINDOWS.get(name, {}) | {"seq": 16}
     return grid_case("2d", (2, 2), name, **{f"model__{key}": value for key, value in shape.items()})
 
@@ -47,14 +47,14 @@ def test_the_cases_are_models_of_their_families(name: str) -> None:
 def test_other_families_are_refused_by_name(name: str) -> None:
     layout = {"tp": 4, "tp_grid": [2, 2]}
     config = small_config(model=SECTIONS[name], layout=layout, train={"micro_batch": 2, "precision": "fp32"})
-    said = first_broken_rule(config, 4)
-    assert said is not None and said.startswith(f"layout.tp_grid=[2, 2] can't be combined with {REFUSED[name]}"), said
-    assert "layout.tp_grid=[]" in said
+    rule = first_broken_rule(config, 4)
+    assert rule is not None and rule.startswith(f"layout.tp_grid=[2, 2] can't be combined with {REFUSED[name]}"), rule
+    assert "layout.tp_grid=[]" in rule
 
 
 def test_a_module_of_transformers_is_refused_by_name() -> None:
-    """Before anything is read of its folder."""
+    """The refusal comes before anything is read from its folder."""
     config = small_config(layout={"tp": 4, "tp_grid": [2, 2]}, train={"micro_batch": 2, "precision": "fp32"})
     config = replace(config, model=replace(config.model, kind="hf", hf="a-folder"))
-    said = first_broken_rule(config, 4)
-    assert said is not None and "layout.tp_grid" in said and "model.kind=hf" in said and "set layout.tp_grid=[]" in said
+    rule = first_broken_rule(config, 4)
+    assert rule is not None and "layout.tp_grid" in rule and "model.kind=hf" in rule and "set layout.tp_grid=[]" in rule

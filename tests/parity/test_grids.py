@@ -16,7 +16,7 @@ from tests.support.oracle import complaints, small_config
 
 @dataclass(frozen=True)
 class GridCase(Case):
-    """A case whose fp32 losses are compared over so many steps."""
+    """A case that states over how many steps its fp32 losses are compared."""
 
     steps: int = 4
 
@@ -29,8 +29,9 @@ def grid_case(
     kind: str, sizes: tuple[int, ...], label: str = "", dp: int = 1, pp: int = 1, data: dict[str, Any] | None = None,
     family: str = "gpt", tied: bool = True, schedule: str = "1f1b", steps: int = 0, **extra: Any,
 ) -> Case:  # fmt: skip
-    """`extra`'s keys are written section__key. A micro-batch has a sequence for every part of the rows. fp32 losses are
-    compared over `steps`: by default 20, and 4 where a label says what else differs."""
+    """Return a case on a grid. The keys of `extra` are written section__key. A micro-batch has a sequence for every
+    part of the rows. fp32 losses are compared over `steps`, by default 20, or 4 if a label names another difference.
+    """
     row, col, depth = (*sizes, 1)[:3]
     sequences = depth * (max(row, col) if kind == "3d" else row)
     keys: dict[str, Any] = {
@@ -59,7 +60,7 @@ CASES = [
     *(grid_case("2d", (2, 2), family=family, tied=tied) for family, tied in (("gpt", True), ("llama", False))),
     *(grid_case("2.5d", (2, 2, 2), family=family) for family in ("gpt", "llama")),
     *(grid_case("3d", (2, 2, 2), family=family) for family in ("gpt", "llama")),
-    # The same roles on fewer ranks, and grids that are no squares.
+    # The same roles on fewer ranks, and grids that are not squares.
     grid_case("2d", (4, 1), "columns"),
     grid_case("2d", (2, 4), "wide", model__kv_heads=4),
     grid_case("2.5d", (1, 2, 2), "deep", **_LLAMA, tied=False),
@@ -80,7 +81,7 @@ CASES = [
     grid_case("3d", (2, 1, 2), "pp", pp=2),
     grid_case("3d", (2, 2, 1), "interleaved", pp=2, schedule="interleaved"),
     grid_case("2d", (1, 2), dp=4, **_zero(2)),
-    # What else may differ in a model.
+    # Other variations of a model.
     grid_case("2d", (2, 2), "documents", data={"segments": True}, **_LLAMA),
     grid_case("3d", (2, 2, 1), "documents-kept", data={"segments": True}, **_KEPT),
     grid_case("2.5d", (1, 2, 2), "kept", **_KEPT, **_LLAMA),
@@ -93,7 +94,7 @@ CASES = [
     grid_case("3d", (2, 2, 1), "parallel-residual", model__parallel_residual=True, model__position="rope"),
     grid_case("2d", (2, 2), "selective-qkv-bias", **_LLAMA, model__qkv_bias=True, recompute__mode="selective"),
     grid_case("3d", (2, 2, 1), "small-vocabulary", model__vocab=5),
-    # Too few sequences to deal out: ranks share them.
+    # There are too few sequences to distribute, so ranks share them.
     grid_case("2d", (2, 2), "shared", **_ONE, **_LLAMA),
     grid_case("3d", (2, 2, 1), "window", **_LLAMA, model__window=5),
     grid_case("2d", (4, 1), "shared-window", **_ONE, **_LLAMA, model__window=5),
@@ -119,6 +120,7 @@ def test_the_cases_are_valid() -> None:
 
 @pytest.mark.parametrize("case", _params())
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
-    """In float64 every gradient, the norm, after three steps every parameter and the validation loss to 1e-10; in fp32
-    the losses of some steps to 1e-5. On every rank."""
+    """In float64 every gradient, the norm and, after three steps, every parameter and the validation loss agree to
+    1e-10 on every rank. In fp32 the losses of some steps agree to 1e-5.
+    """
     assert complaints(launches.outcomes(case)) == []

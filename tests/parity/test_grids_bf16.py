@@ -1,4 +1,4 @@
-"""In bf16 a grid is as near to float64 as one axis of tensor parallelism and one process are: rounding, and no more."""
+"""In bf16 a grid is as close to float64 as one axis of tensor parallelism and one process: only rounding differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(model: str, precision: str, layout: dict[str, Any]) -> Config:
 
 
 def measure(rank: int, world: int, model: str) -> list[tuple[Pairs, float]]:
-    """The body of a rank: the gradients of the first batch and its loss, by layout."""
+    """Return the gradients of the first batch and its loss, by layout. This is the body of a rank."""
     found = []
     for layout in LAYOUTS.values():
         trainer = make_trainer(config_of(model, "bf16", layout), rank, world)
@@ -37,7 +37,7 @@ def measure(rank: int, world: int, model: str) -> list[tuple[Pairs, float]]:
 
 
 def difference(ranks: list[Pairs], whole: Whole) -> float:
-    """The norm of the differences of all ranks' gradients over that of what they should be."""
+    """Return the norm of the differences of all ranks' gradients, relative to the norm of the true gradients."""
     wrong = right = 0.0
     for pairs in ranks:
         for record, local in pairs:

@@ -19,7 +19,7 @@ def _params() -> list[object]:
 
 
 def test_the_matrix_is_whole_and_valid() -> None:
-    """Every case may run, and every way to cut the ranks is among them."""
+    """Every case is allowed, and every way to cut the ranks is among them."""
     for case in CASES:
         check(small_config(**case.sections("fp64")), case.world)
         check(small_config(**case.sections("fp32")), case.world)
@@ -29,7 +29,7 @@ def test_the_matrix_is_whole_and_valid() -> None:
 
 
 def test_every_pair_of_sharding_choices_is_among_the_cases() -> None:
-    """Over stages 1 to 3 with something to divide: of those values that can meet."""
+    """This covers stages 1 to 3 with something to shard, and those values that can meet."""
     met = set().union(*(pairs_of(choice) for _, dp, _, _, choice in COVER if dp > 1))
     names = list(FACTORS)
     for i, a in enumerate(names):
@@ -42,7 +42,8 @@ def test_every_pair_of_sharding_choices_is_among_the_cases() -> None:
 
 @pytest.mark.parametrize("case", _params())
 def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
-    """In float64 every gradient (also with buckets reduced during backward), the norm, the rows of every expert and,
-    after three steps, every parameter, balancing biases included, and the validation loss to 1e-10; in fp32 the losses
-    of 20 steps (4 where more than the layout differs) to 1e-5. On every rank."""
+    """In float64 these agree to 1e-10 on every rank: every gradient (also with buckets reduced during backward), the
+    norm, the rows of every expert and, after three steps, every parameter including balancing biases, and the
+    validation loss. In fp32 the losses of 20 steps (4 if more than the layout differs) agree to 1e-5.
+    """
     assert complaints(launches.outcomes(case)) == []

@@ -1,4 +1,4 @@
-"""All tokens to one expert: the ranks that hold the others get no row, and take part in every call all the same."""
+"""All tokens go to one expert. The ranks that hold the others get no rows, but take part in every call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = [
 
 
 def _favouring(trainer: Trainer) -> Trainer:
-    """Lets every router choose one expert for all tokens."""
+    """Make every router choose one expert for all tokens."""
     for part in trainer.balance.held.values():
         bias = part.router.bias
         assert bias is not None

@@ -1,5 +1,6 @@
-"""The oracle itself against a plain model: a GPT in a few lines of torch, with torch's autograd and optimizer; also one
-with a mixture of experts, its losses as parts of the whole loss and its balancing bias."""
+"""The oracle itself against a plain model: a GPT in a few lines of torch, with torch's autograd and optimizer. Some
+models have a mixture of experts, whose losses are parts of the whole loss, and its balancing bias.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _norm(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tenso
 
 
 def _rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """x [heads, seq, dim] as complex numbers turned by their position."""
+    """Rotate x [heads, seq, dim] by position, as complex numbers."""
     half = x.shape[-1] // 2
     angle = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
@@ -62,7 +63,7 @@ def _rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tenso
 
 
 def _attention(x: torch.Tensor, w: Weights, name: str, m: ModelConfig, sample: dict[str, Any]) -> torch.Tensor:
-    """Of one sequence, head by head."""
+    """Compute the attention of one sequence, head by head."""
     d, seq = m.head_dim, x.shape[0]
     qkv = F.linear(x, w[f"{name}.qkv.weight"], w.get(f"{name}.qkv.bias"))
     heads = qkv.view(seq, -1, d).transpose(0, 1)
@@ -90,7 +91,7 @@ def _mlp(x: torch.Tensor, w: Weights, name: str, m: ModelConfig) -> torch.Tensor
 def _experts(
     x: torch.Tensor, w: Weights, n: int, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mixture of one sequence and what it adds to the loss. `rows` counts the choices of every expert."""
+    """Return the mixture of one sequence and its part of the loss. `rows` counts the choices of every expert."""
     part = describe(m).blocks[n].parts[-1].part
     assert isinstance(part, ExpertsPart)
     prefix = f"layers.{n}.experts."
@@ -103,7 +104,7 @@ def _experts(
 
 
 def plain_loss(w: Weights, m: ModelConfig, sample: dict[str, Any], rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Sum over the unmasked tokens of one sequence."""
+    """Return the sum of the losses of one sequence's unmasked tokens."""
     added = torch.zeros((), dtype=torch.float64)
     x = w["embedding.weight"][sample["tokens"]]
     if m.position == "learned":
@@ -126,8 +127,9 @@ def plain_loss(w: Weights, m: ModelConfig, sample: dict[str, Any], rows: Mapping
 
 
 def plain_step(w: Weights, config: Config, data: Made, first: int) -> float:
-    """Gradients of the mean loss over the unmasked tokens of one global batch, after which balancing biases move;
-    returns the loss."""
+    """Compute the gradients of the mean loss over the unmasked tokens of one global batch, then move the balancing
+    biases. Return the loss.
+    """
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     e = config.model.experts
     rows = {n: torch.zeros(e.count, dtype=torch.float64) for n in range(config.model.layers) if e.in_block(n)}
@@ -155,7 +157,9 @@ def _start(**model: Any) -> Config:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", list(MODELS))
 def test_gradients_and_updates_equal_a_plain_model(family: str, tied: bool, segments: bool) -> None:
-    """Gradients, losses, norms, and parameters after three clipped AdamW steps; balancing biases too."""
+    """Gradients, losses and norms agree, and so do parameters after three clipped AdamW steps, including balancing
+    biases.
+    """
     config = _start(tied_embeddings=tied, **MODELS[family])
     data = Made(config.model.vocab, config.model.seq, segments=segments)
     trainer = make_trainer(config, data=data)
@@ -184,7 +188,7 @@ def test_gradients_and_updates_equal_a_plain_model(family: str, tied: bool, segm
 
 
 def test_global_batch_is_what_counts() -> None:
-    """The same samples in micro-batches of any size give the same gradients, holes and all."""
+    """The same samples in micro-batches of any size give the same gradients, masked tokens included."""
     found = []
     for micro_batch in (1, 2, 4):
         config = small_config(model={"layers": 2}, train={"global_batch": 4, "micro_batch": micro_batch})

@@ -1,4 +1,4 @@
-"""Any permutation of the tokens trains like one process: orders are data, not code."""
+"""Any permutation of the tokens trains like one process, because orders are data rather than code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tests.support.ranks import run_ranks
 
 
 def shuffled(rows: int, ranks: int, lengths: Sequence[int]) -> RowTable:
-    """Equal shares of a random permutation, another one for each sample that is cut into other documents. The rows of a
-    rank are in no order either."""
+    """Return equal shares of a random permutation, which differs between samples with different documents. The rows of
+    a rank are in no order either.
+    """
     order = np.random.default_rng([rows, *lengths]).permutation(rows)
     return RowTable(order.astype(np.int64), np.full(ranks, rows // ranks))
 
 
 def backwards(rows: int, ranks: int, lengths: Sequence[int]) -> RowTable:
-    """The last tokens first, so that each of a ring's ranks but the first sees no key of those before it."""
+    """Return an order with the last tokens first, so that each of a ring's ranks but the first sees no key of those
+    before it.
+    """
     return RowTable(np.arange(rows)[::-1].copy(), np.full(ranks, rows // ranks))
 
 
@@ -45,7 +48,7 @@ CASES = [
 
 
 def measure(rank: int, world: int, references: list[Reference]) -> list[Outcome]:
-    """On a rank: the planted order stands in the place of one that the config can name."""
+    """Compare each case on a rank. The planted order replaces one that the config can name."""
     found = []
     for (order, case), reference in zip(CASES, references, strict=True):
         with mock.patch.dict(ORDERS, {"striped": PLANTED[order]}):

@@ -1,5 +1,6 @@
-"""The parity check finds the classic bugs of this field. Each alters one call or one reduction, not all of them, and is
-gone before the next case is built."""
+"""The parity check finds the classic bugs of this field. Each bug alters one call or one reduction rather than all of
+them, and is removed before the next case is built.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from tests.parity.planted import Bug, Plant, altered, assert_found, mean_of_mean
 
 
 def _all_reduce_missing(phase: str) -> Plant:
-    """The third tensor-parallel all-reduce of a linear layer in this phase does not happen."""
+    """Return a bug that skips the third tensor-parallel all-reduce of a linear layer in this phase."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -55,7 +56,9 @@ def _all_reduce_missing(phase: str) -> Plant:
 
 @contextmanager
 def _scatter_without_sum(trainer: Trainer) -> Iterator[None]:
-    """Under sequence parallelism a rank keeps its rows of its own product instead of those of the sum."""
+    """Plant a bug: under sequence parallelism a rank keeps its rows of its local product instead of those of the
+    sum.
+    """
 
     def fake(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
         return x.view(size, -1, *x.shape[1:])[group_named(group).index].clone()
@@ -65,7 +68,7 @@ def _scatter_without_sum(trainer: Trainer) -> Iterator[None]:
 
 
 def _second_bucket(times: int) -> Plant:
-    """The second bucket is reduced this many times."""
+    """Return a bug that reduces the second bucket this many times."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -86,7 +89,9 @@ def _second_bucket(times: int) -> Plant:
 
 
 def _receives_swapped(op: Op) -> Plant:
-    """The receives of the first two micro-batches are posted in the wrong order, so each gets the other's tensor."""
+    """Return a bug that posts the receives of the first two micro-batches in the wrong order, so that each gets the
+    other's tensor.
+    """
 
     def swapped(table: Table) -> Table:
         ranks = []
@@ -107,7 +112,7 @@ def _receives_swapped(op: Op) -> Plant:
 
 
 def _reduction_missing(axis: str) -> Plant:
-    """Gradients that are partial sums over `axis` are not summed over it."""
+    """Return a bug that does not sum gradients over `axis`, although they are partial sums over it."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -125,14 +130,14 @@ def _reduction_missing(axis: str) -> Plant:
 
 @contextmanager
 def _copies_counted(trainer: Trainer) -> Iterator[None]:
-    """Every rank counts what it holds in the gradient norm, copies too."""
+    """Plant a bug: every rank counts all that it holds in the gradient norm, copies too."""
     with mock.patch.object(DataParallel, "counts", lambda self, buffer, slot: self.mesh.samples.index <= 0):
         yield
 
 
 @contextmanager
 def _same_samples(trainer: Trainer) -> Iterator[None]:
-    """Every data-parallel rank reads the samples of the first."""
+    """Plant a bug: every data-parallel rank reads the samples of the first one."""
     real = batches.sample_ids
 
     def fake(consumed: int, micro_batch: int, size: int, data_rank: int, data_ranks: int) -> range:
@@ -144,7 +149,7 @@ def _same_samples(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _stale_gradients(trainer: Trainer) -> Iterator[None]:
-    """A step adds to the gradients of the step before."""
+    """Plant a bug: a step adds to the gradients of the previous step."""
 
     def fake(sink: Sink) -> None:
         sink.contributions = 0
@@ -155,7 +160,7 @@ def _stale_gradients(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _written_to_a_copy(trainer: Trainer) -> Iterator[None]:
-    """One layer's weight gradient goes to a copy of the buffer; that it came is reported."""
+    """Plant a bug: one layer's weight gradient goes to a copy of the buffer, but its contribution is still reported."""
     real, lost = Sink.add_factors, next(layer for layer in trainer.modules[0].modules() if isinstance(layer, Linear))
 
     def fake(sink: Sink, add: Any, *factors: torch.Tensor) -> None:
@@ -170,7 +175,7 @@ def _written_to_a_copy(trainer: Trainer) -> Iterator[None]:
 
 
 def _gather_missing(number: int) -> Plant:
-    """Of one gather of weights, a rank gets nothing but what it has itself."""
+    """Return a bug: in one gather of weights a rank gets only its own shard."""
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
@@ -193,7 +198,7 @@ def _gather_missing(number: int) -> Plant:
 
 @contextmanager
 def _scattered_twice(trainer: Trainer) -> Iterator[None]:
-    """The second scattered bucket is summed into its share twice."""
+    """Plant a bug: the second scattered bucket is summed into its shard twice."""
     shards, seen = trainer.ctx.mesh.samples, 0
     real = shards.reduce_scatter
 
@@ -212,7 +217,7 @@ def _scattered_twice(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
-    """A unit's weights, once fetched, are used for ever."""
+    """Plant a bug: a unit's weights are used forever once they are fetched."""
     bucket = trainer.data_parallel.weights.units[1].buckets[0]
     with mock.patch.object(bucket, "release_params", lambda: None):
         yield
@@ -220,7 +225,7 @@ def _stale_prefetch(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _expert_gradients_times_ep(trainer: Trainer) -> Iterator[None]:
-    """The gradient of every expert's last weight is counted once for each rank that sent it tokens."""
+    """Plant a bug: the gradient of every expert's last weight is counted once for each rank that sent it tokens."""
     real, ep = experts.add_grouped_grad, trainer.ctx.layout.ep
     downs = {int(part.down.sinks["weight"]) for part in trainer.balance.held.values()}
 
@@ -233,7 +238,9 @@ def _expert_gradients_times_ep(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _router_losses_times_tp(trainer: Trainer) -> Iterator[None]:
-    """Every tp rank gives the whole gradient of the router's losses, and they are summed. What is reported is right."""
+    """Plant a bug: every tp rank gives the whole gradient of the router's losses, and these are summed. The reported
+    losses are right.
+    """
     real, tp = experts.router_losses, trainer.ctx.layout.tp
 
     def fake(*args: Any) -> torch.Tensor:
@@ -246,7 +253,9 @@ def _router_losses_times_tp(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
-    """The first tp rank alone is counted in the gradient norm, as if all held copies of its experts."""
+    """Plant a bug: only the first tp rank counts its experts in the gradient norm, as if all ranks held copies of
+    them.
+    """
     real = DataParallel.counts
 
     def fake(self: DataParallel, buffer: Any, slot: Any) -> bool:
@@ -258,7 +267,9 @@ def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
-    """A recomputed block chooses experts again, from scores that differ a little from those of the first pass."""
+    """Plant a bug: a recomputed block chooses experts again, from scores that differ a little from those of the first
+    pass.
+    """
     real, choose = experts.Experts.forward, Router.choose
 
     def other(router: Router, scores: torch.Tensor) -> torch.Tensor:
@@ -278,7 +289,9 @@ def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _counts_of_another_rank(trainer: Trainer) -> Iterator[None]:
-    """Rows that arrive are taken for those that the rank before sent: as many in all, but for other experts."""
+    """Plant a bug: arriving rows are taken for those that the previous rank sent. Their total is right, but their
+    experts are not.
+    """
     real = experts.exchange_counts
 
     def fake(*args: Any) -> experts.Arrivals:
@@ -291,7 +304,7 @@ def _counts_of_another_rank(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
-    """Every rank moves the balancing bias by the rows that it routed itself."""
+    """Plant a bug: every rank moves the balancing bias by the rows that it routed itself."""
     world = trainer.ctx.mesh.world
     real = world.all_reduce
 
@@ -303,13 +316,13 @@ def _bias_moved_by_own_rows(trainer: Trainer) -> Iterator[None]:
 
 
 def _divided_by(cp: int) -> Plant:
-    """The loss of a rank's tokens is divided by the number of ranks that share a sequence."""
+    """Return a bug that divides the loss of a rank's tokens by the number of ranks that share a sequence."""
     return altered(lambda term, counts: replace(term, sum=term.sum / cp))
 
 
 @contextmanager
 def _positions_uncut(trainer: Trainer) -> Iterator[None]:
-    """Each rank gives its tokens the positions of a sequence's first ones."""
+    """Plant a bug: each rank gives its tokens the positions of a sequence's first tokens."""
     real = batches.rows_of_rank
 
     def fake(sample: Any, *more: Any) -> Any:
@@ -322,14 +335,14 @@ def _positions_uncut(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
-    """A row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
+    """Plant a bug: a row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
     real = context.attend
 
     def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, into: Merged) -> None:
         found = Merged(q, v.shape[-1])
         if sight.pieces:
             real(q, k, v, sight, found)
-        else:  # nothing is seen, and nothing was written
+        else:  # Nothing is seen, and nothing was written.
             found.out.zero_()
             found.sums.zero_()
         into.add(slice(None), 0, found.out, found.sums.masked_fill(found.sums == -torch.inf, 0.0))
@@ -340,7 +353,9 @@ def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _one_hop_short(trainer: Trainer) -> Iterator[None]:
-    """The gradients of keys and values don't take their last step home, which is the ring's last message."""
+    """Plant a bug: the gradients of keys and values do not take their last hop home, which is the ring's last
+    message.
+    """
     real, seen = Group.shift, 0
 
     def fake(self: Group, x: torch.Tensor, by: int) -> Shift:
@@ -406,7 +421,7 @@ BUGS = {
     "gradient-written-to-a-copy": Bug(DP, _written_to_a_copy),
 }
 
-WIDE = set(list(BUGS)[1::2])  # every other one is left to `make test-all`
+WIDE = set(list(BUGS)[1::2])  # Every other one is left to `make test-all`.
 
 
 @pytest.mark.parametrize(

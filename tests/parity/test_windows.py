@@ -1,5 +1,6 @@
-"""Attention over a window gives on every layout what one process gives, whose core is compared with a mask
-(`tests/nn/test_context.py`) and with transformers. A window that is wrong on one rank is found."""
+"""Attention over a window gives the same results on every layout as one process. The core of that process is compared
+with a mask (`tests/nn/test_context.py`) and with transformers. A window that is wrong on one rank is found.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TALK: dict[str, Any] = {"segments": True}
 
 
 def over(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, cp: int = 1, **more: Any) -> Case:
-    """Keys of a config are those with a dot."""
+    """Return a case. Keys with a dot are keys of the config."""
     keys = {key: value for key, value in more.items() if "." in key}
     own = {"family": "llama", **{key: value for key, value in more.items() if "." not in key}}
     extra = {**WINDOW, **({"layout.cp": cp} if cp > 1 else {}), **keys}
@@ -66,7 +67,7 @@ def test_agrees_with_one_process(case: Case, launches: Launches) -> None:
 
 
 def measure(rank: int, world: int, reference: Reference) -> tuple[Outcome, Outcome]:
-    """On a rank, the outcome as it is and the one where its window is longer by one token."""
+    """Return the outcome of this rank as it is, and the one with a window that is one token longer on rank 1."""
     config = small_config(**CASES[0].sections("fp64"))
     clean = compare_steps(make_trainer(config, rank, world, data_of(CASES[0])), reference)
     trainer = make_trainer(config, rank, world, data_of(CASES[0]))

@@ -1,4 +1,6 @@
-"""What real training steps on Gloo ranks count in the ledger, beside what the closed formulas predict."""
+"""Records the ledger of real training steps on Gloo ranks and compares it with the predictions of the closed
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from tests.support.ranks import RankFailed, run_ranks
 
 STEPS = 2
 SP = {"sequence_parallel": True}
-Recorded = list[list[dict[str, Any]]]  # by rank and step
+Recorded = list[list[dict[str, Any]]]  # By rank and step.
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to train: sections on top of `small_config`, the data's fields, and values that are monitored."""
+    """A layout to train: config sections on top of `small_config`, the dtypes of its fields, and the number of
+    monitored values.
+    """
 
     name: str
     world: int
@@ -51,7 +55,9 @@ class Fields(Made):
 
 
 def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    """On a rank: for each case and step its samples, its `comm` and the ledger by (phase, axis, op)."""
+    """Train every case on this rank. Return, by case and step, the number of samples, the step's `comm`, and the ledger
+    by (phase, axis, op).
+    """
     from meshwright.engine.providers import forward_step
     from tests.support.oracle import make_trainer
 
@@ -67,7 +73,8 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
                 return replace(out, monitored=values) if out.terms else out
 
             trainer.executor.forward_step = with_values
-            trainer.step()  # in which the ranks learn the names of what they monitor; from then on it is summed
+            # The ranks agree on the names of the monitored values in this step. Later steps sum the values.
+            trainer.step()
         steps = []
         for _ in range(STEPS):
             result = trainer.step()
@@ -83,8 +90,9 @@ def record(rank: int, world: int, cases: list[Case]) -> list[list[dict[str, Any]
 
 
 class Records:
-    """The records of a file's cases. Those of the same number of ranks share a launch; a failure is kept, so that it
-    costs its time once."""
+    """The records of a file's cases. Cases with the same number of ranks share one launch. A failed launch is
+    remembered, so that its time is spent only once.
+    """
 
     def __init__(self, cases: list[Case]) -> None:
         self.cases = cases
@@ -107,7 +115,7 @@ class Records:
 
 
 def differences(case: Case, ranks: Recorded) -> Iterator[str]:
-    """Every way in which the prediction is not the record."""
+    """Yield a message for every difference between the prediction and the record."""
     for step in range(STEPS):
         samples = ranks[0][step]["samples"]
         options = {"samples": samples, "fields": case.fields, "monitored": case.monitored}
@@ -130,7 +138,10 @@ def differences(case: Case, ranks: Recorded) -> Iterator[str]:
 def assert_found(
     case: Case, ranks: Recorded, owner: Any, attribute: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prediction equals the record, and no longer with this attribute of `owner` replaced."""
+    """Assert that the prediction equals the record, and that it no longer does once this attribute of `owner` is
+    replaced.
+    """
+    # The caches would return results that were computed before the replacement.
     monkeypatch.setattr(communication, "unit_collectives", communication.unit_collectives.__wrapped__)
     monkeypatch.setattr(held, "_packing", held._packing.__wrapped__)
     assert not list(differences(case, ranks))

@@ -1,4 +1,4 @@
-"""Rates of precisions that a device has not, and numbers that a cluster file must not hold."""
+"""Rates for precisions that a device lacks, and numbers that a cluster file must not contain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from meshwright.plan.cluster import FOLDER, cluster_from, load_cluster
 def test_a_precision_without_a_rate_runs_in_a_wider_one() -> None:
     device = load_cluster("v100-32g").device
     fp32 = replace(device, peak={"fp16": 125.0, "fp32": 15.7, "fp64": 7.8})
-    with pytest.raises(UserError, match="no rate for bf16"):  # which training refuses there
+    # Training refuses bf16 on such a device too.
+    with pytest.raises(UserError, match="no rate for bf16"):
         fp32.rate("bf16")
     assert replace(device, peak={"fp16": 125.0, "fp64": 7.8}).rate("fp32") == 7.8e12
     with pytest.raises(UserError, match="no rate for fp32: choose train.precision from bf16, fp16"):

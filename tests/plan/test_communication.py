@@ -1,7 +1,7 @@
-"""Predicted equals recorded: the closed formulas against what the ledger counts in real training steps on Gloo ranks.
+"""Predicted equals recorded: the closed formulas against the ledger of real training steps on Gloo ranks.
 
-One launch for each world size trains all of its layouts, two steps each (the first reduces its buckets after backward,
-the second while it runs); everything is compared exactly, for every rank and for their sum.
+One launch per world size trains all of its layouts for two steps each. The first step reduces its buckets after
+backward, the second one during it. Everything is compared exactly, for every rank and for their sum.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_predicted_equals_recorded(case: Case) -> None:
 
 @pytest.mark.wide
 def test_compiled_blocks_that_share_sequences_send_what_is_predicted() -> None:
-    """Every kind, with documents, as `train.compile=true` runs it."""
+    """This holds for every kind of context parallelism with documents, run as `train.compile=true` runs it."""
     kinds: list[dict[str, Any]] = [{"kind": kind} for kind in ("gather", "ring", "ulysses")]
     compiled = {"precision": "fp32", "compile": True}
     cases = [
@@ -152,7 +152,9 @@ def unpadded(sizes: list[int], ranks: int, elements: int, units: list[int] | Non
 
 
 def without(owner: Any, name: str, dropped: Any) -> tuple[Any, str, Any]:
-    """A mutation: the calls that a source of traffic or a part states, less those that `dropped` says."""
+    """Return a mutation that removes from a source of traffic, or from a part, the calls for which `dropped` is
+    true.
+    """
     source = getattr(owner, name)
 
     def mutated(*args: Any) -> list[Any]:
@@ -170,7 +172,7 @@ def instead_in_parts(name: str, replacement: Any) -> tuple[Any, str, Any]:
 
 
 def closed_ring(at: Any, *sizes: Any) -> Iterator[Any]:
-    """The textbook's: the gradients of keys and values take one hop more."""
+    """Yield the calls of a textbook ring, in which the gradients of keys and values take one more hop."""
     for call in context_calls(at, *sizes):
         yield replace(call, times=call.times + 1) if call.phase == "backward" else call
 
@@ -205,7 +207,9 @@ def test_a_wrong_formula_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch
 
 
 def six(rank: int, world: int, bucket_mib: float) -> tuple[list[Any], dict[Line, Traffic]]:
-    """A module that is not ours, with three bf16 matrices and three fp32 norms, through data parallelism."""
+    """Train three bf16 matrices and three fp32 norms of a plain torch module, and return its packing and its
+    traffic.
+    """
     import torch
     from torch import nn
 
@@ -260,7 +264,7 @@ def test_six_parameters_of_two_dtypes(bucket_mib: float, matrix_buckets: list[An
 
 
 def worked(sequence_parallel: bool) -> Config:
-    """The worked layout of docs/communication.md."""
+    """Return the worked layout of docs/communication.md."""
     return config_from({
         "model": {"layers": 8, "hidden": 1024, "heads": 16, "vocab": 50304, "seq": 2048},
         "data": {"prefixes": ["made"]},
@@ -271,14 +275,17 @@ def worked(sequence_parallel: bool) -> Config:
 
 @pytest.mark.parametrize("split", [False, True], ids=["plain", "sequence parallel"])
 def test_the_worked_layout_by_hand(split: bool) -> None:
-    """tp of 16 ranks, 8 on each of two stages with 4 layers and M = 8 micro-batches; ring shares of 3/2, 3/4 and 1."""
+    """The tp axis of 16 ranks has 8 ranks on each of two stages, with 4 layers and M = 8 micro-batches. The ring shares
+    are 3/2, 3/4 and 1.
+    """
     m, each, tokens, hidden = 8, 8, 2048, 1024
     h = tokens * hidden * 2
     layer, ends = (10, 2 + 2) if split else (4, 1 + 1)  # ends: embedding + head
     calls = (8 * layer + ends) * m * each
     loss = 3 * tokens * 4 * m * each  # in two all_reduces
     batches = 3 * tokens * 8 * m * each  # tokens to the first stage, labels and mask to the last
-    # Of each layer, under sequence parallelism: 2 norms of 2 h, and the biases out and down; positions; the last norm.
+    # Sequence parallelism also sums these gradients over tp: in each layer 2 norms of 2 h and the biases of out and
+    # down, then the positions and the last norm.
     shared = 4 * (2 * 4 * 6 * hidden + tokens * hidden + 2 * hidden) * each if split else 0
     gathered, reduced = (calls * h, loss + shared) if split else (0, calls * h + loss)
     assert predict_step(worked(split), 16)["tp"] == Traffic(
@@ -289,7 +296,7 @@ def test_the_worked_layout_by_hand(split: bool) -> None:
 
 
 def test_the_tables_of_the_docs() -> None:
-    """Every row `| axis | off or on | calls | payload | wire |` of the page is what is predicted."""
+    """Every row `| axis | off or on | calls | payload | wire |` of the page equals the prediction."""
     page = (Path(__file__).parents[2] / "docs" / "communication.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+)` \| (off|on) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
     found = {(axis, sp): Traffic(*(int(n.replace(",", "")) for n in numbers)) for axis, sp, *numbers in rows}
@@ -312,7 +319,7 @@ def test_no_torch() -> None:
 
 
 def any_case(choose: random.Random, world: int, number: int) -> Case:
-    """A random layout of `world` ranks that the rules let pass."""
+    """Return a random layout of `world` ranks that the rules allow."""
     while True:
         llama = choose.random() < 0.5
         chunks = choose.choice([1, 1, 2])

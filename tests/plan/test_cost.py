@@ -46,7 +46,7 @@ OWN = STACKS["compiled"]
 
 
 def job(world: int = 1024, batch: int = 1536, **layout: int) -> Job:
-    """GPT-3 with everything recomputed, tp=8 and pp=16 if the layout says nothing else."""
+    """Return a job that trains GPT-3 with full recomputation, by default with tp=8 and pp=16."""
     made = Job(target_of("gpt3-175b", as_run=False).config, world, OWN, cluster_node=8)
     return made.replaced(
         layout={"tp": 8, "pp": 16} | layout, train={"global_batch": batch}, recompute={"mode": "full"},
@@ -69,7 +69,8 @@ def test_parameters_and_flops_of_known_models() -> None:
         assert parameter_count(describe(model)) / 1e9 == pytest.approx(billions, rel=0.02), name
     model = target_of("gpt3-175b", ["model.vocab=51200"], as_run=False).config.model
     b, s, layers, h, v = 4, 2048, 96, 12288, 51200
-    by_hand = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))  # SC21's, nothing recomputed
+    # The formula of the SC21 paper, without recomputation.
+    by_hand = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert model_flops(model, b * s) == pytest.approx(by_hand, rel=1e-9)
 
 
@@ -148,9 +149,9 @@ def test_more_of_something_costs_what_it_should() -> None:
 
 def test_products_lose_where_hardware_loses() -> None:
     assert tile_share(8192, 8192, 8192, 1, 108) > 0.95
-    assert tile_share(8192, 8192, 8191, 1, 108) < 0.4  # no 16-byte loads
+    assert tile_share(8192, 8192, 8191, 1, 108) < 0.4  # An odd depth rules out 16-byte loads.
     assert tile_share(2048, 2048, 126, 64, 108) < 0.1
-    assert tile_share(64, 64, 8192, 1, 108) < 0.1  # one tile for 108 units
+    assert tile_share(64, 64, 8192, 1, 108) < 0.1  # One tile for 108 units.
     assert tile_share(2048, 2048, 64, 64, 108) < tile_share(2048, 2048, 512, 64, 108)
 
 
@@ -162,7 +163,8 @@ def test_links() -> None:
     assert collective_seconds(A100, "all_reduce", 2**30, 8, 8) == pytest.approx(both, rel=0.01)
     assert collective_seconds(A100, "all_reduce", 2**30, 1, 1) == 0.0
     few, many = (collective_seconds(A100, "all_gather", 1024, ranks, 8) for ranks in (8, 1024))
-    assert many > 50 * few  # every hop of a ring takes its time
+    # Every hop of a ring adds its latency.
+    assert many > 50 * few
 
 
 def test_split_counts_the_output_layer() -> None:
@@ -206,9 +208,9 @@ def test_cost_as_a_command_is_quick_and_needs_no_torch() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # CPU seconds, whose number a busy machine hardly changes: a third of the limit where it is idle.
+    # CPU seconds hardly depend on how busy the machine is. An idle one needs a third of this limit.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
-    assert found["step_time_s"] == pytest.approx(105, rel=0.1)  # as published
+    assert found["step_time_s"] == pytest.approx(105, rel=0.1)  # The published time.
     assert set(found["comm"]) == {"tp", "dp", "pp", "embedding", "world"}
     assert found["memory"]["needed_gib"] < found["memory"]["device_gib"]
 
@@ -225,7 +227,7 @@ def test_cost_tells_what_the_ledger_will_count(capsys: pytest.CaptureFixture[str
         axis: traffic._asdict() for axis, traffic in by_axis(rank).items()
     }  # fmt: skip
     mine = {axis: entry["wire_bytes"] for axis, entry in found["comm"].items()}
-    assert mine["pp"] * 8 == counted["pp"].wire_bytes  # a rank of two stages sends one way, to the other
+    assert mine["pp"] * 8 == counted["pp"].wire_bytes  # A rank of two stages sends one way, to the other stage.
     assert found["rank"]["comm"] == {axis: traffic._asdict() for axis, traffic in by_axis(rank).items()}
 
 
@@ -240,7 +242,9 @@ def test_the_fullest_stage_of_a_split_decides() -> None:
     (["model.dropout=0.1", "data.reset_attention=true"], True),
 ])  # fmt: skip
 def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eager: bool) -> None:
-    """Uncompiled blocks keep more than compiled ones, and documents nothing beside that, dropout or not."""
+    """Uncompiled blocks save more activations than compiled ones. Documents add nothing to that, with or without
+    dropout.
+    """
     given = [*words, "train.global_batch=8", "run.device=cuda", "train.micro_batch=1"]
     config = target_of("llama3-8b", given, as_run=False).config
     stack = stack_for(config, H100, None)
@@ -255,13 +259,14 @@ def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eage
 
 
 def test_fp32_is_no_faster_than_fp32_units_are() -> None:
-    """We leave TF32 off, so its rates are not ours."""
+    """Meshwright leaves TF32 off, so its rates do not apply."""
     for name in known_clusters():
         peak = load_cluster(name).device.peak
         assert "bf16" not in peak or peak["fp32"] < peak["bf16"] / 10 or name == "laptop"
 
 
-NORMS, LAYERS, WIDTH = 2 * 12 + 1, 12, 768  # of GPT-2's smallest, whose layers have 13 widths of norms and biases
+# The smallest GPT-2. Each of its layers has 13 vectors of the model's width in norms and biases.
+NORMS, LAYERS, WIDTH = 2 * 12 + 1, 12, 768
 
 
 @pytest.mark.parametrize(("words", "more"), [
@@ -282,7 +287,7 @@ def test_the_whole_run_is_its_factors(capsys: pytest.CaptureFixture[str]) -> Non
     rate = run["device_flops_per_s"] * run["devices"] * run["parallel_efficiency"]
     assert run["days"] * 86400 == pytest.approx(run["tokens"] * run["flops_per_token"] / rate)
     assert run["days"] * 86400 == pytest.approx(run["steps"] * found["step_time_s"])
-    assert 20 < run["days"] < 60  # SC21 says 34 for 1024 devices
+    assert 20 < run["days"] < 60  # The SC21 paper says 34 days for 1024 devices.
     assert run["energy_mwh"] == pytest.approx(run["device_hours"] * 400 / 1e6)
 
 
@@ -310,7 +315,7 @@ def test_mistakes_are_one_sentence(words: list[str], sentence: str, capsys: pyte
 
 
 def test_attention_counts_the_pairs_that_are_seen() -> None:
-    """Of a window, those of the pieces that kernels compute, where a diagonal counts half."""
+    """A window counts the pairs in the tiles that kernels compute. A diagonal tile counts half."""
     model = target_of("llama2-7b", ["model.window=1000", "model.window_pattern=[1,0]"], as_run=False).config.model
     windowed, full = (part for block in describe(model).blocks[:2] for _, _, part in block.parts
                       if isinstance(part, AttentionPart))  # fmt: skip
@@ -325,7 +330,9 @@ def test_attention_counts_the_pairs_that_are_seen() -> None:
 
 
 def test_a_prefix_is_seen_by_all() -> None:
-    """The pairs of samples as they are drawn, over those of causal attention."""
+    """The config's prefix share is the mean over samples as they are drawn, relative to the pairs of causal
+    attention.
+    """
     config = target_of("glm-130b", as_run=False).config
     blanks = replace(config.data.blanks, instructions=())
     options = BlankOptions(2048, blanks.short, blanks.share, blanks.mean, blanks.least, (1, 2, 3, 4, 5))
@@ -344,7 +351,7 @@ def test_a_prefix_is_seen_by_all() -> None:
 
 
 def test_an_unpadded_vocabulary_costs_what_it_was_seen_to_cost() -> None:
-    """A quarter of the step of a GPT of 124M parameters on an A100, not all of it."""
+    """The step of a 124M-parameter GPT takes about a quarter longer on an A100, instead of several times as long."""
     seconds = []
     for vocab in (50257, 50304):
         config = load_config("gpt2-124m", [f"model.vocab={vocab}"])

@@ -1,4 +1,4 @@
-"""What a planning command assumes where nothing is said, and says itself."""
+"""The defaults that planning commands assume for missing settings, and how they report them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_config_json_is_a_model(name: str, here: Path, capsys: pytest.CaptureF
 
 
 def test_some_memory_stays_free(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 79.1 GiB, 6 % unless told otherwise."""
+    """6 % of the 79.1 GiB stays free by default."""
     words = ["llama3-8b", *WHERE, "--global-batch", "64", "layout.pp=1", "--json"]
     most = []
     for margin in ([], ["--margin", "0"], ["--margin", "30"]):

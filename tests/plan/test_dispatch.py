@@ -1,6 +1,8 @@
-"""What mixtures send over ep: given where the rows went, the formulas equal the ledger to the byte, for every rank,
-block and phase; and experts that are balanced, as the planner takes them to be, send what random routers send on the
-average."""
+"""The traffic of mixtures of experts over ep.
+
+Given how many rows each rank sent, the formulas equal the ledger to the byte for every rank, block and phase. The
+planner assumes balanced experts; these send the average of what random routers send.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ EXPERTS = {"count": 8, "top_k": 3, "ffn": 24}
 
 @dataclass(frozen=True)
 class Case:
-    """A mixture on a layout: sections on top of a small model's."""
+    """A mixture of experts on a layout: config sections on top of a small model."""
 
     name: str
     world: int
@@ -74,8 +76,9 @@ ALL = [*CASES, *COMPILED]
 
 @dataclass
 class Recorded:
-    """A rank's step: the rows that it sent to every rank of its ep group, by block and micro-batch, and its ledger over
-    ep by block."""
+    """A rank's record of a step: by block and micro-batch the rows that it sent to every rank of its ep group, and by
+    block its ledger over ep.
+    """
 
     rows: dict[int, list[list[int]]]
     lines: dict[int, dict[Line, Traffic]]
@@ -103,7 +106,8 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
             seen.rows.setdefault(ep.ledger.current_layer, []).append(rows)
             return exchange(order, routing, ep, by_node)
 
-        torch.compiler.reset()  # or another case's sizes would make this one's unknown
+        # Otherwise the sizes of an earlier case would turn those of this case into dynamic shapes.
+        torch.compiler.reset()
         with mock.patch.object(experts, "exchange_counts", noted):
             trainer = make_trainer(case.config, rank, world)
             assert trainer.executor.compiled == bool(case.train.get("compile"))
@@ -120,7 +124,7 @@ def record(rank: int, world: int, cases: list[Case]) -> list[Recorded]:
 
 @cache
 def launched(world: int, names: tuple[str, ...]) -> dict[str, list[Recorded]]:
-    """For each of these cases what every rank recorded."""
+    """Launch the named cases and return the record of every rank, by case."""
     cases = [case for case in ALL if case.name in names]
     ranks = run_ranks(world, record, cases, deadline=600)
     return {case.name: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
@@ -137,7 +141,9 @@ def mixture(job: Job, layer: int) -> ExpertsPart:
 
 
 def given_the_rows(job: Job, ranks: list[Recorded], rank: int, layer: int) -> dict[Line, Traffic]:
-    """What this rank's ledger must have counted for a block in all micro-batches."""
+    """Return the traffic that this rank's ledger must contain for a block over all micro-batches, given the rows that
+    were sent.
+    """
     group = job.layout.group("ep", rank)
     found: dict[Line, Traffic] = {}
     for micro_batch in range(job.micro_batches):
@@ -164,8 +170,9 @@ def test_given_the_rows_the_bytes_are_exact(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_calls_and_payloads_are_known_before(case: Case) -> None:
-    """A rank's results come back in the numbers that arrived, so payloads are those of all ranks together; with a
-    capacity even the bytes on the wire are known."""
+    """Ranks return as many results as rows arrived, so only the payloads of all ranks together are known. With a
+    capacity the bytes on the wire are known too.
+    """
     ranks = recorded(case)
     ran: dict[Line, Traffic] = {}
     for rank, seen in enumerate(ranks):

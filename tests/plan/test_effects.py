@@ -1,4 +1,4 @@
-"""Keys of `comm` that change nothing on so many ranks are remarked on, in one line, and no others."""
+"""Keys of `comm` without effect on the given number of ranks get a one-line remark, and no other keys do."""
 
 from __future__ import annotations
 

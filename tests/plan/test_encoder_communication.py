@@ -1,5 +1,8 @@
-"""Predicted equals recorded for encoders too: rows of masked tokens, fields of other lengths, two declared terms; and
-for models that fill in blanks, whose samples have positions and segments."""
+"""Predicted equals recorded for encoders too.
+
+They have rows of masked tokens, fields of other lengths and two declared loss terms. Models that fill in blanks have
+samples with positions and segments.
+"""
 
 from __future__ import annotations
 

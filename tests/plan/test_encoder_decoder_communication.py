@@ -1,5 +1,6 @@
 """Predicted equals recorded for encoder-decoders too: two tensors between stages of the decoder, fields of other
-lengths, and tables that several stages share."""
+lengths, and embedding tables that several stages share.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_predicted_equals_recorded(case: Case) -> None:
 
 
 def _only_hidden(self: Model, at: Any, batch: Any, stage: Any) -> dict[str, tuple[int, ...]]:
-    """One tensor between all stages."""
+    """Replace `Model.passes` with a version that sends one tensor between all stages."""
     return {} if stage.first else {"hidden": (batch.rows(at), self.hidden)}
 
 

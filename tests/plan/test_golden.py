@@ -1,4 +1,4 @@
-"""Golden cases by hand: what the formulas give for shapes whose traffic can be worked out on paper."""
+"""The formulas give the right results for shapes whose traffic can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def config(tp: int = 1, pp: int = 1, micro_batch: int = 32) -> Config:
-    """24 layers, hidden 8192, sequence 2048, batch 32, fp32."""
+    """Return a config with 24 layers, hidden 8192, sequence 2048, batch 32 and fp32."""
     return config_from(
         {
             "model": {"layers": 24, "hidden": 8192, "heads": 64, "vocab": 8192, "seq": 2048},
@@ -34,8 +34,9 @@ def test_ten_gib_of_gradients_over_256_replicas() -> None:
 
 @pytest.mark.parametrize(("tp", "gib"), [(1, 0), (2, 192), (4, 288), (8, 336)])
 def test_tensor_parallel_blocks(tp: int, gib: int) -> None:
-    """Each of 24 blocks has four all_reduces of 2 GiB, two in forward and two in backward. The embedding adds one, the
-    output layer one and the three numbers of each of the loss's 65536 tokens."""
+    """Each of the 24 blocks has four all-reduces of 2 GiB, two in forward and two in backward. The embedding and the
+    output layer add one each, and the loss adds three numbers for each of its 65536 tokens.
+    """
     job = job_of(config(tp=tp), world=tp)
     blocks = sum(
         call.times * wire_bytes(call.op, call.payload, tp)
@@ -55,7 +56,8 @@ def test_a_link_of_the_pipeline_carries_the_same_at_any_depth(pp: int) -> None:
         {call.phase: call.traffic.wire_bytes for call in stage_calls(job, rank) if call.source == "pipeline"}
         for rank in range(pp)
     ]
-    for rank in range(pp - 1):  # forward over the link from its left end, backward from its right one
+    # Forward crosses the link from its left end, backward from its right end.
+    for rank in range(pp - 1):
         assert sent[rank]["forward"] + sent[rank + 1]["backward"] == 4 * GIB
 
 

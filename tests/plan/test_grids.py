@@ -1,4 +1,6 @@
-"""What grids send and hold, against closed formulas to the byte, and where one kind sends less than another."""
+"""The traffic and memory of grids match closed formulas to the byte, and one kind of grid sends less than another where
+expected.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ H = 512
 
 
 def job(tp: int, tokens: int, sequences: int = 16, **model: Any) -> Job:
-    """A GPT's block: four times as wide an MLP, as many key-value heads as others, no biases."""
+    """Return the job of one GPT block whose MLP is four times as wide as the model, with as many key-value heads as
+    query heads and no biases.
+    """
     shape = {"layers": 1, "hidden": H, "heads": 64, "vocab": 64, "seq": tokens // sequences, "bias": False} | model
     train = {"precision": "bf16", "micro_batch": sequences, "global_batch": sequences}
     config = small_config(model=shape, train=train, layout={"tp": tp})
@@ -31,9 +35,11 @@ def ways(tp: int, tokens: int, **more: Any) -> dict[str, BlockCost]:
 
 
 def formulas(tp: int, t: int, h: int = H) -> dict[str, tuple[float, float]]:
-    """By name: elements that a rank sends in the products of a block, and once per step for copied weights.
+    """Return by name the elements that a rank sends in the products of a block, and those that it sends once per step
+    for copied weights.
 
-    x, w and y are the sums of [T, in], [in, out] and [T, out] over the four products."""
+    x, w and y are the summed sizes of [T, in], [in, out] and [T, out] over the four products.
+    """
     x, w, y = 7 * t * h, 12 * h * h, 9 * t * h
     found = {"1D": (8 * (tp - 1) / tp * t * h, 0.0), "1D, sequence parallel": (10 * (tp - 1) / tp * t * h, 0.0)}
     powers = [2**n for n in range(7)]
@@ -43,7 +49,8 @@ def formulas(tp: int, t: int, h: int = H) -> dict[str, tuple[float, float]]:
             if d == 1:
                 found[f"2D {r}x{c}{kept}"] = (flat, 0.0)
             found[f"2.5D {r}x{c}x{d}{kept}"] = (flat, 2 * (d - 1) / d * w / (r * c))
-            # Of qkv and up, x (T h each) travels over row and y (3 and 4 T h) over col; of out and down the other way.
+            # In qkv and up, x (T h each) travels over row and y (3 and 4 T h) over col. In out and down it is the other
+            # way round.
             over_row = (times * 2 * t * h + 2 * 2 * t * h) / (c * d)
             over_col = (times * 5 * t * h + 2 * 7 * t * h) / (r * d)
             cube = (r - 1) / r * over_row + (c - 1) / c * over_col + times * (d - 1) / d * w / (r * c)
@@ -62,7 +69,9 @@ def test_bytes_are_those_of_the_formulas(tp: int, tokens: int) -> None:
 
 
 def test_shared_sequences_also_send_keys_and_values() -> None:
-    """Of 2 sequences on 4 rows, every rank gathers the keys and values of all, twice, and scatters their gradients."""
+    """2 sequences are shared by 4 rows, so every rank gathers all keys and values twice and scatters their
+    gradients.
+    """
     few, many = (ways(8, 4 * H, sequences=count)["2D 4x2"].products for count in (2, 4))
     assert few - many == 3 * 3 / 4 * 2 * (2 * 4 * H * H // 2)
 
@@ -77,8 +86,10 @@ def test_square_grids_have_the_usual_formulas() -> None:
 
 
 def test_crossovers() -> None:
-    """With tokens = hidden on 8 ranks, 1D and 3D with kept factors send the same; below 1D less, above 3D. A square 2D
-    grid needs tokens of 12 x hidden on 4 ranks; on 64 ranks and 4 x hidden 3D sends 4.4 times less than 1D."""
+    """1D and 3D with saved factors send the same on 8 ranks if tokens = hidden. With fewer tokens 1D sends less, with
+    more tokens 3D does. A square 2D grid on 4 ranks needs more than 12 x hidden tokens to send less. On 64 ranks with 4
+    x hidden tokens, 3D sends 4.4 times less than 1D.
+    """
     kept = "3D 2x2x2, gathered kept"
     for tokens, sign in ((H // 2, 1), (H, 0), (2 * H, -1)):
         found = ways(8, tokens)
@@ -92,7 +103,9 @@ def test_crossovers() -> None:
 
 
 def test_memory_is_divided_by_all_ranks() -> None:
-    """Weights by q^2 or q^3; activations by all of them, gathered factors not kept."""
+    """Weights are divided by q^2 or q^3. Activations are divided by the number of ranks if gathered factors are not
+    saved.
+    """
     whole = 12 * H * H * 2
     for tp, name, parts in ((4, "2D 2x2", 4), (8, "2.5D 2x2x2", 4), (8, "3D 2x2x2", 8)):
         one = ways(tp, 16 * H)[name]

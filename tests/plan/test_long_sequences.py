@@ -1,4 +1,6 @@
-"""The planned peak of long sequences is that of a dry run, which counts what an accelerator's kernels allocate too."""
+"""The planned peak of long sequences equals that of a dry run, which also counts the memory that an accelerator's
+kernels allocate.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TRAIN = {"precision": "bf16", "grad_dtype": "bf16", "micro_batch": 1, "global_ba
 
 
 def peaks(recompute: dict[str, Any], **model: Any) -> tuple[float, float]:
-    """The planned peak and that of a dry run, in tensors [tokens, hidden]."""
+    """Return the planned peak and that of a dry run, in units of one [tokens, hidden] tensor."""
     config = small_config(
         model=SHAPE | model, train=TRAIN, recompute=recompute, optimizer={"state_dtype": "bf16"}, run={"device": "cuda"}
     )
@@ -43,7 +45,7 @@ LONG = {"mode": "full", "offload": True, "pieces": 16}
     ],
 )
 def test_the_peak_is_that_of_a_dry_run(recompute: dict[str, Any], model: dict[str, Any]) -> None:
-    """A few tensors [tokens, hidden] are all that is left on the device, so one that nobody counts shows."""
+    """Only a few [tokens, hidden] tensors remain on the device, so a single forgotten one would show."""
     planned, ran = peaks(recompute, **model)
     assert planned == pytest.approx(ran, rel=0.03)
 
@@ -56,8 +58,9 @@ def test_whole_mlps_are_never_planned_too_small(mode: str) -> None:
 
 
 def test_a_kernels_workspace_is_the_largest_temporary() -> None:
-    """By eye: float32 for the queries' gradient (2 tensors of 16 bits) and, where keys are shared, both their gradients
-    for every query's head; and a float32 for each row and head."""
+    """Checked by hand: float32 for the gradient of the queries (two 16-bit tensors) and a float32 per row and head. If
+    queries share keys, the gradients of keys and values also take a 16-bit tensor each over all query heads.
+    """
     tokens, heads, width = 1000, 8, 128
     stream = tokens * heads * width * 2
     extra = tokens * heads * 4

@@ -1,4 +1,4 @@
-"""Memory is what `meshwright memory` says: tensors of real ranks, counted, against the formulas."""
+"""The formulas behind `meshwright memory` match the tensors of real ranks."""
 
 from __future__ import annotations
 
@@ -84,13 +84,15 @@ def config_of(name: str) -> Config:
 
 
 def said_of(name: str, rank: int) -> Memory:
-    """What the planner says of a rank."""
+    """Return the planner's prediction for a rank."""
     job = job_of(config_of(name), CASES[name][0])
     return memory.rank_memory(job, job.layout.coordinate(rank)["pp"])
 
 
 def count(rank: int, world: int, names: list[str]) -> list[dict[str, int]]:
-    """On a rank: for each case, the bytes of its tensors by kind and the most that autograd kept at once."""
+    """Train every case on this rank. Return, by case, the bytes of its tensors by kind and the most that autograd saved
+    at once.
+    """
     found = []
     for name in names:
         c = config_of(name)
@@ -111,7 +113,7 @@ QUICK = ("tp-sp", "documents", "zero2-llama", "moments-bf16-with-masters", "muon
 
 @pytest.fixture(scope="module")
 def counted(request: pytest.FixtureRequest) -> dict[str, list[dict[str, int]]]:
-    """Of the cases of this test run: those that were deselected cost nothing."""
+    """Count the cases of this test run only: deselected cases cost nothing."""
     items = [item for item in request.session.items if item.path == request.path]
     specs = (getattr(item, "callspec", None) for item in items if "counted" in getattr(item, "fixturenames", ()))
     chosen = {spec.params.get("name") for spec in specs if spec is not None}
@@ -127,7 +129,7 @@ def counted(request: pytest.FixtureRequest) -> dict[str, list[dict[str, int]]]:
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.wide]) for name in CASES]
 )
 def test_tensors_of_every_rank_are_what_the_formula_says(name: str, counted: dict[str, list[dict[str, int]]]) -> None:
-    """States to the byte; what is kept for backward within 5 %."""
+    """States match to the byte, and the activations saved for backward within 5 %."""
     for rank, real in enumerate(counted[name]):
         said = said_of(name, rank)
         assert {kind: getattr(said, kind) for kind in KINDS} == {kind: real[kind] for kind in KINDS}, f"rank {rank}"
@@ -136,7 +138,9 @@ def test_tensors_of_every_rank_are_what_the_formula_says(name: str, counted: dic
 
 
 def rings(name: str, rank: int) -> int:
-    """What the pieces of states add to `buffers`: the rest of it is there with pieces of no size too."""
+    """Return how much the transfer rings of offloaded states add to `buffers`. The other buffers exist even with rings
+    of size zero.
+    """
     with pytest.MonkeyPatch.context() as patch:
         with_pieces = said_of(name, rank)
         patch.setattr(memory, "RING", 0)
@@ -146,7 +150,9 @@ def rings(name: str, rank: int) -> int:
 
 
 def test_other_programs_keep_whole_masters() -> None:
-    """Ours are the 16 bits that a bf16 weight lacks; the update then reads and writes weights too, 28 bytes in all."""
+    """Meshwright's masters are only the 16 bits that a bf16 weight lacks. The update then also reads and writes the
+    weights: 28 bytes in all.
+    """
     config = config_of("dp4-bf16")
     ours, theirs = (memory.rank_memory(job_of(config, 4, stack), 0) for stack in (None, STACKS["fused"]))
     assert (ours.master, theirs.master) == (ours.parameters, 2 * ours.parameters)
@@ -154,7 +160,9 @@ def test_other_programs_keep_whole_masters() -> None:
 
 
 def test_weights_that_are_their_own_masters_are_read_and_written_once() -> None:
-    """fp32: the gradient, the weight twice, two moments twice. bf16 without masters: half of each but the gradient."""
+    """In fp32 the update touches the gradient once, the weight twice and two moments twice. In bf16 without masters
+    everything but the gradient is half of that.
+    """
     narrow = {"master_dtype": "bf16", "state_dtype": "bf16"}
     for keys, wanted in (({"precision": "fp32"}, 4 + 8 + 16), ({"precision": "bf16"}, 4 + 4 + 8)):
         config = small_config(train=keys, optimizer=narrow if wanted == 16 else {})
@@ -162,7 +170,7 @@ def test_weights_that_are_their_own_masters_are_read_and_written_once() -> None:
 
 
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MLP that is said to keep its inner features once; the planner's cache is left out."""
+    """Here an MLP claims to save its inner features only once. The planner's cache is bypassed."""
 
     def once(mlp: MLPPart, at: Any, batch: Any, kernels: Any) -> list[Kept]:
         return [Kept("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
@@ -176,7 +184,7 @@ def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monk
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_is_there_at_the_peak_adds_up_to_it(name: str) -> None:
-    """Each kind is at most its own most, kernels work with something, and nothing is left over."""
+    """Each kind is within its own maximum, kernels have some workspace, and nothing is left over."""
     for rank in range(CASES[name][0]):
         found = said_of(name, rank)
         at = found.at_peak
@@ -190,7 +198,7 @@ def test_what_is_there_at_the_peak_adds_up_to_it(name: str) -> None:
 
 
 def test_the_table_says_for_which_devices_it_is(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A CPU compiles only if told to."""
+    """A CPU compiles only if the config asks for it."""
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config_from({"model": {"preset": "gpt2-124m"}, "data": {"prefixes": ["none"]}})))
     for word, says in (
@@ -206,7 +214,9 @@ def test_the_table_says_for_which_devices_it_is(tmp_path: Any, capsys: pytest.Ca
 def test_the_example_of_the_zero_paper(
     stage: int, gigabytes: float, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """7.5B parameters on 64 ranks with fp16 weights and gradients: 120, 31.4, 16.6 and 1.9 GB (here 7.47B)."""
+    """The paper has 7.5B parameters on 64 ranks with fp16 weights and gradients: 120, 31.4, 16.6 and 1.9 GB (here
+    7.47B).
+    """
     config = config_from({
         "model": {"layers": 36, "hidden": 4096, "heads": 32, "vocab": 51200, "seq": 1024},
         "train": {"precision": "fp16", "grad_dtype": "fp16", "global_batch": 64}, "data": {"prefixes": ["none"]},
@@ -220,7 +230,7 @@ def test_the_example_of_the_zero_paper(
 
 
 def test_a_cluster_keeps_the_layout_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """The cluster only says for which devices the total is."""
+    """The cluster only determines the devices that the total is for."""
     found = []
     for words in ([], ["--cluster", "h100-80g-dgx"]):
         assert main(["memory", "llama3-70b", "--json", *words]) == 0

@@ -77,11 +77,11 @@ def test_parameters_as_their_authors_count_them(model: dict[str, Any], total: fl
 
 
 def test_flops_are_those_of_the_active_parameters() -> None:
-    """Two for each weight that a token meets, three times; the embedding's table is not multiplied."""
+    """Each weight that a token meets takes two FLOPs, three times. The embedding's table is not multiplied."""
     model = config(MIXTRAL).model
     described = describe(model)
-    weights = active_parameters(described) - 32000 * 4096 - (2 * 32 + 1) * 4096  # less the table and the norms
-    attention = 32 * 4 * 4096 * 4096  # scores and mix over all tokens, by layer: 4 s h
+    weights = active_parameters(described) - 32000 * 4096 - (2 * 32 + 1) * 4096  # Without the table and the norms.
+    attention = 32 * 4 * 4096 * 4096  # Scores and mix over all tokens take 4 s h per layer.
     assert model_flops(model, 1.0) == pytest.approx(6 * weights + 3 * attention, rel=1e-9)
     limited = config(MIXTRAL | {"experts": {"count": 8, "top_k": 2, "capacity": 1.5}}).model
     assert model_flops(limited, 1.0) == model_flops(model, 1.0), "empty places are no work of the model's"
@@ -100,8 +100,9 @@ def test_as_many_ranks_on_a_node_as_counted() -> None:
 
 
 def test_exchanges_take_the_links_between_their_ranks() -> None:
-    """Inside a node each rank sends 7/8 of its rows over its own link; of 16 ranks on two nodes, half of the rows go
-    through the rank's own adapter, which takes longer than the 7/16 over its link."""
+    """Each rank inside a node sends 7/8 of its rows over its own link. Of 16 ranks on two nodes, half of the rows go
+    through the rank's own adapter, which takes longer than the 7/16 over its link.
+    """
     payload = 64 * 2**20
     near, far = (collective_seconds(H100, "all_to_all", payload, size, 8) for size in (8, 16))
     link, adapter = 450e9 * 0.78, 400e9 / 8 * 0.8
@@ -120,7 +121,7 @@ def test_exchanges_take_the_links_between_their_ranks() -> None:
 
 
 def test_experts_are_summed_over_their_own_ranks() -> None:
-    """With ep=8 in 64 ranks each expert has 8 copies, so an eighth of the gradients is summed over 8 ranks."""
+    """Each expert has 8 copies with ep=8 in 64 ranks, so an eighth of the gradients is summed over 8 ranks."""
     for zero in range(4):
         cost = predict_cost(job(MIXTRAL, 64, {"ep": 8, "etp": 1}, zero={"stage": zero}), H100)
         assert cost.axes["edp"].seconds > 0 and cost.axes["dp"].seconds > 0
@@ -137,7 +138,7 @@ def test_experts_are_summed_over_their_own_ranks() -> None:
 
 
 def test_routers_sums_take_as_long_in_either_order() -> None:
-    """They go over tp and cp together, whose product has another name where cp comes first."""
+    """The sums go over tp and cp together, and this product axis has another name if cp comes first."""
     found = []
     for order, name in (("tp-cp-ep-dp-pp", "tp-cp"), ("cp-tp-ep-dp-pp", "cp-tp")):
         made, without = (
@@ -157,7 +158,7 @@ def test_the_busiest_rank_takes_longer() -> None:
     assert busy.axes["ep"].seconds == pytest.approx(1.5 * plain.axes["ep"].seconds, rel=0.1)
     assert 1.2 < busy.compute_s / plain.compute_s < 1.5, "experts are most of the compute, but not all"
     assert rank_memory(uneven, 0).activations > 1.2 * rank_memory(even, 0).activations
-    assert busy.traffic == plain.traffic and busy.mfu < plain.mfu, "bytes are told as balanced, FLOPs are the model's"
+    assert busy.traffic == plain.traffic and busy.mfu < plain.mfu, "bytes are those of balanced experts"
     changed = step_of(even, H100, [parse_change("imbalance=1.5")])
     assert changed.seconds == pytest.approx(busy.step_s) and "1.5 x the mean rows" in str(parse_change("imbalance=1.5"))
     steps = [predict_cost(with_imbalance(even, factor), H100).step_s for factor in (1.0, 1.1, 2.0, 8.0)]
@@ -232,7 +233,9 @@ def small(devices: int = 16) -> Job:
 
 @pytest.mark.wide
 def test_hardly_anything_better_is_missed() -> None:
-    """Against every combination, also those that divide experts less without being much faster."""
+    """The best candidate is compared with every combination, including those that divide experts less without being
+    much faster.
+    """
     base, space = small(), SearchSpace(micro_batch=(1, 2), chunks=(1,), zero=(1, 3))
     found = search(base, H100, space=space)
     best = min(
@@ -284,7 +287,9 @@ def test_the_search_of_a_large_mixture_is_quick() -> None:
 
 
 def test_traffic_is_that_of_the_parts() -> None:
-    """One block's rows there and back, in both directions, with their weights, and how many go where."""
+    """One block sends its rows there and back, in both directions, with their weights, and the number of rows for each
+    rank.
+    """
     made = job(MIXTRAL, 8, {"ep": 8, "etp": 1}, train={"global_batch": 8})
     rows, blocks = 2 * 4096, 32
     found = by_axis(by_line(stage_calls(made, 0)))["ep"]

@@ -1,5 +1,6 @@
-"""One planner: `plan`, `cost`, `memory` and `dryrun` give the same parameters, bytes per axis and peak memory for one
-config. What the dry run measures rather than counts, the peak, is within 2 %."""
+"""`plan`, `cost`, `memory` and `dryrun` give the same parameters, bytes per axis and peak memory for one config. The
+dry run measures the peak instead of counting it, and is within 2 %.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DEEPSEEK = [
     "model.experts.ffn=1408", "model.experts.shared=2", "model.experts.first_dense=1", "model.experts.router=sigmoid",
     "model.experts.bias_balance=0.001", "model.experts.aux_loss=0.001", "train.global_batch=32",
 ]  # fmt: skip
-# name: (target, ranks, layout in short words, further config words)
+# Name: (target, ranks, layout in short words, further config words).
 CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "gpt2": ("gpt2-124m", 1, "mb=8", ["train.global_batch=8"]),
     "gpt2-eager": ("gpt2-124m", 8, "mb=4,zero=1", ["train.global_batch=64", EAGER]),
@@ -52,7 +53,7 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
     "llama3-8b-chunks-full": ("llama3-8b", 8, "pp=4,chunks=4,recompute=full,zero=1", ["train.global_batch=16"]),
     "llama3-8b-documents": ("llama3-8b", 8, "tp=8", ["train.global_batch=1", "data.reset_attention=true"]),
     "llama3-8b-offload": ("llama3-8b", 8, "zero=1", ["train.global_batch=8", "zero.offload.optimizer=cpu"]),
-    # Small pieces: a dry run has no other memory that they would come from, and so does not make them.
+    # The buffers are small, because a dry run has no second memory to bring weights from and so does not create them.
     "llama3-8b-offload-params": ("llama3-8b", 8, "zero=3,recompute=full", [
         "train.global_batch=8", "zero.offload.optimizer=cpu", "zero.offload.params=cpu", "zero.offload.buffer_mib=8",
     ]),
@@ -79,11 +80,11 @@ CASES: dict[str, tuple[str, int, str, list[str]]] = {
         "llama3-8b", 8, "tp=2,sp=true", ["train.global_batch=8", "model.qk_norm=true", "model.qk_norm_over=all"]
     ),
     "mixtral-every": ("llama2-7b", 8, "tp=2,pp=2,ep=2,etp=1,zero=3", [*MIXTRAL, "model.experts.every=2"]),
-    # Only experts are divided by ZeRO: there is one data-parallel rank, and each tp rank has a copy of the experts.
+    # Only experts are sharded by ZeRO: there is one data-parallel rank, and each tp rank has a copy of the experts.
     "mixtral-experts-zero1": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=1", MIXTRAL),
     "mixtral-experts-zero2": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=2", MIXTRAL),
     "mixtral-experts-zero3": ("llama2-7b", 2, "tp=2,ep=1,etp=1,zero=3", MIXTRAL),
-    # Everything but the experts is divided, since each has one copy.
+    # Everything but the experts is sharded, since each expert has one copy.
     "mixtral-dense-zero1": ("llama2-7b", 8, "ep=8,etp=1,zero=1", MIXTRAL),
     "mixtral-dense-zero2": ("llama2-7b", 8, "ep=8,etp=1,zero=2", MIXTRAL),
     "mixtral-dense-zero3": ("llama2-7b", 8, "ep=8,etp=1,zero=3", MIXTRAL),
@@ -129,7 +130,7 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
     cluster = "laptop" if "run.device=cpu" in words else "h100-80g-dgx"
     devices = ["--cluster", cluster, "--devices", str(world)]
     plan = answer(capsys, "plan", target, *devices, "--fit", "100000", *keys, "layout.order=tp-cp-ep-dp-pp", *words)
-    # What the search chooses itself: the split, and of a preset the precision that the cluster is used with.
+    # The search chooses these itself: the split and, for a preset, the precision that the cluster is used with.
     keys += [f"pipeline.split={plan['best']['layout']['split']}", f"train.precision={plan['best']['precision']}"]
     cost = answer(capsys, "cost", target, *devices, "--stack", _stack(words), *keys, *words)
     rank = cost["rank"]
@@ -159,7 +160,7 @@ def test_four_commands_give_one_answer(name: str, capsys: pytest.CaptureFixture[
 
 
 def _stack(words: list[str]) -> str:
-    """Ours, as the run will be: a preset's published run may have another."""
+    """Return the stack of the run itself. The published run of a preset may have another one."""
     if "run.device=cpu" in words:
         return "cpu"
     return "eager" if EAGER in words or "model.dropout=0.1" in words else "compiled"

@@ -1,4 +1,4 @@
-"""The planner against a sample of published runs: facts from the papers and pages that each line of the table names."""
+"""The planner against a sample of published runs. Each line of the table names the paper or page of its facts."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_source_names_its_stack() -> None:
 
 
 def test_constants_stay_physical() -> None:
-    """No share of a peak above one, and nothing is hidden that takes no time."""
+    """Every share of a peak is below one, and at most all of the communication time is hidden."""
     for name in ("a100-80g-dgx", "h100-80g-dgx", "h200-141g-dgx", "b200-180g-dgx", "v100-32g"):
         e = load_cluster(name).efficiency
         assert all(0 < share < 1 for share in (e.product, e.attention, e.memory, e.link, e.network, e.fp8))
@@ -208,7 +208,9 @@ def test_a_row_that_contradicts_itself_is_not_taken(cells: dict[str, str], word:
 
 
 def test_stages_of_an_embedding_alone_count() -> None:
-    """BLOOM's 70 layers ran on 72 stages, the embedding and the output layer on one each; 73 would leave one idle."""
+    """BLOOM's 70 layers ran on 72 stages, with the embedding and the output layer on one stage each. A 73rd stage would
+    be idle.
+    """
     row = {**row_of("bloom176b-main-12695"), "tp": "1", "pp": "72", "dp": "4", "gpus": "288", "nodes": "36"}
     case = case_of({**row, "micro_batch": "1", "global_batch": "2048"})
     assert case.job.config.pipeline.split == (0, *[1] * 70, 0)

@@ -1,4 +1,6 @@
-"""The search tries every kind of schedule, also those from outside, and times them by what they are."""
+"""The search tries every kind of schedule, including registered ones from outside, and times each by its formula or its
+table.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def job(schedule: str = "1f1b", chunks: int = 1, pp: int = 4) -> Job:
 
 
 def test_every_kind_that_may_be_best_is_tried() -> None:
-    """gpipe takes as long as 1f1b and keeps more; zb-h1 is faster and keeps more."""
+    """gpipe takes as long as 1f1b and holds more activations. zb-h1 is faster and holds more."""
     space = SearchSpace(pp=(4,), tp=(1,), chunks=(1, 2), micro_batch=(1,))
     assert {shape.config.pipeline.schedule for shape in shapes(job(), space)} == {"1f1b", "zb-h1", "interleaved"}
     with mock.patch.dict(KINDS, V):
@@ -38,7 +40,7 @@ def test_every_kind_that_may_be_best_is_tried() -> None:
 
 
 def test_a_kind_without_a_formula_is_timed_by_its_table() -> None:
-    """Of a table that is too large, by fewer micro-batches and the steady state."""
+    """A table that is too large is timed by fewer micro-batches and the steady state."""
     bare = {"bare": Kind(KINDS["1f1b"].order, chunks=(1,)), "split": Kind(KINDS["zb-h1"].order, chunks=(1,))}
     with mock.patch.dict(KINDS, bare):
         for name, known in (("bare", "1f1b"), ("split", "zb-h1")):

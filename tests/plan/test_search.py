@@ -35,7 +35,7 @@ def job(devices: int, batch: int) -> Job:
 
 
 def test_nothing_better_is_missed() -> None:
-    """Against every combination timed one by one, without any of the search's shortcuts."""
+    """The best candidate equals the best of all combinations, timed one by one without the search's shortcuts."""
     base = job(8, 8)
     found = search(base, H100)
     best = min(
@@ -88,7 +88,9 @@ def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.wide
 def test_a_long_sequence_finds_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of eight devices the ranks share it; on two, blocks are recomputed from host memory, MLPs in pieces."""
+    """Eight devices share the sequence. On two devices blocks are recomputed from host memory, and MLPs run in
+    pieces.
+    """
     words = ["plan", "llama3-8b", "--seq", "131072", "--cluster", "h100-80g-dgx", "--json", "--top", "1"]
     assert main([*words, "--devices", "8", "--global-batch", "8"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]["layout"]["cp"] > 1
@@ -97,7 +99,7 @@ def test_a_long_sequence_finds_a_layout(tmp_path: Path, capsys: pytest.CaptureFi
     best = json.loads(capsys.readouterr().out)["best"]
     assert (best["layout"]["recompute"], best["layout"]["offload"], best["layout"]["pieces"]) == ("full", True, 8)
     rows = 131072 // best["layout"]["tp"]
-    assert best["rank"]["memory"]["offloaded"] == 31 * rows * 4096 * 2  # the last block's input stays
+    assert best["rank"]["memory"]["offloaded"] == 31 * rows * 4096 * 2  # The last block's input stays.
     assert load_config(out).recompute == RecomputeConfig("full", True, 8)
 
 
@@ -183,7 +185,7 @@ def test_a_trace_has_perfettos_form(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(computes) == 2 * 12 * 128
     last = max(event["ts"] + event["dur"] for event in computes)
     assert last == pytest.approx(1e6 * printed["makespan_s"])
-    for rank in range(12):  # one compute at a time
+    for rank in range(12):  # A rank computes one thing at a time.
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in computes if e["pid"] == rank)
         assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(mine))
     assert drawing.read_text(encoding="utf-8").startswith("<svg")
@@ -248,7 +250,7 @@ def test_charts_of_little() -> None:
 def test_the_config_that_plan_writes_is_what_it_meant(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the asked config had another layout, and keys that no layout has."""
+    """This holds even if the given config had another layout, and for keys that no layout has."""
     asked, out = tmp_path / "asked.yaml", tmp_path / "best.yaml"
     asked.write_text(
         "model: {preset: llama3-8b, seq: 4096}\ndata: {prefixes: [a, b]}\nlayout: {tp: 4, pp: 2}\n"
@@ -267,11 +269,11 @@ def test_the_config_that_plan_writes_is_what_it_meant(
 
 
 def test_states_divided_on_nodes_are_those_of_the_ranks_there() -> None:
-    """Also when stages, and not copies, stand side by side on a node."""
+    """This also holds if stages, rather than copies, are next to each other on a node."""
     words = ["layout.pp=2", "zero.stage=1", "zero.shard_group=node", "train.global_batch=64"]
     for order, shards in (("tp-cp-ep-dp-pp", 8), ("tp-pp-cp-ep-dp", 4)):
         target = target_of("llama3-8b", [*words, f"layout.order={order}", "layout.node_size=8"], as_run=False)
         divided = job_of(target.config, 32)
         memory = rank_memory(divided, 0)
         assert divided.sharding() == (1, shards, 16 // shards)
-        assert memory.optimizer == 4 * memory.parameters // shards  # two moments of 4 bytes for weights of 2
+        assert memory.optimizer == 4 * memory.parameters // shards  # Two moments of 4 bytes for weights of 2.

@@ -1,4 +1,6 @@
-"""Ledger = plan, exactly, for every way to sum or gather, at every ZeRO stage, on every kind of layout: dry runs."""
+"""The ledger equals the plan exactly for every way to sum or gather, at every ZeRO stage and on every kind of layout,
+in dry runs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def sections_of(way: str, stage: int, layout: str) -> tuple[int, Sections]:
     for key, value in WAYS[way].items():
         both = isinstance(value, dict) and isinstance(comm.get(key), dict)
         comm[key] = comm[key] | value if both else value
-    if isinstance(comm.get("algorithm"), str) and "model" in given:  # sums by their own algorithm, rows by node
+    # Gradients are summed by the given algorithm, and rows are exchanged by node.
+    if isinstance(comm.get("algorithm"), str) and "model" in given:
         comm["algorithm"] = {"dp": comm["algorithm"], "ep": "hierarchical"}
     train = {"precision": "fp32", "global_batch": 2 * world, "micro_batch": 1, "compile": False}
     zero = {"stage": stage} | (given.get("zero", {}) if stage else {})
@@ -57,7 +60,9 @@ def sections_of(way: str, stage: int, layout: str) -> tuple[int, Sections]:
 
 
 def compare(way: str, stage: int, layout: str) -> bool:
-    """Compares the last rank's calls, and of a pipeline the first one's. Returns whether the rules let it train so."""
+    """Compare the calls of the last rank, and for a pipeline also those of the first one. Return whether the rules let
+    this config train.
+    """
     world, sections = sections_of(way, stage, layout)
     config = small_config(**sections)
     if first_broken_rule(config, world, RULES) is not None:
@@ -80,9 +85,9 @@ def test_sums_of_every_kind_are_as_planned() -> None:
 def test_every_way_at_every_stage(stage: int, layout: str) -> None:
     refused = {way for way in WAYS if not compare(way, stage, layout)}
     expected = set()
-    if stage < 3:  # only stage 3 gathers weights for each use
+    if stage < 3:  # Only stage 3 gathers weights for each use.
         expected |= {way for way in GATHER if way != "no overlap"}
-    if stage and layout == "node-shards":  # which is a hierarchy itself
+    if stage and layout == "node-shards":  # Node shards are a hierarchy themselves.
         expected |= {*OWN, "copy in the node"}
     if layout == "dp-cp":
         expected |= {"copy in the node"}

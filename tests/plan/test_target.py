@@ -1,4 +1,4 @@
-"""What planning commands are asked: every word is heeded or refused with a sentence, and the answer can be trained."""
+"""Planning commands heed every word or refuse it with a sentence, and their answer can be trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A100 = ["--cluster", "a100-80g-dgx", "--devices", "96", "--global-batch", "96"]
 
 
 def said(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
-    """The one sentence of a refusal."""
+    """Return the single sentence of a refusal."""
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and not captured.out
@@ -83,8 +83,10 @@ def test_a_preset_that_only_approximates_its_model_says_so(command: str, capsys:
 
 
 def test_the_planner_knows_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and values of a rank's tokens go round the ring in forward and backward, and in backward their gradients:
-    with 4 ranks 3 messages, and then 4, of which the two in the middle have both and are twice as large."""
+    """Keys and values of a rank's tokens travel round the ring in forward and backward, and in backward their gradients
+    do too. With 4 ranks these are 3 messages, and then 4, of which the two in the middle carry both and are twice as
+    large.
+    """
     found = answer(capsys, ["cost", "llama3-8b", *H100, "layout.cp=4", "context.kind=ring"])
     hops, layers, micro_batches, tokens, keys_and_values = 3, 32, 64 // 16, 8192 // 4, 2 * 8 * 128 * 2
     calls = (hops + 4) * layers * micro_batches
@@ -167,7 +169,7 @@ def test_a_search_refuses_what_it_would_not_heed(name: str, capsys: pytest.Captu
 
 
 def test_more_devices_are_offered_within_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole states on one device do not shrink, however many devices there are."""
+    """States that are whole on one device do not shrink, however many devices there are."""
     assert "of these devices with" not in said(capsys, [*PLAN, "layout.pp=1", "layout.tp=1", "zero.stage=0"])
 
 

@@ -1,4 +1,6 @@
-"""Wrong formulas that circulate, beside what is counted and timed: the table in docs/communication.md."""
+"""Wrong formulas that circulate, compared with counted bytes and predicted times: the table in
+docs/communication.md.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_a_bubble_depends_on_micro_batches(pp: int, micro_batches: int) -> None:
 
 
 def test_gathered_and_reduced_bytes_do_not_fall_with_dp() -> None:
-    """A rank's gradients are as many on any number of data-parallel ranks: ring bytes rise to twice their size."""
+    """A rank has the same gradients on any number of data-parallel ranks, and ring bytes rise to twice their size."""
     sent = []
     for world in (2, 8, 32):
         job = job_of(config(micro_batch=1), world=world)
@@ -55,7 +57,9 @@ def test_gathered_and_reduced_bytes_do_not_fall_with_dp() -> None:
 
 
 def test_efficiency_is_no_function_of_the_number_alone() -> None:
-    """Of 8 devices' throughput for each, 64 keep nearly all with dp = 8 and less than half with tp = 64."""
+    """64 devices keep nearly all of the throughput per device of 8 devices with dp = 8, and less than half of it with
+    tp = 64.
+    """
     cluster = load_cluster("h100-80g-dgx")
 
     def each(world: int, tp: int) -> float:
@@ -63,5 +67,5 @@ def test_efficiency_is_no_function_of_the_number_alone() -> None:
         return predict_cost(job, cluster).tokens_per_s_device
 
     kept = {tp: each(64, tp) / each(8, 8) for tp in (8, 64)}
-    assert min(1.0, 100 / math.sqrt(64)) == 1.0, "what is claimed of all layouts alike"
+    assert min(1.0, 100 / math.sqrt(64)) == 1.0, "the claim for all layouts alike"
     assert kept[8] > 0.95 and kept[64] < 0.5, kept

@@ -1,4 +1,4 @@
-"""Each logger against its real package, offline and where that is installed: the numbers that it gives back."""
+"""Each logger writes through its real package, offline and if that is installed, and the numbers are read back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_csv_gets_columns_as_they_come_and_forgets_lost_steps(tmp_path: Path) ->
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     assert [(row["step"], row["train/loss"]) for row in rows] == [("1", "9.0"), ("2", "8.0"), ("3", "7.0")]
     assert list(csv.DictReader((folder / "validation.csv").open())) == [{"step": "3", "validation/loss": "5.5"}]
-    found = Loggers(["csv"], Start(folder, CONFIG, 2))  # goes on from step 2
+    found = Loggers(["csv"], Start(folder, CONFIG, 2))  # continues from step 2
     found.log({"train/loss": 1.0, "train/mfu": 0.5}, 3)
     found.close()
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
@@ -67,19 +67,23 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
 
 def records(text: bytes) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format after W&B's seven bytes: blocks of 32 KiB, in which each piece
-    has a checksum, a length and a kind (1 whole, 2 first, 3 middle, 4 last)."""
-    at, piece = 7, b""
+    """Yield the records of a file in LevelDB's log format, which W&B writes after a header of seven bytes.
+
+    The file has blocks of 32 KiB. Each fragment in them has a checksum, a length and a kind (1 whole, 2 first, 3
+    middle, 4 last).
+    """
+    at, fragment = 7, b""
     while at + 7 <= len(text):
+        # No header of seven bytes fits into the rest of a block.
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         size, kind = int.from_bytes(text[at + 4 : at + 6], "little"), text[at + 6]
-        piece += text[at + 7 : at + 7 + size]
+        fragment += text[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
-            yield piece
-            piece = b""
+            yield fragment
+            fragment = b""
 
 
 @pytest.mark.wide
@@ -119,7 +123,7 @@ def test_trackio_gets_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[
         rows = database.execute("select step, metrics from metrics order by id").fetchall()
     found = [(step, json.loads(text).get("train/loss")) for step, text in rows]
     assert found[:3] == [(1, 9.0), (2, 8.0), (3, 7.0)]
-    assert capsys.readouterr().out == ""  # which may be a JSON document
+    assert capsys.readouterr().out == ""  # standard output may be a JSON document
 
 
 class Broken:

@@ -1,4 +1,4 @@
-"""Who owns a run's folder: one job at a time, whoever was there before it and however many start at once."""
+"""The owner of a run's folder: one job at a time, whoever owned it before and however many start at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.record import run_owner
 from meshwright.record.run_owner import Owner, Ownership, refuse_owned
 
-# Starts when the file `go` appears, and owns the folder long enough for all others to try.
+# Starts when the file `go` appears, and owns the folder until all others have tried.
 STARTER = """
 import sys, time
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_of_many_that_start_at_once_one_owns_the_folder(tmp_path: Path, gone: Ow
     for starter in starters:
         starter.communicate("")
     assert sorted(line.split()[0] for line in said) == ["owns"] + 5 * ["refused"], said
-    # Two that see each other's note both take it back and try again, so one that is refused may name either.
+    # Two processes that see each other's notes both withdraw and try again, so a refused one may name either.
     named = [f"process {starter.pid} on" for starter in starters]
     assert all(any(name in line for name in named) for line in said if line != "owns\n")
     assert len(list(folder.glob(".owner-*"))) == 1
@@ -91,7 +91,9 @@ def test_a_living_owner_is_not(tmp_path: Path) -> None:
 
 
 def test_an_owner_that_can_not_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine, or another container of this one; unless it was this very job's own attempt before."""
+    """The owner is on another machine, or in another container of this one. Only an earlier attempt of this very job is
+    followed.
+    """
     me = Owner.this_process()
     for owner in (replace(me, host="elsewhere", pid=1, began="1"), replace(me, pids="pid:[1]", began="1")):
         note(tmp_path, owner, 4)
@@ -111,7 +113,7 @@ def test_an_owner_that_can_not_be_asked(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(UserError, match="nothing can be known"):
                 Ownership(tmp_path)
         (tmp_path / ".owner-10").unlink(missing_ok=True)
-    # The same script started twice under one name: its second try does not count as the first run's own.
+    # The same script was started twice under one name. The second start must not count as an attempt of the first run.
     living = replace(me, pid=os.getppid(), began=run_owner._began(os.getppid()) or "", job="77", attempt=0)
     note(tmp_path, living, 9)
     with pytest.raises(UserError, match="still training"):
@@ -119,7 +121,7 @@ def test_an_owner_that_can_not_be_asked(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_note_that_is_written_late_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its writer was held up between making the file and writing it."""
+    """The writer was held up between creating the file and writing it."""
     monkeypatch.setattr(run_owner, "UNWRITTEN_S", 0.0)
     (tmp_path / ".owner-1").touch()
     real = Ownership._create
@@ -137,7 +139,9 @@ def test_a_note_that_is_written_late_counts(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
-    """A folder that got nothing goes away with the run that made it; the note of any other stays, and says the end."""
+    """A folder that got no files is removed with the run that created it. In any other folder the note stays, and says
+    that the run has ended.
+    """
     with Ownership(tmp_path / "refused"):
         (tmp_path / "refused" / "checkpoints").mkdir()
     assert not (tmp_path / "refused").exists()

@@ -1,4 +1,4 @@
-"""One speed of a run, wherever it is shown: the means of the last steps of its newest process."""
+"""The speed of a run is the same wherever it is shown: the mean of the last steps of its newest process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from tests.watch.made import add_event, config_of, healthy
 def test_it_is_the_mean_of_the_newest_process_without_its_first_step() -> None:
     seconds = [9.0, 1.0, 1.0, 8.0, 2.0, 4.0]
     ends = [9.0, 10.0, 11.0, 100.0, 103.0, 108.0]
-    found = pace_of(range(1, 7), [30] * 6, seconds, ends, [0, 3])  # it went on from step 3
+    found = pace_of(range(1, 7), [30] * 6, seconds, ends, [0, 3])  # the run was resumed from step 3
     assert found is not None and (found.first, found.count) == (4, 2)
     assert (found.tokens_per_s, found.step_s, found.wall_s) == (10.0, 3.0, 4.0)
-    before = pace_of(range(1, 4), [30] * 3, seconds[:3], ends[:3], [0, 3])  # no step since: those before
+    # No step since then, so the ones before it count.
+    before = pace_of(range(1, 4), [30] * 3, seconds[:3], ends[:3], [0, 3])
     assert before is not None and (before.first, before.count, before.wall_s) == (1, 2, 1.0)
     one = pace_of([4], [30], [8.0], [100.0], [3])
     assert one is not None and (one.tokens_per_s, one.wall_s) == (30 / 8, 8.0)
@@ -33,12 +34,14 @@ def test_it_is_the_mean_of_the_newest_process_without_its_first_step() -> None:
 
 
 def test_display_summary_status_and_page_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow step moves the mean and not the median; an earlier process and a first step move neither."""
+    """A slow step moves the mean and not the median. An earlier process and a first step move neither."""
     run = healthy(tmp_path / "run", done=50)
     add_event(run, kind="resume", step=20, text="continues from step 20")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line["step_time_s"] = 7.0 if line["step"] <= 21 else 3.3 if line["step"] == 40 else 0.4
+        line["step_time_s"] = 7.0 if line["step"] <= 21 else 0.4
+        if line["step"] == 40:
+            line["step_time_s"] = 3.3
         line["tflops"] = 0.0042 * 0.4 / line["step_time_s"]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     step_s = (28 * 0.4 + 3.3) / 29

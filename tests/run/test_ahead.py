@@ -1,4 +1,4 @@
-"""Running one step ahead of the result that is read: who waits for whom, and where a stop takes hold."""
+"""Running one step ahead of the result that is read: the order of launches and reads, and the steps of stops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """A trainer that only writes down what is asked of it; a request is seen in the step that it was launched with."""
+    """A trainer that only records its calls. A request is seen in the step that it was launched with."""
 
     runs_ahead: bool
     step_number: int = 0
@@ -111,7 +111,7 @@ def test_a_save_takes_hold_once_where_the_trainer_stands(asked: int, runs_ahead:
     trainer = Recorder(runs_ahead)
     ahead, wanted, saves = ahead_of(trainer, 4, 8), False, []
     for call in range(1, 9):
-        wanted |= call == asked  # asked for again and again until it is done
+        wanted |= call == asked  # repeated until the save is done
         result = ahead.next(False, wanted)
         if result.save:
             assert trainer.step_number == result.step
@@ -126,9 +126,9 @@ def test_a_bad_step_holds_back_those_after_it_until_it_is_released() -> None:
 
     def held(numbers: list[float]) -> tuple[float, float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        passed, kept = gate.pass_on(StepSums(sums, sums), normal)
-        assert kept is not None and passed.own is passed.all
-        return float(kept), float(passed.all[2])
+        passed, held_back = gate.pass_on(StepSums(sums, sums), normal)
+        assert held_back is not None and passed.own is passed.all
+        return float(held_back), float(passed.all[2])
 
     assert gate.pass_on(StepSums(*2 * [torch.tensor(nan)]), normal)[1] is None, "nobody looks"
     gate.active = gate.nonfinite = True

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """Whatever a test leaves, the next one here finds Python's default, and those elsewhere what conftest.py froze."""
+    """Give each test here Python's default collector, and later tests elsewhere the state that conftest.py froze."""
     gc.unfreeze()
     yield
     gc.enable()
@@ -71,7 +71,7 @@ def test_a_number_below_zero_is_a_mistake() -> None:
 
 
 class Seen(Hook):
-    """Notes the full collections since the run began, and whether Python would collect by itself."""
+    """A hook that notes the number of full collections, and whether Python would collect by itself."""
 
     def __init__(self) -> None:
         self.collections: list[int] = []
@@ -83,7 +83,9 @@ class Seen(Hook):
 
 
 def collected(rank: int, world: int, folder: str) -> tuple[list[int], set[bool], bool]:
-    """The steps after which a whole collection was made."""
+    """Return the steps after which a full collection was made, and whether Python collected by itself during and after
+    the run.
+    """
     gc.unfreeze()
     seen = Seen()
     config = small_config(**tiny(Path(folder), train={"gc_every": 2, "steps": 5}, checkpoint={"every": 0}))

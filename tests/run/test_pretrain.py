@@ -1,4 +1,4 @@
-"""The Python API: own sections, a world and process groups made elsewhere, monitored values, providers' arguments."""
+"""The Python API: own sections, a world and process groups from elsewhere, monitored values, arguments of providers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bag:
 
 
 class Counter(nn.Module):
-    """Predicts the next token from the current one alone."""
+    """A model that predicts the next token from the current one alone."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_it_gives_up_on_a_loss_that_is_never_finite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_step_without_a_token_changes_nothing(tmp_path: Path, precision: str) -> None:
-    """Nor is its loss zero, nor is it a good step that raises the loss scale."""
+    """The loss is not zero, and the step does not count as a good one that raises the loss scale."""
     seen: list[torch.Tensor] = []
     calls = iter(range(1000))
 
@@ -149,7 +149,7 @@ def test_values_that_only_some_micro_batches_have(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    """Two layers, for the dtype of their products and the shapes of their weights."""
+    """A model of two layers, for the dtype of its products and the shapes of its weights."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def state_dicts_of(rank: int, world: int, folder: str, stage: int) -> Any:
 
 
 def test_the_weights_of_an_own_model_are_gathered_whole(tmp_path: Path) -> None:
-    """With zero.stage=3 the module itself holds none of them."""
+    """The module itself holds none of its weights with zero.stage=3."""
     (_, first, names), (_, same, _) = run_ranks(2, state_dicts_of, str(tmp_path / "0"), 0)
     (held, third, _), (_, other, _) = run_ranks(2, state_dicts_of, str(tmp_path / "3"), 3)
     assert held == 0 and list(third) == names == list(first)
@@ -221,7 +221,7 @@ def test_ranks_that_would_all_compute_the_same_are_refused(axis: str, tmp_path: 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    """Both see a checkpoint. The other ranks of this world see none: those of the second case include the writer."""
+    """This rank sees a checkpoint and no other rank does. In the second case, one of the others is the writer."""
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     world = SimpleNamespace(agreed=lambda value, device: value)
     config = SimpleNamespace(
@@ -229,10 +229,10 @@ def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: 
         tune=SimpleNamespace(adapts=False),
     )  # fmt: skip
     ctx = SimpleNamespace(config=config, mesh=SimpleNamespace(world=world), device=SimpleNamespace(torch=None), rank=0)
-    told = []
+    fresh_flags = []
 
     def begin(trainer: Any, modules: Any, fresh: bool) -> None:
-        told.append(fresh)
+        fresh_flags.append(fresh)
         raise UserError("far enough")
 
     monkeypatch.setattr(pretrain, "begin_with_folder", begin)
@@ -240,4 +240,4 @@ def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: 
     monkeypatch.setattr(pretrain, "check_shared", lambda *args: None)
     with pytest.raises(UserError, match="far enough"):
         pretrain.run_owned(SimpleNamespace(ctx=ctx, writes=writes, modules=[]), None, None, 0.0)  # type: ignore[arg-type]
-    assert told == [not writes]
+    assert fresh_flags == [not writes]

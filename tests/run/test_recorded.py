@@ -1,4 +1,4 @@
-"""What a run notes of itself: norms by layer as a single process has them, every rank's figures, where it came from."""
+"""The records of a run: norms by layer as in a single process, figures of every rank, and the run's origin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def slow_step(rank: int) -> Any:
-    """A forward step that takes rank 1 longer."""
+    """Return a forward step that takes longer on rank 1."""
 
     def step(ctx: Any, module: Any, batch: Any, received: Any) -> Any:
         if rank == 1:
@@ -69,7 +69,8 @@ def test_norms_by_layer_are_those_of_one_process(name: str, alone: Path, tmp_pat
     for here, there in zip(found, wanted, strict=True):
         assert here["layers"] == there["layers"]
         assert {"embedding", "layers.0", "layers.1"} <= set(here["layers"])
-        for key in ("grad_norm", "weight_norm", "update_ratio"):  # the model is smaller than the samples taken of it
+        # Exact, since the model is smaller than the samples taken of it.
+        for key in ("grad_norm", "weight_norm", "update_ratio"):
             assert here[key] == pytest.approx(there[key], rel=1e-9), key
         assert math.hypot(*here["grad_norm"]) == pytest.approx(steps[here["step"]]["grad_norm"], rel=1e-12)
     assert all(0 < ratio < 0.1 for ratio in found[0]["update_ratio"])
@@ -84,7 +85,7 @@ def test_the_slow_rank_is_named_and_the_others_wait(tmp_path: Path) -> None:
     assert last["tflops"] == pytest.approx(1e9 * 8 / last["step_time_s"] / 1e12)
     assert last["mfu"] == pytest.approx(last["tflops"] / 2)
     spreads = [(line["ranks"]["busy_s"], line["ranks"]["waited_s"]) for line in found]
-    # In some step at least: whoever else uses the machine makes ranks compute longer too.
+    # One such step is enough: other users of the machine make ranks compute longer too.
     assert any(b["rank"] == 1 and b["max"] > b["min"] + 0.1 and w["rank"] == 0 for b, w in spreads), spreads
     waited = spreads[-1][1]
     assert last["ranks"]["peak_bytes"]["min"] > 1 << 20
@@ -125,13 +126,13 @@ def test_figures_of_ranks_are_read_from_the_sums() -> None:
         "data_s": {"min": 0.0, "median": 2.0, "max": 2.0, "rank": 1},
         "peak_bytes": {"min": 5, "median": 9, "max": 9, "rank": 1},
     }
-    assert list(RankFigures.read([0, 0, 0, 5, 7, 0, 0, 0, 9, 7]).summary()) == ["peak_bytes"]  # on an accelerator
+    assert list(RankFigures.read([0, 0, 0, 5, 7, 0, 0, 0, 9, 7]).summary()) == ["peak_bytes"]  # as on an accelerator
 
 
 def test_norms_by_layer_where_gradients_have_no_memory_between_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on an accelerator, whose released tensors allow no slice: a step of one micro-batch."""
+    """Released tensors of an accelerator allow no slice, which is imitated here. The step has one micro-batch."""
 
     def resized(cls: type[ReleasableTensor], size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
         return cls(torch.zeros(size, dtype=dtype, device=device))

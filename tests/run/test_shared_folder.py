@@ -1,4 +1,4 @@
-"""Every rank must see the folder of a run: on a disk that shows a new file late, and on one that is not shared."""
+"""Every rank must see the folder of a run: a disk may show a new file late, or may not be shared at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.run.pretrain import SHARED_S, check_shared
 
 
 class World:
-    """What this rank agrees on with the others: the largest number, which the writer's is."""
+    """An agreement of all ranks on the largest number, which is that of the writer."""
 
     def __init__(self, writer: float) -> None:
         self.numbers = [writer]
@@ -31,7 +31,7 @@ def rank_of(writes: bool, number: float = 0.0, timeout: float = 600.0) -> Any:
 
 
 class Clock:
-    """Only sleeping moves it; a file appears at its time."""
+    """A clock that moves only when a rank sleeps. A file appears at its time."""
 
     def __init__(self, path: Path, appears: float) -> None:
         self.now, self.path, self.appears = 0.0, path, appears
@@ -63,7 +63,7 @@ def test_the_wait_ends_before_the_watchdog_takes_it_for_a_hang(tmp_path: Path) -
 
 
 def test_the_name_is_a_new_one_each_time_and_nothing_is_left(tmp_path: Path, monkeypatch: Any) -> None:
-    """A restart must not look for a name of which the disk remembers that it was removed."""
+    """A restart must not look for a name that the disk remembers as removed."""
     made: list[str] = []
     real = Path.touch
 

@@ -1,4 +1,4 @@
-"""The validation loss by source: the same samples, file by file."""
+"""The validation loss by source covers the same samples, file by file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def lines(rank: int, world: int, prefixes: list[str], pp: int) -> tuple[Any, Any
 
 
 def test_validation_by_source_is_of_the_same_samples(tmp_path: Path) -> None:
-    """On one rank, on two that read other samples (one source's samples then fill no whole round), on a pipeline."""
+    """The losses agree on one rank, on two that read other samples (those of one source then fill no whole round), and
+    on a pipeline.
+    """
     prefixes = [str(tmp_path / name) for name in ("even", "odd")]
     draw = np.random.default_rng(0)
     for parity, prefix in enumerate(prefixes):

@@ -1,4 +1,4 @@
-"""`run.trace`: a measured step has the spans that the simulated one has, in an order that can have happened."""
+"""`run.trace`: a measured step has the spans of the simulated one, in an order that can occur."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_a_measured_step_has_the_spans_of_the_simulated_one(name: str, tmp_path:
 def test_a_trace_that_cannot_be_written_stops_no_run(tmp_path: Path) -> None:
     (tmp_path / "trace.json").mkdir()
     with pytest.warns(UserWarning, match="trace can't be written to .*trace.json: Is a directory"):
-        body(0, 1, str(tmp_path), {"train": {"steps": 2}})  # the last step is traced where there are fewer than three
+        body(0, 1, str(tmp_path), {"train": {"steps": 2}})  # with fewer than three steps, the last one is traced
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def _check_order(measured: dict[str, Any], pp: int, chunks: int) -> None:
-    """No stage computes before the stage that it depends on is done, by the clock that all ranks share."""
+    """Check by the ranks' shared clock that no stage computes before the stage that it depends on is done."""
     at = {}
     for rank in range(pp):
         for e in _spans(measured, rank, "compute"):
@@ -72,7 +72,8 @@ def _check_order(measured: dict[str, Any], pp: int, chunks: int) -> None:
     for (name, stage), event in at.items():
         before = at.get((name, stage + (1 if name[0] == "B" else -1)))
         if before is not None:
-            assert before["ts"] + before["dur"] <= event["ts"] + 1e3, (name, stage)  # 1 ms: clocks are read apart
+            # A tolerance of 1 ms, since clocks are read separately.
+            assert before["ts"] + before["dur"] <= event["ts"] + 1e3, (name, stage)
     assert len(at) == pp * chunks * 2 * MICRO_BATCHES
 
 

@@ -1,4 +1,4 @@
-"""Every command that talks to other ranks has a watchdog, and leaves the world only where all went well."""
+"""Every command that talks to other ranks has a watchdog, and leaves the world only if all went well."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
 
 
 def test_a_check_is_watched_on_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog's threads would otherwise ask the first device for events that are another one's."""
+    """The watchdog's threads would otherwise ask the first device for the events of another one."""
     comm = SimpleNamespace(timeout=7.0, backend="auto")
     config = SimpleNamespace(comm=comm, run=SimpleNamespace(device="cpu"), train=SimpleNamespace(precision="fp32"))
     seen: list[Any] = []
@@ -86,7 +86,7 @@ def mean(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
 
 
 def wrapped(mesh: Mesh, sleeper: int) -> None:
-    """A loop of one's own, in which a rank does not come to its second step."""
+    """Train in a user's own loop, in which one rank never begins its second step."""
     torch.manual_seed(1)
     config = {"train": {"global_batch": 4, "micro_batch": 2}, "comm": {"timeout": 3}, "run": {"device": "cpu"}}
     model = meshwright.wrap(nn.Linear(4, 4), config, loss=mean)

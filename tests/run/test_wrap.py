@@ -1,4 +1,4 @@
-"""`meshwright.wrap`: a module of one's own in a loop of one's own, on ZeRO and on tp, against one process."""
+"""`meshwright.wrap`: a user's module in a user's loop, on ZeRO and on tp, against one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
 
 
 class Block(nn.Module):
-    """Its parts have names that are usual, and that nothing which is put on a unit may take."""
+    """A block whose parts have common names. No attribute that is set on a unit may hide them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a list, a module before and after them, and a parameter that belongs to neither. One that `skips`
-    leaves out the first or the second block, by the data, and another one the block `left_out`."""
+    """A network with blocks in a list, a module before and after them, and a parameter outside all modules.
+
+    With `skips` the data decide whether the first or the second block is left out. Otherwise the block `left_out` is.
+    """
 
     def __init__(self, skips: bool = False) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ def wrapped(
 
 
 def losses(model: Any, rank: int, ranks: int, first: int = 0) -> list[float]:
-    """The losses of some steps, in each of which a data-parallel rank has its samples: every `ranks`-th micro-batch."""
+    """Return losses and norms of some steps, in each of which a data-parallel rank has every `ranks`-th micro-batch."""
     found = []
     for step in range(first, first + STEPS):
         own = {name: x.view(-1, ranks, 2, x.shape[-1])[:, rank].flatten(0, 1) for name, x in batch_of(step).items()}
@@ -90,17 +92,17 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
     sharded.save(folder)
     cut = wrapped(PLAN, layout={"tp": 2})
     again = wrapped(PLAN, layout={"tp": 2}, zero={"stage": 1})
-    again.load(folder)  # what ZeRO divided goes on where tp cuts
+    again.load(folder)  # weights that ZeRO sharded continue where tp cuts them
     skipping = losses(wrapped(skips=True, zero={"stage": 2}), rank, 2)
     apart = wrapped(zero={"stage": 3})
     apart.module.left_out = rank
     with pytest.raises(UserError, match="ranks 0 and 1 went through different blocks in step 1.*zero.stage=2"):
         losses(apart, rank, 2)
     other = Net().double()
-    other.scale.data[-1] += rank  # as with a seed of each rank's own
+    other.scale.data[-1] += rank  # as with a different seed on each rank
     with pytest.raises(UserError, match="rank 1 built another Net than rank 0: seed every rank alike"):
         meshwright.wrap(other, BASE, loss=loss)
-    with pytest.raises(UserError, match="built it with other parameters"):  # a model provider's
+    with pytest.raises(UserError, match="built it with other parameters"):  # the message about a model provider
         check_own(sharded.trainer.ctx, nn.Linear(2, 2 + rank).double())
     assert sharded.trainer.ctx.mesh.world.told(f"said by {rank}", torch.device("cpu")) == "said by 0"
     return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS), skipping]
@@ -121,7 +123,7 @@ def skipping_by_the_data(rank: int, world: int) -> None:
 
 
 def test_a_module_that_changes_its_blocks_is_stopped_in_stage_3() -> None:
-    """In one process nobody else has to gather the same."""
+    """In one process no other rank has to gather the same blocks."""
     with pytest.raises(RankFailed, match="another order than in the pass before"):
         run_ranks(2, skipping_by_the_data)
     skipping_by_the_data(0, 1)
@@ -140,7 +142,7 @@ def test_every_block_leaves_marks() -> None:
 def test_only_a_program_that_ends_without_close_reports_its_last_error(
     closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interactive session keeps the error of an earlier line, from which it went on."""
+    """An interactive session keeps the error of an earlier line, although the user continued after it."""
     error = ValueError("of an earlier line")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     seen: list[BaseException | None] = []

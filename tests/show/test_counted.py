@@ -1,4 +1,4 @@
-"""What a run counts and trained, in words: steps of now and of all, tokens, learned ones, pairs."""
+"""The counts of a run in words: steps of this start and in total, tokens, learned tokens and pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_end_of_a_resumed_run_says_what_was_trained_now() -> None:
 
 
 def test_what_the_loss_counts_stands_beside_the_tokens(tmp_path: Path) -> None:
-    """Tokens are those that went through the model; of a chat the learned ones are fewer, and pairs are no tokens."""
+    """Tokens are those that went through the model. A chat learns fewer of them, and pairs are no tokens."""
     chat = [result(n, counted=64) for n in range(1, 6)]
     assert re.search(r"256 tok/s  25 % learned", play(io.StringIO(), config(), chat))
     text = summarised(write_run(tmp_path / "a", config(), chat))

@@ -1,4 +1,4 @@
-"""The drawing of who holds what on a grid says what the parameters' records say."""
+"""The drawing of a grid shows the parts of weights that each rank holds by the parameters' records."""
 
 from __future__ import annotations
 

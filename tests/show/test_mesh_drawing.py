@@ -1,4 +1,4 @@
-"""The drawing of a mesh shows every rank once for each axis, and colours are groups."""
+"""The drawing of a mesh shows every rank once for each axis, and each group has one colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live display, its plain lines and the summary of a run folder, on streams that only pretend to be terminals."""
+"""The live display, its plain lines and the summary of a run folder, on streams that pretend to be terminals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Terminal(io.StringIO):
 
 
 class Screen:
-    """What a terminal of `columns` would show of the few control sequences that the display uses."""
+    """The lines that a terminal of `columns` would show, by the few control sequences that the display uses."""
 
     def __init__(self, text: str, columns: int) -> None:
         self.lines, self.row, self.columns = [""], 0, columns
@@ -112,7 +112,7 @@ def bad(step: int) -> StepResult:
 
 
 def play(stream: io.StringIO, c: Config, results: list[StepResult], **more: Any) -> str:
-    """Return what is shown of a run that takes no time, by a clock that stands still."""
+    """Return the output for a run that takes no time, by a clock that stands still."""
     still = SimpleNamespace(monotonic=lambda: 1000.0)
     with mock.patch.object(module, "time", still), Display(c, 8, stream, **more) as display:
         display.started(None)
@@ -142,7 +142,7 @@ def test_head_says_what_runs_where_and_how() -> None:
 
 
 def test_the_head_names_what_is_not_usual() -> None:
-    """Experts, adapters with what they train, grids and other kinds of models are told apart."""
+    """The head names experts, adapters with the number of trained weights, grids and other kinds of models."""
     experts = config(model={"experts": {"count": 4, "top_k": 2}}, layout={"ep": 2})
     text = play(io.StringIO(), experts, [result(1)])
     assert "4 experts, 2 a token" in text and "experts over ep 2" in text
@@ -155,7 +155,7 @@ def test_the_head_names_what_is_not_usual() -> None:
 
 @pytest.mark.parametrize("columns", [76, 80])
 def test_a_line_of_the_head_ends_between_two_facts(columns: int) -> None:
-    """Never within one, or after its dot."""
+    """A line never ends within a fact, or after the dot that follows one."""
     run = config(model={"experts": {"count": 4}}, layout={"cp": 2, "ep": 2}, run={"dir": "runs/a-rather-long-name"})
     facts: dict[int, list[str]] = {}
     for width in (columns, 300):
@@ -192,8 +192,9 @@ def test_the_live_block_is_redrawn_in_place_at_any_width(columns: int, monkeypat
             display.live.refresh()
     screen = Screen(stream.getvalue().split(HIDE)[1], columns)
     block, labels = screen.lines[:-1], ["step", "loss", "speed", "update", "time"]
-    assert [line[:8].strip() for line in block if line[:8].strip()] == labels  # however often it was drawn
-    if columns >= 30:  # nothing is cut: what does not fit stands in the next line
+    # Each line appears once, however often it was drawn.
+    assert [line[:8].strip() for line in block if line[:8].strip()] == labels
+    if columns >= 30:  # nothing is cut: words that do not fit are in the next line
         text = " ".join(" ".join(block).split())
         assert "…" not in text
         for words in ("20/20", "100 %", "left", "256 tok/s", "1.00 s per step", "160 of 160 samples", "batch 8",
@@ -218,7 +219,7 @@ def test_what_happens_scrolls_away_above_the_block() -> None:
 
 
 def test_redraws_are_few_and_the_last_state_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time alone redraws, and none passes here: no step does."""
+    """Redraws depend on time alone, and no time passes here."""
     monkeypatch.setattr(module, "REDRAWS_PER_SECOND", 1 / HANG_S)
     text = play(Terminal(), config(train={"steps": 500}), [result(n) for n in range(1, 501)])
     assert text.count("tok/s") < 5
@@ -239,14 +240,14 @@ def test_a_file_hears_of_a_long_first_step(monkeypatch: pytest.MonkeyPatch) -> N
     with Display(config(), 8, stream) as display:
         display.started(None)
         until(lambda: stream.getvalue().count("computing the first step, of up to") >= 2)
-        told = stream.getvalue().count("computing the first step, of up to")
+        reports = stream.getvalue().count("computing the first step, of up to")
         display.stepped(result(1))
     time.sleep(0.3)
-    assert 2 <= told <= stream.getvalue().count("computing the first step") <= told + 1, "and nothing after it"
+    assert 2 <= reports <= stream.getvalue().count("computing the first step") <= reports + 1, "and nothing after it"
 
 
 def test_the_block_is_redrawn_while_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that redraws reads what steps write, and steps print above what it draws: neither waits for ever."""
+    """The thread that redraws reads values that steps write, and steps print above its block. Neither waits forever."""
     monkeypatch.setattr(module, "REDRAWS_PER_SECOND", 10000)
     display = Display(config(train={"steps": 400}), 8, Terminal())
     display.started(None)
@@ -396,7 +397,7 @@ def test_means_are_of_all_steps() -> None:
 def test_summaries_of_odd_runs(tmp_path: Path) -> None:
     one = summarised(write_run(tmp_path / "one", config(), [result(1)]))
     assert re.search(r"training +9\.9000 +9\.9000", one) and "none" in one
-    assert "ranks together" not in one  # dp was used and nobody says how often
+    assert "ranks together" not in one  # dp was used, and its size is unknown
     assert "8 ranks together" in summarised(write_run(tmp_path / "one", config(), [result(1)], world=8))
     nobody = write_run(tmp_path / "empty", config(), [], world=8)
     assert "no step was finished" in summarised(nobody)

@@ -1,4 +1,4 @@
-"""Tables as text, and what streams of other kinds are given."""
+"""Tables as text, and the output for streams of other kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own algorithms for sums, simulated: every rank has the sum, and sends as little as can be."""
+"""Simulations of our algorithms for sums: every rank gets the sum, and sends as little as possible."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ CASES = [(kind, size) for kind in ALGORITHMS for size in SIZES if kind != "halvi
 
 
 def run(rounds: list[list[Round]], held: list[list[int]], adds: bool) -> None:
-    """Runs the rounds of all ranks in step; what is sent and what is received must agree."""
+    """Run the rounds of all ranks in step. The chunks that one rank sends must be those that the other one receives."""
     for step in range(len(rounds[0])):
-        before = [list(pieces) for pieces in held]
+        before = [list(chunks) for chunks in held]
         for place, each in enumerate(rounds):
             to, sent, source, received = each[step]
             assert rounds[source][step].to == place and rounds[source][step].sent == received
             assert rounds[to][step].source == place and rounds[to][step].received == sent
-            for piece in received:
-                held[place][piece] = before[source][piece] + (before[place][piece] if adds else 0)
+            for chunk in received:
+                held[place][chunk] = before[source][chunk] + (before[place][chunk] if adds else 0)
 
 
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_every_rank_gets_the_sum(kind: str, size: int) -> None:
     on_node = next(width for width in (4, 3, 2, 1) if size % width == 0)
     sums = [ALGORITHMS[kind](size, place, on_node) for place in range(size)]
-    held = [[(1 << place) * (piece + 1) for piece in range(size)] for place in range(size)]
-    true = [((1 << size) - 1) * (piece + 1) for piece in range(size)]
+    held = [[(1 << place) * (chunk + 1) for chunk in range(size)] for place in range(size)]
+    true = [((1 << size) - 1) * (chunk + 1) for chunk in range(size)]
     run([each.reduce for each in sums], held, adds=True)
     assert [held[place][place] for place in range(size)] == true
-    held = [[value if piece == place else -1 for piece, value in enumerate(row)] for place, row in enumerate(held)]
+    held = [[value if chunk == place else -1 for chunk, value in enumerate(row)] for place, row in enumerate(held)]
     run([each.gather for each in sums], held, adds=False)
     assert held == [true] * size
     for each in sums:
@@ -46,7 +46,9 @@ def test_every_rank_gets_the_sum(kind: str, size: int) -> None:
 
 
 def test_between_nodes_travels_what_a_node_has_summed() -> None:
-    """Eight ranks on nodes of four: 3 rounds of two pieces inside a node, 1 round of one piece to the other."""
+    """Eight ranks on nodes of four send two chunks in each of 3 rounds inside a node, and one chunk in 1 round to the
+    other.
+    """
     for place in range(8):
         found = ALGORITHMS["hierarchical"](8, place, 4)
         across = [len(one.sent) for one in (*found.reduce, *found.gather) if one.to // 4 != place // 4]
@@ -58,7 +60,7 @@ def test_between_nodes_travels_what_a_node_has_summed() -> None:
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-ep-cp-tp", "dp-pp-tp-cp-ep", "tp-ep-dp-cp-pp"])
 def test_a_ring_leaves_each_node_once(order: str) -> None:
-    """Whatever the order of the axes, ranks of one node are neighbours in every group."""
+    """Ranks of one node are neighbours in every group, whatever the order of the axes."""
     layout = Layout(32, tp=2, pp=2, cp=2, order=order, node_size=8)
     for axes in ("dp-cp", "dp", "tp", "pp"):
         for group in layout.groups(axes):
@@ -75,7 +77,7 @@ def test_neighbours_on_a_node() -> None:
 
 
 def crossings(ranks: list[int], switches: list[int], order: list[int] | None, kind: str = "ring") -> list[int]:
-    """By round, the messages from a node at one switch to a node at another, with two ranks on a node."""
+    """Return, for each round, the number of messages from one switch to another, with two ranks on a node."""
     by_place = [list(rounds_of(kind, len(ranks), place, "all_reduce", 2, order)) for place in range(len(ranks))]
     at = [switches[rank // 2] for rank in ranks]
     return [
@@ -85,24 +87,25 @@ def crossings(ranks: list[int], switches: list[int], order: list[int] | None, ki
 
 
 def test_a_ring_leaves_each_switch_once() -> None:
-    """Eight nodes of two ranks that are at two switches by turns, as a scheduler may number them."""
+    """Eight nodes of two ranks are at two switches alternately, as a scheduler may number them."""
     ranks, switches = list(range(16)), [0, 1] * 4
     order = ring_order(ranks, 2, switches)
     assert neighbours_on_node([ranks[at] for at in order], 2) == 2, "ranks of a node stay neighbours"
     assert crossings(ranks, switches, None) == [8] * 30 and crossings(ranks, switches, order) == [2] * 30
-    inside, across = [0] * 1, [4] * 7  # a ring in the node, then two between nodes, each of which leaves a switch once
+    # One round in the node's ring, then two rings between nodes, each of which leaves a switch once.
+    inside, across = [0] * 1, [4] * 7
     assert crossings(ranks, switches, order, "hierarchical") == [*inside, *across, *across, *inside]
     assert ring_order(ranks, 2) == ranks and ring_order([1, 3, 9, 11], 2, switches) == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_sums_in_any_order(kind: str) -> None:
-    """Places and pieces are renumbered together: rank i has the sum of piece i."""
+    """Positions and chunks are renumbered together: rank i has the sum of chunk i."""
     size, order = 8, [3, 2, 7, 6, 0, 1, 4, 5]
     rounds = [list(rounds_of(kind, size, place, "all_reduce", 2, order)) for place in range(size)]
-    held = [[(1 << place) * (piece + 1) for piece in range(size)] for place in range(size)]
+    held = [[(1 << place) * (chunk + 1) for chunk in range(size)] for place in range(size)]
     half = len(rounds[0]) // 2
     run([[each for each, adds in of[:half] if adds] for of in rounds], held, adds=True)
     assert [held[place][place] for place in range(size)] == [255 * (place + 1) for place in range(size)]
     run([[each for each, adds in of[half:] if not adds] for of in rounds], held, adds=False)
-    assert held == [[255 * (piece + 1) for piece in range(size)]] * size
+    assert held == [[255 * (chunk + 1) for chunk in range(size)]] * size

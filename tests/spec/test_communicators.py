@@ -1,4 +1,4 @@
-"""The communicators that a run connects early and the plan counts are those over which its ledger shows calls."""
+"""The communicators that a run connects early, and that the plan counts, are those of the calls in its ledger."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def config_of(name: str) -> Config:
 
 
 class Noted:
-    """Notes which process groups calls go through; for sends and receives of a pipeline also the pair."""
+    """A recorder of the process groups that calls go through, and of the pair for sends and receives of a pipeline."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.seen = mesh, set[tuple[int, tuple[int, ...], bool]]()
@@ -117,7 +117,7 @@ def test_a_step_uses_the_stated_communicators(name: str) -> None:
             trainer = make_rank(config, world, rank, Device("meta"))
             noted = Noted(trainer.ctx.mesh)
             if trainer.outer is not None:
-                trainer.step_number = config.train.local.steps - 1  # replicas meet at the end of a round
+                trainer.step_number = config.train.local.steps - 1  # replicas synchronise at the end of a round
             trainer.step()
             wanted = communicators(config, trainer.ctx.layout, rank)
             assert noted.communicators(wanted) == noted.seen, f"rank {rank}: {wanted}"
@@ -135,7 +135,7 @@ def real(rank: int, world: int, config: Config) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize("name", ["ring of stages", "pp4 tied"])
 def test_warming_up_connects_what_a_real_step_uses(name: str) -> None:
-    """Every rank makes its calls in one order, or this would hang."""
+    """Every rank makes its calls in the same order, or this would hang."""
     world, config = CASES[name][0], config_of(name)
     for same, connected, left in run_ranks(world, real, config):
         assert same and left == 0, connected
@@ -165,7 +165,7 @@ def test_both_directions_of_a_pipeline_have_a_group_that_counts_as_one_axis() ->
 
 
 def test_options_of_groups_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small communicators have few thread blocks, and what the compute stream waits for comes first."""
+    """Small communicators have few thread blocks, and calls that the compute stream waits for have priority."""
     made: dict[tuple[int, ...], list[Any]] = {}
 
     def new_group(ranks: list[int], pg_options: Any = None, **_: Any) -> Any:
@@ -181,7 +181,7 @@ def test_options_of_groups_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
     monkeypatch.setattr(mesh_module.dist, "get_backend", lambda: "nccl")
     Mesh(Layout(8, tp=2, pp=2), 0, timeout=5.0)
-    # torch warns on every rank where the options and the argument have different limits.
+    # torch warns on every rank if the options and the argument have different limits.
     assert {each._timeout for options in made.values() for each in options} == {mesh_module.call_limit(5.0)}
     found = {ranks: [(each.config.max_ctas, each.is_high_priority_stream) for each in made[ranks]] for ranks in made}
     assert found == {
@@ -207,12 +207,13 @@ def test_gradients_do_not_go_first() -> None:
 
 def test_the_plan_counts_the_communicators_of_the_busiest_rank() -> None:
     dense = checked_job(small_config(layout={"tp": 2, "pp": 4}, model=LLAMA), 16)
-    # tp and dp; world and, in the middle, two neighbours in both directions.
+    # The large ones are tp and dp. The small ones are world and, in the middle, two neighbours in both directions.
     assert communicators_gib(dense) == pytest.approx(2 * COMMUNICATOR_GIB + 5 * SMALL_COMMUNICATOR_GIB)
     assert communicators_gib(checked_job(small_config(), 8)) == COMMUNICATOR_GIB, "world is dp"
     assert communicators_gib(checked_job(small_config(), 1)) == 0.0
     mixture = checked_job(small_config(layout={"tp": 2, "cp": 2, "ep": 2, "pp": 2}, model=BALANCED), 16)
-    # tp, cp, cp-dp, ep and edp; tp-cp, world and one neighbour in both directions.
+    # The large ones are tp, cp, cp-dp, ep and edp. The small ones are tp-cp, world and one neighbour in both
+    # directions.
     assert communicators_gib(mixture) == pytest.approx(5 * COMMUNICATOR_GIB + 4 * SMALL_COMMUNICATOR_GIB)
 
 

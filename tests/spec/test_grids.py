@@ -1,5 +1,6 @@
-"""Grids of tensor-parallel ranks: what the parts state against a rank that is run dry, who holds which piece of every
-parameter, and what can't be combined."""
+"""Grids of tensor-parallel ranks: the stated parts against a dry run of a rank, the elements of parameters that each
+rank holds, and refused combinations.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LLAMA = {
     "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "kv_heads": 4, "tied_embeddings": False,
 }  # fmt: skip
 
-COMPILED = {"compile": "auto"}  # of a CUDA device: norms, SwiGLU and rotations are a part of the products
+COMPILED = {"compile": "auto"}  # on a CUDA device, where norms, SwiGLU and rotations count as a part of the products
 
 
 def config_of(
@@ -64,8 +65,9 @@ DRY: dict[str, tuple[int, Config]] = {
 
 @pytest.mark.parametrize("name", list(DRY))
 def test_a_dry_rank_is_the_planned_one(name: str) -> None:
-    """Parameters, bytes of states and every call exactly; what is kept to a hundredth, beside the batch itself, which
-    autograd does not save."""
+    """Parameters, bytes of states and all calls are equal. Saved activations agree to a hundredth, apart from the batch
+    itself, which autograd does not save.
+    """
     world, config = DRY[name]
     for rank in (0, world - 1):
         one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank))
@@ -79,7 +81,7 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
 def _kept_by_a_block(
     kind: str, grid: tuple[int, ...], keeps: bool = False, compiled: bool = False
 ) -> tuple[float, float]:
-    """The bytes of weights and of what is kept for backward that one more block adds to a dry rank's storages."""
+    """Return the bytes of weights and of activations saved for backward that one more block adds on a dry rank."""
     found = []
     own: dict[str, Any] = {"train": COMPILED} if compiled else {}
     for layers in (2, 3):
@@ -100,7 +102,7 @@ def _alone(shape: dict[str, dict[str, Any]]) -> Config:
 @pytest.mark.wide
 @pytest.mark.parametrize("compiled", [False, True])
 def test_storages_of_a_block_are_divided_as_the_formulas_say(compiled: bool) -> None:
-    """Activations by all ranks, weights by q^2 or q^3; gathered factors are kept where one asks for it alone."""
+    """Activations are divided by all ranks, and weights by q^2 or q^3. Gathered factors are saved only if asked for."""
     weights, kept = _kept_by_a_block("", (), compiled=compiled)
     for kind, grid, parts in (("2d", (2, 2), 4), ("2.5d", (2, 2, 2), 4), ("3d", (2, 2, 2), 8)):
         ranks = int(np.prod(grid))
@@ -120,8 +122,9 @@ def test_a_compiled_grid_keeps_no_more_than_one_axis() -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_a_compiler_keeps_what_the_plan_says(family: str) -> None:
-    """A compiler chooses itself what it keeps of what it sees. Nothing as wide as a row is kept in float32, and no more
-    in bf16 than is stated."""
+    """A compiler itself chooses which tensors it saves. None as wide as a row is saved in float32, and the stated
+    number of them in bf16.
+    """
     model = (LLAMA if family == "llama" else {}) | {"seq": 128}
     config = config_of("2d", (2, 2), {"model": model, "train": {"compile": "true"}, "run": {"device": "cpu"}})
     seen: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -138,13 +141,14 @@ def test_a_compiler_keeps_what_the_plan_says(family: str) -> None:
         release(trainer)
     rows, width = config.train.micro_batch * config.model.seq // 2, config.model.hidden // 2
     assert seen.count(((rows, width), torch.float32)) == 0
-    # Of each of two blocks both norms' inputs and, of layer norms, results; the last norm's input, the loss's gradient.
+    # These are, in each of two blocks, the inputs of both norms and the results of layer norms. In addition, there are
+    # the last norm's input and the loss's gradient.
     each = 2 * (2 if family == "llama" else 4) + 2
     assert seen.count(((rows, width), torch.bfloat16)) == each * config.train.global_batch // config.train.micro_batch
 
 
 def test_the_peak_has_what_the_kernel_of_attention_needs() -> None:
-    """A model whose heads are wider than all else: their backward is the peak."""
+    """The heads of this model are wider than everything else, so their backward is the peak."""
     model = LLAMA | {"heads": 16, "kv_heads": 2, "head_dim": 64, "ffn": 64, "seq": 1024}
     config = config_of("2d", (2, 2), {"model": model, "train": COMPILED})
     ran = run_rank(config, 4, 0, Device("meta")).most["peak"]
@@ -163,7 +167,7 @@ def test_ranks_hold_every_element_as_often_as_they_say(name: str) -> None:
                 where = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
                 held[record.name][where] += 1.0 / copies
     assert all(np.allclose(count, 1.0) for count in held.values())
-    # What a matrix's ranks hold of it is all that they hold: nothing is kept whole.
+    # A rank holds only its part of each matrix, and never a whole one.
     grid = config.layout.grid
     assert grid is not None
     weights = [r for r in model.records(coordinate_of(layout, 0, False)).values() if r.name.endswith("up.weight")]

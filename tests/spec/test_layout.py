@@ -23,7 +23,7 @@ PARTED = Layout(16, tp=4, pp=2, parts=(("tp", (("tp.kv", 2), ("tp.q", 2))),))
 
 
 def odometer(layout: Layout, view: tuple[str, ...]) -> list[dict[str, int]]:
-    """The coordinates of rank 0, 1, 2, ... of one view, by counting."""
+    """Return the coordinates of rank 0, 1, 2, ... in one view, by counting."""
     words = layout.order.split("-") + [axis for axis in AXES if axis not in layout.order]
     axes = [{"dp": "edp", "tp": "etp"}.get(word, word) if view is EXPERT else word for word in words]
     axes = [axis for axis in axes if axis in view]
@@ -32,7 +32,7 @@ def odometer(layout: Layout, view: tuple[str, ...]) -> list[dict[str, int]]:
 
 
 def count_groups(places: list[dict[str, int]], words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that differ in nothing but `words`, in the order in which their first ranks are met."""
+    """Return the groups of ranks that differ only in `words`, in the order of their first ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(places):
         groups.setdefault(tuple(at for axis, at in place.items() if axis not in words), []).append(rank)
@@ -130,7 +130,7 @@ def test_example_of_16_ranks() -> None:
     assert layout == Layout(16, 4, 2) and hash(layout) == hash(Layout(16, 4, 2))
 
 
-# The first 16 digits of the SHA-256 of the JSON of all groups that Megatron-core 0.16's rank generator gives.
+# The first 16 digits of the SHA-256 of the JSON of all groups from the rank generator of Megatron-core 0.16.
 GOLDEN = [
     (16, 4, 2, 1, 1, "tp-cp-ep-dp-pp", "14c46a68de5109a3"),
     (24, 2, 2, 2, 3, "tp-cp-ep-dp-pp", "85046ce1678b5dd9"),
@@ -166,8 +166,8 @@ def test_experts_fold_over_the_ranks_of_tp_cp_and_dp() -> None:
     assert layout.groups("edp")[0] == (0, 4)
     assert Layout(16, tp=2, pp=2, ep=2, etp=4).groups("etp")[0] == (0, 1, 2, 3), "etp crosses dp"
     assert Layout(16, tp=2, pp=2, ep=2).groups("tp-ep")[0] == (0, 1, 2, 3)
-    for broken, told in (({"etp": 3}, "etp=3 does not divide"), ({"ep": 16, "etp": 1}, "choose ep=1, 2, 4 or 8")):
-        with pytest.raises(UserError, match=told):
+    for broken, reason in (({"etp": 3}, "etp=3 does not divide"), ({"ep": 16, "etp": 1}, "choose ep=1, 2, 4 or 8")):
+        with pytest.raises(UserError, match=reason):
             Layout(16, tp=4, pp=2, **broken)
 
 
@@ -273,9 +273,11 @@ def test_nodes() -> None:
 
 
 def test_what_one_rank_asks_does_not_cost_the_world() -> None:
-    """Every rank of a huge world asks for its own groups; a scan of the world for each would take hours."""
+    """Every rank of a huge world asks for its own groups. Scanning the whole world for each of these would take
+    hours.
+    """
     layout = Layout(1 << 20, tp=8, pp=16, cp=2, ep=8)
-    start = time.process_time()  # of this process alone, however busy the machine is
+    start = time.process_time()  # the time of this process alone, however busy the machine is
     for rank in range(0, layout.world, 97):
         assert rank in layout.group("tp", rank)
         assert rank in layout.group("tp-ep", rank)

@@ -1,4 +1,4 @@
-"""What the ledger counts: payload and wire of every op, by phase, axis, layer and whether a node is left."""
+"""The counts of the ledger: payload and wire bytes of every op, by phase, axis and layer, inside a node and beyond."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_wire_of_a_thousand_bytes_over_four() -> None:
 
 
 @given(st.sampled_from(sorted(WIRE)), st.integers(0, 1 << 40), st.integers(2, 4096))
-def test_wire_is_between_half_and_twice_the_payload(op: str, pieces: int, size: int) -> None:
-    payload = pieces * size
+def test_wire_is_between_half_and_twice_the_payload(op: str, shares: int, size: int) -> None:
+    payload = shares * size
     assert payload // 2 <= wire_bytes(op, payload, size) < max(1, 2 * payload)
-    if op == "all_reduce":  # is a reduce_scatter and an all_gather
+    if op == "all_reduce":  # it is a reduce_scatter and an all_gather
         halves = wire_bytes("reduce_scatter", payload, size) + wire_bytes("all_gather", payload, size)
         assert wire_bytes(op, payload, size) == halves
 
@@ -70,7 +70,7 @@ def test_the_flight_record_keeps_the_last_and_numbers_by_group() -> None:
     calls = [flight.begin(RecordedCall(group, "dp", "all_reduce", "reduce", None, 4, (0, 1))) for group in "aabab"]
     assert [call.number for call in calls] == [1, 2, 1, 3, 2] and len(flight.last) == 3
     assert flight.holding() is calls[0] and flight.holding(longer_than=60.0) is None
-    calls[0].since = None  # launched, and nobody waits for it
+    calls[0].since = None  # launched, and no thread waits for it
     assert flight.holding() is calls[1]
     for call in calls:
         assert flight.end(call) >= 0.0
@@ -131,7 +131,7 @@ def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
 
 
 def test_a_call_that_is_waited_for_at_once_is_one_call_of_torch_s() -> None:
-    """torch then runs it on the stream that computes; any other call is asynchronous."""
+    """torch runs such a call on the stream that computes. Any other call is asynchronous."""
     group, given = Group("dp", (0, 1), 0, None, Ledger(), FlightRecord()), list[bool]()
 
     class Work:
@@ -176,7 +176,7 @@ def test_counts_follow_the_ledger_s_phases_layers_and_clear() -> None:
 
 
 def every_op(rank: int, world: int) -> Any:
-    """On 4 ranks, tp 2 and pp 2, nodes of two: tp stays in its node, pp and world leave it."""
+    """Make calls on 4 ranks with tp 2, pp 2 and nodes of two: tp stays in its node, and pp and world leave it."""
     mesh = Mesh(Layout(world=world, tp=2, pp=2, node_size=2), rank)
     tp, pp = mesh.tp, mesh.pp
     x, double = torch.full((6,), float(rank)), torch.zeros(12)
@@ -189,7 +189,7 @@ def every_op(rank: int, world: int) -> Any:
     with mesh.ledger.phase("backward"):
         pending = pp.send(x, 1) if pp.index == 0 else pp.receive(x, 0)
         pending.wait()
-        pending.wait()  # once more does nothing
+        pending.wait()  # a second wait does nothing
     mesh.world.all_reduce(torch.zeros(3, dtype=torch.int64))
     entries = {tuple(entry): (t.calls, t.payload_bytes, t.wire_bytes) for entry, t in mesh.ledger.entries.items()}
     return entries, dict(mesh.flight.numbers), len(mesh.flight.open), x.tolist(), parts.tolist()
@@ -210,5 +210,5 @@ def test_every_op_on_four_ranks() -> None:
         assert numbers[f"pp:{first} {first}>{first + 2}"] == 1, "both ends number a message alike"
         assert x == [float(first)] * 6
         pair = (rank - first, rank - first + 1)
-        assert parts == [10.0 * r + 3 * first + n for r in pair for n in range(3)], "each rank's piece for this place"
+        assert parts == [10.0 * r + 3 * first + n for r in pair for n in range(3)], "each rank's part for this one"
         assert still_open == 0

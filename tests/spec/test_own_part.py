@@ -1,5 +1,8 @@
-"""A part that Meshwright doesn't know, and a model that uses it in every second block, both in this one file: it trains
-on every axis and ZeRO stage and equals one process, resumes on another layout, and is planned and run dry alike."""
+"""A part that Meshwright doesn't know, and a model that uses it in every second block, both in this one file.
+
+The model trains on every axis and ZeRO stage and equals one process, resumes on another layout, and is planned as it is
+run dry.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,10 @@ from tests.support.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Mixer(Part):
-    """A gated layer whose inner features, cut over tp, are divided by their common size: a sum over tp of one number
-    per token, in forward and in backward."""
+    """A gated layer that divides its inner features, which are cut over tp, by their common magnitude.
+
+    That needs an all-reduce over tp of one number per token, in forward and in backward.
+    """
 
     hidden: int
     width: int
@@ -95,7 +100,7 @@ class Mixer(Part):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank uses the sum, so its gradient is a sum over the ranks, too."""
+    """A sum over ranks. Every rank uses the sum, so its gradient is a sum over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -127,7 +132,7 @@ class MixerModule(nn.Module):
 
 
 def every_second(model: ModelConfig) -> Model:
-    """A GPT with a mixer for the MLP in every second block."""
+    """Return a GPT with a mixer in place of the MLP in every second block."""
     plain = gpt(model)
     mlp = plain.blocks[0].parts[-1].part
     assert isinstance(mlp, MLPPart)
@@ -165,7 +170,7 @@ Errors = dict[str, tuple[float, str]]
 
 
 def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whole) -> list[Errors]:
-    """How far a rank is from one process: gradients of the first batch; parameters after two steps."""
+    """Return the errors of a rank against one process: gradients of the first batch, and parameters after two steps."""
     found = []
     for task in tasks:
         trainer = make_trainer(config_of(task.name), rank, world)
@@ -221,7 +226,7 @@ def test_a_dry_run_equals_the_plan_in_every_exact_line(name: str) -> None:
 
 
 def test_a_part_that_forgets_its_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run is the judge of the statement."""
+    """The dry run shows which call the part did not state."""
     plain = Mixer.collectives
     monkeypatch.setattr(Mixer, "collectives", lambda *args: [call for call in plain(*args) if call.op != "all_reduce"])
     config = config_of("tp-sp-zero0", "bf16")
@@ -238,7 +243,8 @@ def test_the_planner_sums_over_both_kinds_of_blocks() -> None:
     model = config_of("one").model
     h, f = model.hidden, model.ffn
     more = parameter_count(gpt(model)) - parameter_count(every_second(model))
-    assert more == model.layers // 2 * ((2 * h * f + f + h) - (2 * h * f + f))  # the MLP's biases, and the gate
+    # The MLP has biases, and the mixer has a gate.
+    assert more == model.layers // 2 * ((2 * h * f + f + h) - (2 * h * f + f))
     job = job_of(config_of("pp-zero1"), 4)
     assert [rank_parameters(job, rank) for rank in range(2)] != [0, 0]
     assert every_second(model).records(ALONE)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"

@@ -1,4 +1,4 @@
-"""Pieces of attention: they cover what a mask would allow, exactly and once, for every order and any documents."""
+"""Pieces of attention cover the scores that a mask would allow, exactly and once, for every order and any documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.layout.rows import ORDERS, RowTable
 
 
 def drawn(given: list[Piece], queries: int, keys: int) -> np.ndarray[Any, Any]:
-    """How often each pair of a query and a key is in a piece."""
+    """Count how often each pair of a query and a key is in a piece."""
     counts = np.zeros((queries, keys), np.int64)
     for piece in given:
         for part in piece.split():
@@ -39,8 +39,9 @@ def cases(order: str) -> list[tuple[int, RowTable, np.ndarray[Any, Any] | None]]
 @pytest.mark.parametrize("window", [0, 1, 3, 7, 40])
 @pytest.mark.parametrize("order", ORDERS)
 def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
-    """Between all ranks, and from each rank to all rows in their natural order or, where rows are dealt in stripes, in
-    the ranks' order."""
+    """The keys are those of each rank, and those of all rows. All rows are in their natural order, or in the ranks'
+    order if they are striped.
+    """
     unsaid = total = 0
     for ranks, table, numbers in cases(order):
         every = table.order if order == "striped" else np.arange(len(table.order))

@@ -1,4 +1,4 @@
-"""Where parameters lie in flat buffers."""
+"""The placement of parameters in flat buffers."""
 
 from __future__ import annotations
 

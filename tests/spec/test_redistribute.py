@@ -22,7 +22,7 @@ def regions(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Shape]:
 
 
 def stacked(found: list[tuple[Shape, Shape]]) -> tuple[Box, ...]:
-    """Boxes that lie one below the other in the local tensor, with an unused row between them."""
+    """Return boxes that are one below the other in the local tensor, with an unused row between them."""
     boxes, row = [], 0
     for start, shape in found:
         boxes.append(Box(start, shape, (row, *(0 for _ in shape[1:])) if shape else ()))
@@ -32,8 +32,11 @@ def stacked(found: list[tuple[Shape, Shape]]) -> tuple[Box, ...]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Shape, Ownership, Ownership]:
-    """Before: a cut of the tensor into parts, each held by one or several ranks, and some more boxes that overlap
-    others. After: any boxes."""
+    """Draw a tensor's shape and its ownership before and after.
+
+    Before, the tensor is cut into parts, each held by one or several ranks, and some more boxes overlap others. After,
+    the boxes are arbitrary.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     ranks = draw(st.integers(1, 5))
     held: list[list[tuple[Shape, Shape]]] = [[] for _ in range(ranks)]
@@ -49,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, Ownership, Ownership]:
 
 
 def local(boxes: tuple[Box, ...], whole: np.ndarray | None, shape: Shape) -> np.ndarray:
-    """A rank's local tensor: the boxes of `whole`, or nothing yet; -1 where no box lies."""
+    """Return a rank's local tensor: the boxes of `whole` if it is given, and -1 elsewhere."""
     rows = max((box.local_start[0] + box.shape[0] for box in boxes if shape), default=0) + 1
     found = np.full((rows, *shape[1:]) if shape else (), -1)
     for box in boxes:
@@ -63,7 +66,7 @@ def at(start: Shape, shape: Shape) -> tuple[slice, ...]:
 
 
 def exchange(plan: Redistribution, xs: list[list[np.ndarray]], outs: list[list[np.ndarray]]) -> None:
-    """What comm does, for all ranks at once; tensors by rank, then by number."""
+    """Exchange the boxes of all ranks at once, as comm does. Tensors are listed by rank, then by number."""
     wires = []
     for rank in range(plan.ranks):
         for move in plan.kept(rank):
@@ -77,8 +80,8 @@ def exchange(plan: Redistribution, xs: list[list[np.ndarray]], outs: list[list[n
         arrived = np.concatenate([wires[source][rank] for source in range(plan.ranks)])
         assert [len(wires[source][rank]) for source in range(plan.ranks)] == plan.received_counts(rank)
         for move in plan.receives(rank):
-            piece, arrived = arrived[: move.numel], arrived[move.numel :]
-            outs[rank][move.tensor][move.slices(move.target_start)] = piece.reshape(move.shape)
+            box_values, arrived = arrived[: move.numel], arrived[move.numel :]
+            outs[rank][move.tensor][move.slices(move.target_start)] = box_values.reshape(move.shape)
         assert not len(arrived)
 
 
@@ -105,7 +108,7 @@ def test_any_two_ownerships(first: tuple[Shape, Ownership, Ownership], second: t
 
 
 def test_copies_share_the_sending() -> None:
-    """Four ranks hold all of a matrix; eight others want 24 of its rows in uneven parts."""
+    """Four ranks hold all of a matrix, and eight others want 24 of its rows in uneven parts."""
     whole = (Box((0, 0), (24, 6), (0, 0)),)
     cuts = [0, 1, 3, 6, 10, 14, 17, 22, 24]
     after = [()] * 4 + [(Box((a, 0), (b - a, 6), (0, 0)),) for a, b in itertools.pairwise(cuts)]
@@ -116,7 +119,9 @@ def test_copies_share_the_sending() -> None:
 
 
 def test_a_matrix_at_its_owner_and_back() -> None:
-    """Flat shares of a matrix to one rank and back, as a matrix optimizer needs it: (d - 1) / d of it each way."""
+    """Flat shards of a matrix go to one rank and back, as for a matrix optimizer. (d - 1) / d of the matrix moves each
+    way.
+    """
     shape, ranks = (10, 7), 4
     cuts = [70 * rank // ranks for rank in range(ranks + 1)]
     shares = [tuple(rectangles(shape, a, b)) for a, b in itertools.pairwise(cuts)]
@@ -128,7 +133,9 @@ def test_a_matrix_at_its_owner_and_back() -> None:
 
 
 def test_a_rank_keeps_what_it_holds_though_others_hold_more() -> None:
-    """Rank 1 holds four of the six elements it wants; rank 0's smaller box reaches over two of those."""
+    """Rank 1 holds four of the six elements that it wants. Rank 0 has a smaller box, which overlaps two of these
+    four.
+    """
     before = [(Box((2,), (4,), (0,)), Box((3,), (3,), (4,))), (Box((0,), (4,), (0,)),)]
     plan = redistribution([before], [[(), (Box((0,), (6,), (0,)),)]])
     assert plan.received_counts(1) == [2, 0]

@@ -27,7 +27,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 
 @st.composite
 def tables(draw: st.DrawFn, rows: int, ranks: int) -> RowTable:
-    """One of the orders, or any assignment of rows to ranks in any local order."""
+    """Draw one of the orders, or any assignment of rows to ranks in any local order."""
     kind = draw(st.sampled_from([contiguous, striped, zigzag, None]))
     if kind is not None:
         return kind(rows, ranks)
@@ -95,7 +95,7 @@ def test_many_short_documents_spread_over_all_ranks() -> None:
 
 @given(two_tables())
 def test_evening_moves_only_what_is_too_much(both: tuple[RowTable, RowTable]) -> None:
-    """Every row once, equal counts, rows in ascending order, and a rank keeps as many of its rows as it may."""
+    """Every row occurs once, counts are equal, rows ascend, and a rank keeps as many of its rows as it may."""
     table = both[0]
     if len(table.order) % table.ranks:
         with pytest.raises(AssertionError, match="can't be divided evenly"):
@@ -112,7 +112,7 @@ def test_evening_moves_only_what_is_too_much(both: tuple[RowTable, RowTable]) ->
 
 @given(st.integers(1, 6), st.integers(1, 8), st.lists(st.integers(1, 30), min_size=1, max_size=6))
 def test_every_order_deals_every_row_in_equal_shares(ranks: int, part: int, documents: list[int]) -> None:
-    """With documents of any length, longer than a rank's share too."""
+    """Documents may have any length, and may be longer than a rank's share."""
     rows = 2 * ranks * part
     ends = np.minimum(np.cumsum(documents), rows)
     lengths = [int(n) for n in np.diff([0, *ends, rows]) if n]

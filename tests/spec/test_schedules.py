@@ -1,4 +1,6 @@
-"""Schedule tables: small ones word for word, many sizes proven complete and safe, planted faults found."""
+"""Schedule tables: small ones equal the listed words, many sizes are complete and safe, and planted faults are
+found.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SHORT |= {Op.SEND_BACKWARD: "sB", Op.RECV_BACKWARD: "rB"}
 
 
 def words(actions: tuple[Action, ...], transfers: bool = True) -> str:
-    """`F1.0` is the forward of micro-batch 1 in chunk 0, `sF1.0>2` its send to rank 2, `rF1.0<0` a receive."""
+    """Write actions as words. `F1.0` is the forward of micro-batch 1 in chunk 0, `sF1.0>2` its send to rank 2,
+    `rF1.0<0` a receive.
+    """
     out = []
     for action in actions:
         word = f"{SHORT[action.op]}{action.micro_batch}.{action.chunk}"
@@ -55,7 +59,7 @@ def test_golden(sizes: tuple[str, int, int, int]) -> None:
 
 
 def test_interleaved_order() -> None:
-    """2 ranks, 4 micro-batches, 2 chunks: warm-ups of 2 (p - rank - 1) + (v - 1) p = 4 and 2 forwards."""
+    """Two ranks with 4 micro-batches and 2 chunks warm up with 2 (p - rank - 1) + (v - 1) p = 4 and 2 forwards."""
     table = build("interleaved", 2, 4, 2)
     assert [words(actions, transfers=False) for actions in table.ranks] == [
         "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
@@ -192,7 +196,7 @@ def test_verify_finds_planted_faults(rank: int, edit: Callable[[list[Action]], o
 
 
 def test_verify_finds_sends_whose_order_deadlocks() -> None:
-    """A rank that asks for a tensor of its second chunk before it sends the first's waits for itself."""
+    """A rank that waits for a tensor of its second chunk before it sends that of the first one waits for itself."""
     table = build("interleaved", 3, 3, 2)
 
     def early_receive(actions: list[Action]) -> None:
@@ -205,8 +209,10 @@ def test_verify_finds_sends_whose_order_deadlocks() -> None:
 
 
 def test_verify_finds_a_deadlock_that_buffers_would_hide() -> None:
-    """Receives just before their use: every rank of the ring sends to the next while nobody receives. Each
-    pair agrees on its order and buffers would do, so only running with blocking sends shows the hang."""
+    """Each receive comes just before its use, so every rank of the ring sends to the next while none receives.
+
+    Each pair agrees on its order and buffers would suffice, so only a run with blocking sends shows the hang.
+    """
     table = build("forward_only", 3, 3, 2)
     ranks = []
     for actions in table.ranks:

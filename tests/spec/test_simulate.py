@@ -1,4 +1,4 @@
-"""The simulator against closed formulas, and the drawings it feeds."""
+"""The simulator against closed formulas, and the drawings that it feeds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_peak_activations_of_interleaved() -> None:
 
 
 def test_transfers_take_time_and_overlap_compute() -> None:
-    """One micro-batch crosses a boundary twice per stage; gpipe's many hide all but the first and last."""
+    """A single micro-batch crosses each boundary twice. The many of gpipe hide all transfers but the first and last
+    ones.
+    """
     assert simulate(build("1f1b", 4, 1), 1.0, 2.0, send=0.5).makespan == pytest.approx(4 * 3 + 6 * 0.5)
     assert simulate(build("gpipe", 4, 8), 1.0, 2.0, send=0.5).makespan == pytest.approx(33 + 6 * 0.5)
     assert simulate(build("interleaved", 1, 4, 3), 1.0, 2.0, send=9.0).makespan == pytest.approx(12)
@@ -97,7 +99,7 @@ def test_actions_are_timed_as_the_model_says() -> None:
 
 
 def test_durations_by_rank_and_chunk() -> None:
-    """A slow last stage sets the pace: its own work, and the way there and back."""
+    """A slow last stage determines the duration: its own work, and the way there and back."""
     simulation = simulate(build("1f1b", 4, 8), lambda rank, _: 3.0 if rank == 3 else 1.0, lambda *_: 2.0)
     assert simulation.makespan == pytest.approx(3 * 1.0 + 8 * 5.0 + 3 * 2.0)
     assert simulation.busy == (24.0, 24.0, 24.0, 40.0)

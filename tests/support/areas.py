@@ -1,8 +1,8 @@
-"""Runs the wide tests of the areas that a change touches, for some minutes: `python -m tests.support.areas`.
+"""Runs the wide tests of the areas that a change touches, within a limit of time: `python -m tests.support.areas`.
 
-The most relevant areas go first. Neither the end of the budget nor a checkout without history is a failure: the report
+The most relevant areas run first. Neither the end of the time nor a checkout without history is a failure: the report
 says which areas were covered. A test that fails is run once more, alone and without workers, before it counts. These
-second tries have GRACE_S seconds in all beyond the budget, and end after MOST_CONFIRMED confirmed failures.
+second tries may take GRACE_S seconds in total beyond the limit, and end after MOST_CONFIRMED confirmed failures.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from tests.support.processes import tree_below
 
 ROOT = Path(__file__).parents[2]
-NO_TESTS = 5  # pytest's exit code where nothing was selected
+NO_TESTS = 5  # pytest's exit code if no test was selected
 GRACE_S = 600.0  # for the second tries of all failed tests together
-MOST_CONFIRMED = 3  # failures that are confirmed; after them a second try of the others would teach nothing new
-RECENT_HOURS, RECENT_COMMITS = 12, 50  # of the main branch that are taken for one change
+MOST_CONFIRMED = 3  # after this many confirmed failures, further second tries would teach nothing new
+RECENT_HOURS, RECENT_COMMITS = 12, 50  # commits of the main branch that count as one change
 
-# The test folders of each folder of the package, the most relevant first. A folder without an entry has the tests of
-# its own name.
+# The test folders for each folder of the package, the most relevant first. A folder without an entry has its tests in
+# the test folder of the same name.
 SHARED = ("parity", "run", "comm")  # for files that everything uses
 TESTS_OF: dict[str, tuple[str, ...]] = {
     "bench": ("bench", "cli"),
@@ -65,14 +65,14 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "pyproject.toml": SHARED, "constraints.txt": SHARED,
 }  # fmt: skip
 SHARED_TESTS = ("support", "conftest")
-# Without history the areas go in this order, those that are not named last.
+# Without history the areas run in this order, and areas that are not listed run last.
 IMPORTANCE = (
     *SHARED, "check", "checkpoint", "engine", "launch", "faults", "nn", "models", "spec", "cli", "plan", "tune", "data",
 )  # fmt: skip
 
 
 def git(*words: str) -> list[str] | None:
-    """Return the lines that git says, or None where it can't: no repository, no such commit, no history."""
+    """Return the lines that git prints, or None if it fails: no repository, no such commit, no history."""
     try:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
@@ -81,8 +81,11 @@ def git(*words: str) -> list[str] | None:
 
 
 def base_of(given: str) -> str | None:
-    """Return the commit that landed last: as given, else where the main branch was left, else (HEAD is the main branch
-    itself) the one before its recent commits."""
+    """Return the commit that landed last.
+
+    It is the given commit, else the one where the main branch was left, else (HEAD is the main branch itself) the one
+    before its recent commits.
+    """
     head = (git("rev-parse", "HEAD") or [""])[0]
     for name in filter(None, (given, "origin/main", "main", "origin/HEAD")):
         found = git("merge-base", "HEAD", name) or git("rev-parse", "--verify", f"{name}^{{commit}}")
@@ -92,9 +95,12 @@ def base_of(given: str) -> str | None:
 
 
 def recent_base() -> str | None:
-    """Return the commit before the recent ones: those of the RECENT_HOURS before HEAD's own time, RECENT_COMMITS at
-    most. A change often lands as several commits, of which the last alone would hide the others. Where the history
-    begins later, its first commit is the base; None if that is HEAD."""
+    """Return the commit before the recent ones, or None if there is none.
+
+    At most RECENT_COMMITS are recent, from the RECENT_HOURS before HEAD was committed. A change often lands as several
+    commits, of which the last one alone would hide the others. If the whole history is recent, its first commit is the
+    base, unless that is HEAD.
+    """
     time_of_head = git("log", "-1", "--format=%ct")
     if not time_of_head:
         return None
@@ -109,7 +115,7 @@ def recent_base() -> str | None:
 
 
 def changed_files(base: str | None) -> list[str] | None:
-    """Return the files that differ from `base`, those not committed included; None if they are unknown."""
+    """Return the files that differ from `base`, uncommitted ones included, or None if they are unknown."""
     committed = git("diff", "--name-only", base, "HEAD") if base else None
     pending = git("status", "--porcelain", "--no-renames")
     if committed is None:
@@ -118,7 +124,11 @@ def changed_files(base: str | None) -> list[str] | None:
 
 
 def areas_of(files: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the test folders that the files concern, by how many files and how directly; `known` are all there are."""
+    """Return the test folders that the files concern, ordered by the number of files and how directly they concern
+    them.
+
+    `known` lists all test folders.
+    """
     weight: dict[str, float] = {}
     for file in files:
         parts = Path(file).parts
@@ -141,7 +151,7 @@ def by_importance(known: Iterable[str]) -> list[str]:
 
 
 def end_tree(process: subprocess.Popen[Any]) -> None:
-    """End pytest, its workers, their ranks, and the commands of tests, some of which have sessions of their own."""
+    """End pytest, its workers, their ranks and the commands of tests, some of which run in separate sessions."""
     below = tree_below(process.pid)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -151,10 +161,11 @@ def end_tree(process: subprocess.Popen[Any]) -> None:
 
 
 def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]:
-    """Return pytest's exit code (None: the time was up) and the tests that failed until then."""
+    """Return pytest's exit code (None: the time was up) and the tests that had failed until then."""
     with tempfile.TemporaryDirectory() as folder:
         failures = Path(folder) / "failures"
         command = [sys.executable, "-m", "pytest", *words, f"--failures={failures}"]
+        # In a separate session, the whole process group can be ended at once.
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         code: int | None = None
         try:
@@ -162,7 +173,7 @@ def run_pytest(words: list[str], seconds: float) -> tuple[int | None, list[str]]
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Also after Ctrl-C and SIGTERM, which do not reach a session of its own.
+            # Ctrl-C and SIGTERM do not reach a process in a separate session, so it is ended here.
             if process.poll() is None:
                 end_tree(process)
         return code, failures.read_text().split("\n")[:-1] if failures.exists() else []
@@ -176,8 +187,8 @@ class WideRun:
         self.grace = GRACE_S
         self.workers = workers
         self.state: dict[str, str] = {}
-        self.broken: list[str] = []  # tests that failed twice, and areas in which pytest itself did
-        self.not_repeated: list[str] = []  # tests that failed once, without a second try
+        self.broken: list[str] = []  # tests that failed twice, and areas in which pytest itself failed twice
+        self.not_repeated: list[str] = []  # tests that failed once and were not tried again
 
     def run_area(self, area: str) -> None:
         if time.monotonic() >= self.end:
@@ -200,7 +211,7 @@ class WideRun:
 
     @staticmethod
     def _is_error(code: int | None, failed: list[str]) -> bool:
-        """True for an error without a failed test, such as a worker that is lost or an INTERNALERROR."""
+        """Return True for an error without a failed test, such as a lost worker or an INTERNALERROR."""
         return code not in (0, None, NO_TESTS) and not failed
 
     def _repeat(self, test: str) -> None:
@@ -228,7 +239,7 @@ class WideRun:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Turn a signal into an exception, so that what was started is ended."""
+    """Turn a signal into an exception, so that child processes are ended."""
     sys.exit(128 + number)
 
 

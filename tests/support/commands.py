@@ -1,4 +1,4 @@
-"""`meshwright train` as a process that a test may signal and kill."""
+"""`meshwright train` as a process that a test can signal and kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ports import reserved_port
 from tests.support.token_files import write_documents
 from tests.support.waiting import HANG_S
 
-LONG = 100000  # steps of a run that ends only when it is asked to
+LONG = 100000  # steps of a run that ends only on request
 
 
 def sections(folder: Path, run: str, steps: int = LONG, **more: dict[str, Any]) -> Sections:
@@ -52,7 +52,7 @@ def command(folder: Path, *words: str, launcher: Sequence[str] = (), **options: 
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `meshwright train` in the folder; nothing of it outlives the test."""
+    """A function that starts `meshwright train` in the folder. The processes are killed at the end of the test."""
     made: list[subprocess.Popen[str]] = []
 
     def starting(*words: str, **options: Any) -> subprocess.Popen[str]:
@@ -67,14 +67,14 @@ def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def ranks(folder: Path, attempt: int = 0) -> dict[int, int]:
-    """The process of each rank that the launcher has started."""
+    """Return the process number of each rank that the launcher has started."""
     paths = list((folder / "tmp").glob(f"meshwright-*/pid-{attempt}-*"))
     found = {int(path.name.split("-")[-1]): path.read_text() for path in paths}
-    return {rank: int(pid) for rank, pid in found.items() if pid}  # one may be about to be written
+    return {rank: int(pid) for rank, pid in found.items() if pid}  # an empty file is about to be written
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and what was said; if it does not end, where each of its processes is."""
+    """Return the exit code and the error output. If the process does not end, fail with the stacks of its processes."""
     try:
         _, said = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""CPU seconds of every test, its processes included, for `pytest --cpu=FILE`.
+"""CPU seconds of every test and its processes, for `pytest --cpu=FILE`.
 
-Wall time says how busy the machine is; CPU seconds say what a test costs. Ranks are grandchildren behind a fork
-server, so the clock of this process does not see them: the whole tree below it is read from /proc.
+Wall time depends on how busy the machine is, and CPU seconds show the cost of a test. Ranks are grandchildren behind a
+fork server, so the clock of this process does not include them: the whole tree below it is read from /proc.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 def tree_seconds() -> float:
     """Return user and system seconds of this process and all its descendants, ended ones included."""
-    # The time of a process that ends while the table is read is its parent's.
+    # The time of a process that ends while the table is read counts in its parent's entry.
     table = process_table()
     mine = (os.getpid(), *tree_below(os.getpid(), table))
     return sum(sum(map(int, table[process][11:15])) for process in mine if process in table) / _TICK

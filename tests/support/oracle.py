@@ -1,4 +1,4 @@
-"""One process is the oracle: gradients, losses and parameters of any layout against those of a single process."""
+"""Compares gradients, losses and parameters of any layout with those of a single process, which is the oracle."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from meshwright.run.pretrain import build_modules
 Made = MadeTokens
 LOSSES = 1e-5  # the relative error of fp32 losses over a run
 
-STEPS_64 = 3  # steps in float64 after which parameters are compared
+STEPS_64 = 3  # steps in float64, after which parameters are compared
 STEPS_32 = 20
 
 
 def small_config(**sections: dict[str, Any]) -> Config:
-    """A tiny model in float64; sections are merged key by key."""
+    """Return the config of a tiny model in float64. The given sections are merged into it key by key."""
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 4, "hidden": 32, "heads": 4, "vocab": 53, "seq": 16},
         "data": {"prefixes": ["made"]},
@@ -54,7 +54,7 @@ def small_config(**sections: dict[str, Any]) -> Config:
 
 
 def load_into(trainer: Trainer, reader: Reader, model_only: bool = False) -> None:
-    """What a run does when it resumes, on ranks that can't fail alone."""
+    """Load a checkpoint as a resuming run does, but without agreeing on errors: no rank fails alone in a test."""
     read_into(trainer, reader, model_only)
     complete_load(trainer, reader, model_only)
 
@@ -71,7 +71,7 @@ def make_trainer(
 
 
 def moments(trainer: Trainer) -> Pairs:
-    """(record, value) of the optimizer's states of every local parameter, each under a name of its own."""
+    """Return (record, value) of the optimizer states of every local parameter, each under a unique name."""
     pairs = []
     for state in trainer.states():
         name = state.name
@@ -83,8 +83,11 @@ def moments(trainer: Trainer) -> Pairs:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process finds: gradients of the first batch; norms, what was counted of experts, parameters and
-    validation loss of STEPS_64 steps; fp32 losses of STEPS_32."""
+    """The results of one process.
+
+    These are the gradients of the first batch, and the norms, expert counts, parameters, moments and validation loss of
+    STEPS_64 steps in float64. The losses are those of STEPS_32 steps in fp32.
+    """
 
     gradients: Whole
     norms: list[float]
@@ -95,12 +98,12 @@ class Reference:
     losses: list[float]
 
     def of_kind(self, kind: str) -> Whole:
-        """States of one name alone: their sizes are not alike."""
+        """Return the states of one kind only, since kinds differ in magnitude."""
         return {name: value for name, value in self.moments.items() if name.startswith(f"{kind}/")}
 
 
 def exact_reference(trainer: Trainer) -> Reference:
-    """Returns what the trainer of one process finds in float64; there are no fp32 losses."""
+    """Return the results of a single process's trainer in float64, without fp32 losses."""
     gradients = gather_global(true_gradients(trainer))
     results = [trainer.step() for _ in range(STEPS_64)]
     norms, counted = [result.grad_norm for result in results], counted_of(results[1:])
@@ -109,15 +112,17 @@ def exact_reference(trainer: Trainer) -> Reference:
 
 
 def solo(exact: Config, single: Config, data: Any = None) -> Reference:
-    """The reference of a config without any layout, given in float64 and in fp32."""
+    """Return the reference of a config without any layout, given in float64 and in fp32."""
     found = exact_reference(make_trainer(exact, data=data))
     trainer = make_trainer(single, data=data)
     return replace(found, losses=[trainer.step().loss for _ in range(STEPS_32)])
 
 
 def counted_of(results: Sequence[StepResult]) -> list[float]:
-    """The rows of every expert and the routers' mean entropy in each of these steps. (The first step counts the
-    gradients that were asked for before it, too.)"""
+    """Return the rows of every expert and the routers' mean entropy in each of these steps.
+
+    The first step of a trainer also counts the gradients that were computed before it.
+    """
     mixed = [result.experts for result in results if result.experts]
     return [float(n) for found in mixed for rows in (*found["rows"], [found["entropy"]]) for n in rows]
 
@@ -130,10 +135,10 @@ def validation_loss(trainer: Trainer) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far one rank is from the reference: (error, worst parameter) or an error, by what was compared."""
+    """The errors of one rank against the reference: for each quantity the error, or (error, worst parameter)."""
 
     gradients: tuple[float, str]
-    overlapped: tuple[float, str]  # again, with buckets reduced while backward runs
+    overlapped: tuple[float, str]  # computed again, with buckets reduced while backward runs
     norm: float
     counted: float = 0.0
     parameters: tuple[float, str] = (0.0, "")
@@ -154,7 +159,7 @@ class Outcome:
 
 
 def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
-    """Gradients of the first batch, twice, and the norm that a step reports, against the reference.
+    """Compare the gradients of the first batch, twice, and the norm that a step reports with the reference.
 
     Ranks only measure, and the test that started them judges: a rank that raised alone would leave the others waiting.
     """
@@ -164,8 +169,11 @@ def compare_exact(trainer: Trainer, reference: Reference) -> Outcome:
 
 
 def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
-    """`compare_exact`, and the next steps, where what an update leaves behind shows: their norms, what they counted of
-    experts, and all parameters after them, frozen ones (the experts' balancing biases) included."""
+    """Compare as `compare_exact` does, and then the next steps, which show the effects of an update.
+
+    These are the norms of the steps, their expert counts, and all parameters after them, including frozen ones (the
+    biases that balance experts).
+    """
     o = compare_exact(trainer, reference)
     results = [trainer.step() for _ in range(STEPS_64 - 1)]
     norm = relative([result.grad_norm for result in results], reference.norms[1:])
@@ -176,14 +184,14 @@ def compare_steps(trainer: Trainer, reference: Reference) -> Outcome:
 
 
 def compare(exact: Trainer, single: Trainer, reference: Reference, steps: int = STEPS_32) -> Outcome:
-    """All of it: also moments and validation loss after STEPS_64 steps, and fp32 losses of `steps`."""
+    """Compare everything: as `compare_states` does, and then the fp32 losses of `steps` steps."""
     o = compare_states(exact, reference)
     losses = relative([single.step().loss for _ in range(steps)], reference.losses[:steps])
     return replace(o, losses=losses)
 
 
 def compare_states(exact: Trainer, reference: Reference) -> Outcome:
-    """`compare_steps`, and the moments and the validation loss after them."""
+    """Compare as `compare_steps` does, and then the moments and the validation loss after these steps."""
     o = compare_steps(exact, reference)
     found = moments(exact)
     states = max(
@@ -195,7 +203,7 @@ def compare_states(exact: Trainer, reference: Reference) -> Outcome:
 
 
 def complaints(outcomes: Sequence[Outcome], exact: float = EXACT) -> list[str]:
-    """What is wrong on any rank, each said once with the first rank that says it."""
+    """Return the complaints of all ranks, each one once with the first rank that has it."""
     found: dict[str, str] = {}
     for rank, outcome in enumerate(outcomes):
         for complaint in outcome.complaints(exact):

@@ -1,7 +1,7 @@
-"""The order of tests: slow files first where several workers share them, or at random for `pytest --shuffle SEED`.
+"""The order of tests: slow files first if several workers share them, or at random for `pytest --shuffle SEED`.
 
-At random, files are shuffled, and the tests within each file. No seeds of random numbers are touched: a test draws the
-same numbers in every order.
+The random order shuffles the files, and the tests within each file. It changes no seeds of random numbers: a test draws
+the same numbers in every order.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-# The files that take longest, the slowest first, by `pytest --cpu=FILE` and the waits of tests that hang on purpose.
-# A worker takes whole files, so a slow one that begins last would leave the other workers idle.
+# The files that take longest, the slowest first, measured by `pytest --cpu=FILE` plus the waits of tests that hang on
+# purpose. A worker takes whole files, so a slow file that begins last would leave the other workers idle.
 SLOWEST = (
     "tests/parity/test_layouts.py",
     "tests/plan/test_communication.py",
@@ -55,13 +55,13 @@ SLOWEST = (
 
 
 def slowest_first(items: list[pytest.Item]) -> None:
-    """Reorder the items in place. The files that are not in SLOWEST follow, in the order of their collection."""
+    """Reorder the items in place. The files that are not in SLOWEST follow in the order of their collection."""
     place = {name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(SLOWEST)))
 
 
 def seed_of(text: str) -> int:
-    """Return the number given, or one drawn now for `random`."""
+    """Return the given number, or draw one for the word `random`."""
     if text == "random":
         return random.SystemRandom().randrange(1, 1_000_000)
     if not text.isdecimal():

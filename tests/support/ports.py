@@ -1,8 +1,8 @@
-"""Ports for servers that can only be told a number, such as torchrun's.
+"""Ports for servers that need a fixed number, such as torchrun's.
 
-Binding to port 0 and passing the number on is a race: once it is closed, anybody may get the port. Those below
-the range from which the kernel gives out ports are given to nobody who does not ask for them by name, and among
-test processes each is reserved by a lock that lasts as long as its process.
+Binding to port 0 and passing the number on is a race: once the socket is closed, any process may get the port. The
+kernel never gives out the ports below its own range by itself, so only a process that asks for one by number gets it.
+Among test processes each port is reserved by a lock that lasts as long as its process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def reserved_port() -> int:
     """Return a port of the loopback address that no other test process uses."""
     count = _LAST - _FIRST
     for step in range(count):
-        # Processes begin at different places, so that few of them meet at one port.
+        # Processes begin at different ports, so that they rarely try the same one.
         port = _FIRST + (os.getpid() * 12 + step) % count
-        # A file of another user can't be opened: each has files of their own, and the socket decides between users.
+        # Another user's file can't be opened, so each user has separate files, and binding decides between users.
         name = f"meshwright-port-{os.getuid()}-{port}"
         try:
             lock = os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_RDWR, 0o600)

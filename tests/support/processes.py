@@ -1,4 +1,4 @@
-"""The processes of this machine by their parents, read from /proc (Linux)."""
+"""The processes of this machine and their parents, read from /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 
 def process_table() -> dict[int, list[str]]:
-    """Return the fields of /proc/PID/stat from the state on, of every process: the parent's number is the second."""
+    """Return the fields of /proc/PID/stat from the state on, for every process. The second one is the parent's
+    number.
+    """
     found: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            # The command before these fields stands in brackets and may hold spaces.
+            # The command before these fields is in brackets and may contain spaces.
             found[int(entry.name)] = (entry / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended meanwhile
     return found
 
 
@@ -41,7 +43,7 @@ def named_below(process: int, name: str) -> list[int]:
         try:
             command = Path(f"/proc/{each}/cmdline").read_bytes()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended meanwhile
         if command.startswith(name.encode()):
             found.append(each)
     return found

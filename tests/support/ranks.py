@@ -1,7 +1,7 @@
-"""Runs a function on n Gloo ranks, started from a forkserver that has torch preloaded, with a deadline.
+"""Runs a function on Gloo ranks with a deadline. The ranks start from a forkserver that has torch preloaded.
 
-A hang becomes a failure that shows every rank's stack. `body` must be a function at the top of a module, called as
-body(rank, world, *args) with the process group joined; what it returns comes back, in the order of the ranks.
+A hang becomes a failure that shows every rank's stack. `body` must be a function at the top of a module. It is called
+as body(rank, world, *args) with the process group joined, and its results are returned in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from tests.support.waiting import HANG_S
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
     "torch._dynamo", "meshwright.run.pretrain", "meshwright.engine.providers", "tests.support.oracle",
-    # A rank imports the file of its test. What many of those import is loaded once: it took each rank up to 0.1 s.
+    # A rank imports the file of its test. Modules that many of those files import are loaded once here, since loading
+    # them took each rank up to 0.1 s.
     "pytest", "meshwright.dryrun.run_rank", "meshwright.plan.cost", "meshwright.interop.upcycle",
     "meshwright.checkpoint.merged", "meshwright.comm.process", "tests.checkpoint.runs",
 ])  # fmt: skip
 
 
 class RankFailed(AssertionError):
-    """A rank raised; carries its rank and traceback."""
+    """An error on one rank, with its number and traceback."""
 
 
 def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...], pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # as they may be in the server, which others also use
-        signal.signal(each, signal.SIG_DFL)
+    # The server is shared, and its handlers may have been changed. Ranks start with the default ones.
+    for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_DFL)
     stacks = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what the forkserver loaded is never garbage, and looking through it takes a third of a second
+    gc.freeze()  # The preloaded objects are never garbage, and scanning them takes a third of a second.
     try:
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -52,12 +54,15 @@ def _child(body: Any, rank: int, world: int, folder: str, args: tuple[Any, ...],
         pipe.send(("error", traceback.format_exc()))
         os._exit(1)
     pipe.send(("ok", result))
-    # One who left while others still connect their groups would fail them: stay until the parent ends it (or ends).
+    # If this rank exited while others still connect their groups, they would fail. Wait until the parent ends it (or
+    # ends).
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])  # type: ignore[union-attr]
 
 
 def run_ranks(world: int, body: Any, *args: Any, deadline: float = HANG_S) -> list[Any]:
-    """Return what `body` returns on each rank. `deadline` may only lengthen the wait: it tells a hang from a load."""
+    """Return the results of `body` on all ranks. `deadline` can only lengthen the wait: it tells a hang from a busy
+    machine.
+    """
     deadline = max(deadline, HANG_S)
     with tempfile.TemporaryDirectory() as folder:
         pipes, children = [], []
@@ -103,5 +108,6 @@ def _stacks(children: list[Any], folder: str) -> str:
     for child in children:
         if child.is_alive():
             os.kill(child.pid, signal.SIGUSR1)
+    # The ranks write their stacks when they handle the signal.
     time.sleep(0.5)
     return "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(folder).glob("stack-*")))

@@ -1,4 +1,6 @@
-"""One part of all tests, for `pytest --shard 2/6`, and the failures of a run, for `pytest --failures=FILE`."""
+"""One of several shards of all tests, for `pytest --shard 2/6`, and the failures of a run, for `pytest
+--failures=FILE`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """Return (number, count) of `2/6`."""
+    """Return (number, count) of a text such as `2/6`."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(f"--shard {text}: give a number and a count, such as 2/6")
@@ -17,7 +19,9 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def files_of_shard(tests: Counter[str], number: int, count: int) -> set[str]:
-    """Return the files of one shard. The largest file goes first, to the shard that has the fewest tests so far."""
+    """Return the files of one shard. The largest file is assigned first, to the shard that has the fewest tests so
+    far.
+    """
     loads, mine = [0] * count, set()
     for name, size in sorted(tests.items(), key=lambda each: (-each[1], each[0])):
         least = loads.index(min(loads))
@@ -28,7 +32,7 @@ def files_of_shard(tests: Counter[str], number: int, count: int) -> set[str]:
 
 
 def keep_shard(config: pytest.Config, items: list[pytest.Item], text: str) -> None:
-    """Deselect the tests of the other shards. Files stay whole, so their fixtures are made once."""
+    """Deselect the tests of the other shards. Files stay whole, so that the fixtures of each are created once."""
     file_of = {item: item.nodeid.split("::")[0] for item in items}
     mine = files_of_shard(Counter(file_of.values()), *shard_of(text))
     config.hook.pytest_deselected(items=[item for item in items if file_of[item] not in mine])
@@ -36,7 +40,7 @@ def keep_shard(config: pytest.Config, items: list[pytest.Item], text: str) -> No
 
 
 class Failures:
-    """A plugin that appends the name of every failed test to a file as soon as it is known: a run may be cut short."""
+    """A plugin that appends the name of every failed test to a file at once, because a run may be cut short."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

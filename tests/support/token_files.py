@@ -1,4 +1,6 @@
-"""Token files for tests: through the writer, by hand with what only Megatron writes, and read by sequence."""
+"""Token files for tests: written by the writer, written by hand in a form that only Megatron uses, and read by
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def write_documents(prefix: Path | str, documents: Sequence[ArrayLike], dtype: D
 
 
 def write_sequences(prefix: Path | str, documents: Sequence[Sequence[ArrayLike]], dtype: DTypeLike) -> TokenFile:
-    """Documents of several sequences each, laid out by hand from the description in `data/token_file.py`."""
+    """Write documents of several sequences each, laid out by hand from the description in `data/token_file.py`."""
     kind = np.dtype(dtype).newbyteorder("<")
     flat = [np.asarray(sequence, kind) for document in documents for sequence in document]
     sizes = [len(sequence) for sequence in flat]
@@ -37,6 +39,6 @@ def write_sequences(prefix: Path | str, documents: Sequence[Sequence[ArrayLike]]
 
 
 def sequences(file: TokenFile) -> list[list[int]]:
-    """The tokens of every sequence of a file."""
+    """Return the tokens of every sequence of a file."""
     starts = (file.pointers // file.dtype.itemsize).tolist()
     return [file.tokens[a : a + n].tolist() for a, n in zip(starts, file.sizes.tolist(), strict=True)]

@@ -1,7 +1,7 @@
 """Runs the quick tests under ten conditions and prints a table: `python -m tests.support.trust`, or `make test-trust`.
 
-Five random orders, three magnitudes of the machine's clock, and two runs beside eight busy processes. A suite that
-passes all ten needs nobody to run it again.
+The conditions are five random orders, three offsets of the machine's clock, and two runs beside eight busy processes. A
+suite that passes all ten need not be run again to be trusted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUSY, BUSY_RUNS = 8, 2
 
 @dataclass(frozen=True)
 class Condition:
-    """One run: its name, the options that make it, and how many processes keep the machine busy meanwhile."""
+    """One run of the tests: its name, its options, and the number of processes that keep the machine busy meanwhile."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ def conditions() -> list[Condition]:
 
 @contextlib.contextmanager
 def kept_busy(count: int) -> Iterator[None]:
-    """Have so many processes compute meanwhile."""
+    """Keep `count` processes computing until the end of the block."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -52,7 +52,7 @@ def kept_busy(count: int) -> Iterator[None]:
 
 
 def run(condition: Condition, pytest_words: list[str], log: Path) -> tuple[int, float, str]:
-    """Return the exit code, the seconds and pytest's last line. All that was said is in `log`."""
+    """Return the exit code, the seconds and the counts in pytest's last line. The whole output is in `log`."""
     command = [sys.executable, "-m", "pytest", "-m", "not wide", *condition.options, *pytest_words]
     begun = time.monotonic()
     with kept_busy(condition.busy), log.open("w") as file:

@@ -1,6 +1,7 @@
-"""Waiting for a condition. A test never concludes anything from how long something took.
+"""Waiting for a condition. A test never concludes anything from the time that something took.
 
-`HANG_S` is the one guard against a hang: so long that no load of the machine reaches it, and never a measurement.
+`HANG_S` is the only guard against a hang. It is so long that no load of the machine reaches it, and never a
+measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ LOOK_S = 0.01
 
 
 def until(ready: Callable[[], Any], process: subprocess.Popen[str] | None = None, why: str = "no progress") -> None:
-    """Return when `ready()` is true. Fails if `process` ends first, or after `HANG_S`."""
+    """Wait until `ready()` is true. Fail if `process` ends first, or after `HANG_S`."""
     end = time.monotonic() + HANG_S
     while not ready():
         if process is not None:

@@ -1,5 +1,4 @@
-"""Chat templates written to the published formats of model families, and conversations with what is learned between
-the signs « and »."""
+"""Chat templates in the published formats of model families, and conversations with learned text between « and »."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [("user", "Hi"), ("assistant", "Hello."), ("user", "Why?"), ("assistant", "So.")]
 WITH_SYSTEM = [("system", "Be brief."), *TALK]
 
-# name: (template, messages, text with what is learned between the signs)
+# name: (template, messages, text with the learned parts between the signs)
 CASES: dict[str, tuple[str, list[tuple[str, str]], str]] = {
     "chatml": (CHATML, TALK,
         "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

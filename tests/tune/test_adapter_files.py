@@ -1,4 +1,4 @@
-"""Adapters as files: checkpoints that name their base, PEFT's folders in both directions, and merged weights."""
+"""Adapters as files: checkpoints that name their base, import and export of PEFT's folders, and merged weights."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.oracle import EXACT, gather_global, load_into, make_trainer, 
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("llama3", "qwen2", "qwen3-one-kv-head", "gpt2", "gpt-neox", "opt", "bloom", "mixtral", "deepseek-v3")
-# In PEFT the names of a dense MLP beside experts mean the experts too.
+# PEFT applies the names of a dense MLP to the experts beside it too.
 LATENT = {"deepseek-v3": {"targets": ["q_a", "q_b", "kv_a", "kv_b", "out"]}}
 OF_EXPERTS = ["expert_gate", "expert_up", "expert_down"]
 
 
 def trained(base: Path, precision: str = "fp64", **tune: Any) -> Trainer:
-    """A run of three steps on a Hugging Face folder, whose adapters are then far from zero."""
+    """Train three steps on a Hugging Face folder, after which the adapters are far from zero."""
     model = asdict(HFFolder(base).model)
     sections = {"model": model, "train": {"precision": precision, "micro_batch": 2, "global_batch": 2},
                 "optimizer": {"lr": 0.05}, "tune": {"kind": "lora", "rank": 4, "base": str(base), **tune}}  # fmt: skip
@@ -55,7 +55,7 @@ def save(trainer: Trainer, folder: Path) -> Path:
 
 
 def our_logits(trainer: Trainer, ids: torch.Tensor) -> torch.Tensor:
-    """Logits with the adapters apart from the weights."""
+    """Return logits that are computed with the adapters separate from the weights."""
     (module,) = trainer.modules
     with torch.no_grad():
         hidden, _ = module.eval().trunk({"tokens": ids})  # type: ignore[operator]
@@ -86,17 +86,18 @@ def peft_logits(model: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_peft_and_merged_weights_compute_the_same(name: str, tune: dict[str, Any], tmp_path: Path) -> None:
-    """Our product with adapters, PEFT's, transformers' of the merged folder, and ours again after an import: all with
-    equal logits, in float64."""
+    """Equal logits come from our model with adapters, from PEFT's, from transformers with the merged folder, and from
+    our model again after an import, in float64.
+    """
     from transformers import AutoModelForCausalLM
 
-    base, mixed = tmp_path / "base", name in hf_models.EXPERTS  # which transformers multiplies in float32 at most
+    base, mixed = tmp_path / "base", name in hf_models.EXPERTS  # transformers multiplies experts in float32 at most
     dtype, close = (torch.float32, 3e-4) if mixed else (torch.float64, 1e-5)
     model = hf_models.save(name, base, dtype)
     ids = torch.tensor(np.random.default_rng(3).integers(0, 61, (2, 24)))
     trainer = trained(base, "fp32" if mixed else "fp64", **tune)
     ours = our_logits(trainer, ids)
-    assert (ours - model(input_ids=ids).logits).abs().max() > 1e-2  # the adapters do something
+    assert (ours - model(input_ids=ids).logits).abs().max() > 1e-2  # the adapters change the logits
     checkpoint = save(trainer, tmp_path / "run" / "checkpoints")
     written = export_adapters(checkpoint, tmp_path / "peft")
     assert torch.allclose(ours, peft_logits(model, tmp_path / "peft", ids), rtol=close, atol=close)
@@ -104,8 +105,8 @@ def test_peft_and_merged_weights_compute_the_same(name: str, tune: dict[str, Any
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).eval()
     assert torch.allclose(ours, merged(input_ids=ids).logits, rtol=close, atol=close)
     import_adapters(tmp_path / "peft", tmp_path / "back", str(base))
-    told = Reader(tmp_path / "back").index.config["tune"]
-    again = trained(base, "fp32" if mixed else "fp64", **{key: told[key] for key in told if key != "base"})
+    saved_tune = Reader(tmp_path / "back").index.config["tune"]
+    again = trained(base, "fp32" if mixed else "fp64", **{key: saved_tune[key] for key in saved_tune if key != "base"})
     load_into(again, Reader(tmp_path / "back"), model_only=True)
     assert torch.allclose(ours, our_logits(again, ids), rtol=close, atol=close)
     assert written["bytes"] < sum(p.stat().st_size for p in base.glob("*.safetensors"))
@@ -115,7 +116,7 @@ def test_peft_and_merged_weights_compute_the_same(name: str, tune: dict[str, Any
 @pytest.mark.parametrize("name", ["llama2", "gpt2", "gpt-neox"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_that_peft_made_are_imported(name: str, dora: bool, tmp_path: Path) -> None:
-    """Also with ranks and scales of their own for some modules."""
+    """Some modules may have another rank and scale."""
     import peft
 
     base = tmp_path / "base"
@@ -137,7 +138,7 @@ def test_adapters_that_peft_made_are_imported(name: str, dora: bool, tmp_path: P
 
 
 def test_a_full_rank_adapter_can_be_any_change(tmp_path: Path) -> None:
-    """With the rank of the weight and a scale of 1, B A = W2 - W1 makes one model of the other."""
+    """B A = W2 - W1 turns one model into the other, with the rank of the weight and a scale of 1."""
     base = tmp_path / "base"
     hf_models.save("llama2", base, torch.float64)
     trainer = trained(base, rank=32, alpha=32.0, targets=["q"])
@@ -161,7 +162,9 @@ TUNE = {"kind": "lora", "rank": 2}
 
 @pytest.mark.wide
 def test_a_killed_run_goes_on_and_its_base_is_stored_once(tmp_path: Path) -> None:
-    """On its own layout to the bit; on another one from the same bits. Its checkpoints hold no frozen weight."""
+    """A resumed run is equal to the last bit on its own layout, and starts from the same bits on another one. Its
+    checkpoints hold no frozen weight.
+    """
     base = complete(1, tiny(tmp_path / "base", train={"steps": 2}))
     changes: dict[str, Any] = {"tune": {**TUNE, "dropout": 0.1}, "layout": {"tp": 2, "sequence_parallel": True},
                                "checkpoint": {"every": 2, "keep": 0}}  # fmt: skip
@@ -171,13 +174,13 @@ def test_a_killed_run_goes_on_and_its_base_is_stored_once(tmp_path: Path) -> Non
     assert attempt.until(lambda: len(saved(attempt.run)) > 0)
     attempt.kill(1)
     assert attempt.finish() is None, "a rank was killed before the end"
-    run = complete(2, sections)  # the base is known by the run
+    run = complete(2, sections)  # the run knows its base
     assert timeless(run / "metrics.jsonl") == timeless(straight / "metrics.jsonl")
     found, wanted = tensors(newest(run)), tensors(newest(straight))
     assert found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in found)
     assert all(key.rpartition(".")[2] in ("lora_a", "lora_b") for key in found)
     assert Reader(newest(run)).index.config["tune"]["base"] == str(base)
-    # The same bits on another layout: all states are read, and written again as they were.
+    # The bits are the same on another layout: all states are read, and written again unchanged.
     other = make_trainer(small_config(**tiny(tmp_path / "copy", **changes | {"layout": {}, "zero": {"stage": 0}})))
     load_into(other, Reader(newest(run)))
     copied = tensors(save(other, tmp_path / "copy" / "checkpoints"))
@@ -215,8 +218,8 @@ def test_a_base_that_was_replaced_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_what_experts_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     base = tmp_path / "base"
     hf_models.save("mixtral", base)
-    told = {"peft_type": "LORA", "target_parameters": ["mlp.gate.weight"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
+    adapter_config = {"peft_type": "LORA", "target_parameters": ["mlp.gate.weight"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config), encoding="utf-8")
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UserError, match="adapts the parameter mlp.gate.weight: of parameters, only experts' weights"):
         import_adapters(tmp_path, tmp_path / "ours", str(base))
@@ -234,7 +237,7 @@ def test_what_experts_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def theirs_and_ours(model: Any, folder: Path, base: Path, to: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of PEFT with a folder of adapters, and those of transformers with our import of it, merged."""
+    """Return PEFT's logits with a folder of adapters, and transformers' logits with our import of it, merged."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.tensor(np.random.default_rng(3).integers(0, 61, (2, 24)))
@@ -249,7 +252,7 @@ def theirs_and_ours(model: Any, folder: Path, base: Path, to: Path) -> tuple[tor
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v3"])
 @pytest.mark.parametrize("targets", [["gate_up_proj", "down_proj"], ["down_proj"], ["gate_up_proj"]], ids="-".join)
 def test_adapters_of_experts_that_peft_made_are_imported(name: str, targets: list[str], tmp_path: Path) -> None:
-    """Also with a rank and a scale of its own for one of the parameters."""
+    """One of the parameters may have another rank and scale."""
     import peft
 
     base = tmp_path / "base"
@@ -268,7 +271,7 @@ def test_adapters_of_experts_that_peft_made_are_imported(name: str, targets: lis
     ("name", "parts"), [("mixtral", ("w1", "w3", "w2")), ("qwen3-moe", ("gate_proj", "up_proj", "down_proj"))]
 )
 def test_adapters_of_single_experts_are_imported(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
-    """As PEFT wrote them when each expert had modules of its own."""
+    """PEFT wrote such folders when each expert had separate modules."""
     base, peft = tmp_path / "base", tmp_path / "peft"
     model = hf_models.save(name, base)
     c, inside = model.config, "block_sparse_moe" if name == "mixtral" else "mlp"
@@ -279,14 +282,14 @@ def test_adapters_of_single_experts_are_imported(name: str, parts: tuple[str, ..
         at = f"base_model.model.model.layers.{layer}.{inside}.experts.{expert}.{part}"
         tensors[f"{at}.lora_A.weight"] = 0.2 * torch.randn(3, width, generator=random)
         tensors[f"{at}.lora_B.weight"] = 0.2 * torch.randn(out, 3, generator=random)
-    told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(parts), "bias": "none"}
+    adapter_config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(parts), "bias": "none"}
     peft.mkdir()
-    (peft / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
+    (peft / "adapter_config.json").write_text(json.dumps(adapter_config), encoding="utf-8")
     save_file(tensors, peft / "adapter_model.safetensors")
     theirs, ours = theirs_and_ours(model, peft, base, tmp_path)
     assert torch.allclose(theirs, ours, rtol=3e-4, atol=3e-4)
-    (peft / "adapter_config.json").write_text(json.dumps({**told, "lora_dropout": 0.1}), encoding="utf-8")
-    assert import_adapters(peft, tmp_path / "without", str(base)).dropout == 0.0  # which experts can't have
+    (peft / "adapter_config.json").write_text(json.dumps({**adapter_config, "lora_dropout": 0.1}), encoding="utf-8")
+    assert import_adapters(peft, tmp_path / "without", str(base)).dropout == 0.0  # experts can't have dropout
     del tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"]
     save_file(tensors, peft / "adapter_model.safetensors")
     with pytest.raises(UserError, match="only LoRA of one rank on all experts of a layer can be imported"):
@@ -301,7 +304,7 @@ def test_a_run_needs_a_base() -> None:
 
 
 def based(rank: int, world: int, base: str, layout: dict[str, Any]) -> Any:
-    """This rank's weights after its base was read, of which one part is trained whole."""
+    """Return this rank's weights after it has read its base. Some modules are trained as a whole."""
     sections = {"model": asdict(HFFolder(Path(base)).model), "layout": layout, "train": {"global_batch": 2},
                 "tune": {"kind": "lora", "rank": 2, "base": base, "modules_to_save": ["norm1", "head"]}}  # fmt: skip
     trainer = make_trainer(small_config(**sections), rank, world)
@@ -311,7 +314,9 @@ def based(rank: int, world: int, base: str, layout: dict[str, Any]) -> Any:
 
 
 def test_replicas_read_their_base_too(tmp_path: Path) -> None:
-    """Their states have other names; what is trained whole begins as the base has it."""
+    """The states of replicas have other names. Modules that are trained as a whole begin with the weights of the
+    base.
+    """
     base = tmp_path / "base"
     hf_models.save("llama2", base, torch.float64)
     wanted = gather_global(based(0, 1, str(base), {}))

@@ -1,4 +1,4 @@
-"""Instruction data: which tokens of a conversation are learned, in the formats and templates that people have."""
+"""Instruction data: the learned tokens of conversations, in the formats and templates that are in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def talk(messages: list[tuple[str, str]], **more: Any) -> Conversation:
 
 
 def make_model(folder: Path, template: str = CHATML) -> Path:
-    """A folder with a tokenizer of bytes and of the special tokens that the templates use."""
+    """Write a folder with a tokenizer of bytes and of the special tokens that the templates use."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -50,22 +50,23 @@ def model(tmp_path: Path) -> Path:
 
 
 def marked(tokenizer: Tokenizer, tokens: list[int], mask: list[int]) -> str:
-    """The text of tokens with what is learned between signs."""
+    """Return the text of tokens, with the learned parts between signs."""
     library: Any = tokenizer._library  # type: ignore[attr-defined]
     text, inside = "", 0
-    pieces: list[int] = []
+    run_of_tokens: list[int] = []
     for token, learned in [*zip(tokens, mask, strict=True), (None, 0)]:
         if learned != inside or token is None:
-            text += library.decode(pieces, skip_special_tokens=False)
-            text += "" if learned == inside else "«" if learned else "»"
-            pieces, inside = [], learned
-        pieces += [token] if token is not None else []
+            text += library.decode(run_of_tokens, skip_special_tokens=False)
+            if learned != inside:
+                text += "«" if learned else "»"
+            run_of_tokens, inside = [], learned
+        run_of_tokens += [token] if token is not None else []
     return text
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_is_learned_is_what_the_assistant_says(name: str, model: Path) -> None:
-    """The answers and their end tokens, and nothing else; templates have marks of generation or not."""
+    """Only the answers and their end tokens are learned, whether templates mark generation or not."""
     template, messages, wanted = CASES[name]
     tokenizer = load_tokenizer(str(model))
     found = ChatTemplate(template, SPECIAL).encode(talk(messages), tokenizer)
@@ -197,7 +198,7 @@ def test_the_command_writes_what_training_reads(model: Path, tmp_path: Path, cap
 
 
 def test_a_sample_is_shown_as_conversations(model: Path, tmp_path: Path, capsys: Any) -> None:
-    """Chat samples have segments and positions as samples with blanks do, and were drawn like those."""
+    """Chat samples have segments and positions as samples with blanks do, and were once shown like those."""
     write_talks(tmp_path / "talks.jsonl")
     prefix = tmp_path / "talks"
     assert main(["data", "chat", str(tmp_path / "talks.jsonl"), "--model", str(model), "--out", str(prefix)]) == 0
@@ -214,7 +215,7 @@ def test_a_sample_is_shown_as_conversations(model: Path, tmp_path: Path, capsys:
 
 
 class Alone:
-    """The conversations of a packed stream, each in a sample of its own."""
+    """The conversations of a packed stream, each in a separate sample."""
 
     def __init__(self, stream: PackedStream) -> None:
         self.found = []
@@ -234,7 +235,7 @@ class Alone:
 
 
 def test_packed_and_unpacked_gradients_are_equal(model: Path, tmp_path: Path) -> None:
-    """In float64, whatever the number of micro-batches: the loss counts the tokens of the whole batch."""
+    """Gradients are equal in float64 for any number of micro-batches: the loss counts the tokens of the whole batch."""
     write_talks(tmp_path / "talks.jsonl")
     main(["data", "chat", str(tmp_path / "talks.jsonl"), "--model", str(model), "--out", str(tmp_path / "talks")])
     config = packed_config(tmp_path / "talks", train={"global_batch": 2, "micro_batch": 1})

@@ -1,4 +1,4 @@
-"""Files of conversations as people have them: odd characters, and fields of the wrong kind."""
+"""Files of conversations as users have them: odd characters, and fields of the wrong kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.token_files import write_documents
 
 
 def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
-    """Other characters that break lines in a text may stand in a JSON string as they are."""
+    """Other characters that break lines in a text may appear unescaped in a JSON string."""
     said = "one\u2028two\u0085three"
     path = tmp_path / "said.jsonl"
     path.write_text(json.dumps({"prompt": said, "completion": "yes"}, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -43,21 +43,21 @@ def test_fields_of_the_wrong_kind_get_a_sentence(value: dict[str, Any], sentence
 
 
 def test_a_named_template_has_the_folder_s_special_tokens(tmp_path: Path) -> None:
-    """Also where the folder has no template of its own, which is when one is named."""
+    """The folder need not have a template. Users name one when it has none."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}{{ eos_token }}")
     assert named_template(str(tmp_path / "mine.jinja"), tmp_path).special == {"eos_token": "</s>", "bos_token": "<s>"}
 
 
 def test_conversations_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
-    """Nothing would show that their ids mean other texts."""
+    """Otherwise nothing would show that the same ids mean different texts."""
     prefixes = [str(tmp_path / name) for name in ("one", "two")]
     for number, prefix in enumerate(prefixes):
         write_documents(Path(prefix), [np.arange(5)])
         write_documents(Path(prefix + MASK), [np.ones(5, np.uint8)])
-        told = {"format": METADATA_FORMAT, "version": 1, "vocab_size": 9, "eod": 0, "chat": "chat"}
-        told |= {"tokenizer": "t.json", "tokenizer_digest": f"digest {number}"}
-        Path(f"{prefix}.json").write_text(json.dumps(told))
+        metadata = {"format": METADATA_FORMAT, "version": 1, "vocab_size": 9, "eod": 0, "chat": "chat"}
+        metadata |= {"tokenizer": "t.json", "tokenizer_digest": f"digest {number}"}
+        Path(f"{prefix}.json").write_text(json.dumps(metadata))
     given = ([1.0, 0.0, 0.0], 16, 0, False, True, {"chat"})
     with pytest.raises(UserError, match="one and .*two were made with different tokenizers"):
         packed_datasets(prefixes, *given)

@@ -1,4 +1,4 @@
-"""Products with adapters in compiled blocks, with gradients and, as when a recomputed block first runs, without."""
+"""Products with adapters in compiled blocks, with gradients and without, as in the first pass of a recomputed block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_of(mode: str, **tune: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["full", pytest.param("none", marks=pytest.mark.wide)])
 def test_blocks_with_adapters_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of each block as torch.compile sees it, without generating code for it."""
+    """torch.compile sees a graph of each block, and generates no code for it here."""
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **how, backend="aot_eager"))
     compiled_equals_eager(config_of(mode))

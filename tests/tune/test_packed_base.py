@@ -1,4 +1,4 @@
-"""Adapters over a base in 4 bits: what is read, computed and written."""
+"""Adapters over a base in 4 bits: reading, computing and writing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128}
     ids=["some", "dora"],
 )
 def test_files_of_a_packed_run_compute_the_same(tune: dict[str, Any], tmp_path: Path) -> None:
-    """Merged weights, and PEFT's adapters over rounded ones, give our logits; the files hold no frozen weight."""
+    """Merged weights, and PEFT's adapters over rounded weights, give our logits. The files hold no frozen weight."""
     from transformers import AutoModelForCausalLM
 
     base = tmp_path / "base"
@@ -56,7 +56,7 @@ def test_files_of_a_packed_run_compute_the_same(tune: dict[str, Any], tmp_path: 
         if "proj" in name:
             weight.data = rounded(weight.data)
     assert torch.allclose(ours, peft_logits(model, tmp_path / "peft", ids), rtol=1e-5, atol=1e-5)
-    assert (ours - exact).abs().max() > 1e-2  # the base was rounded
+    assert (ours - exact).abs().max() > 1e-2  # rounding changed the base
 
 
 def read(rank: int, world: int, base: str, sections: dict[str, Any]) -> Any:

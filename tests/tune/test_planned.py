@@ -1,4 +1,4 @@
-"""What is planned of a run with adapters is what is run: parameters, states and calls exactly."""
+"""A run with adapters has exactly the planned parameters, states and calls."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_adapters_are_planned_as_they_run(name: str, kind: str) -> None:
         said = expected(checked_job(config, world), rank)
         found = compare(rank, run_rank(config, world, rank, Device("meta")), said)
         assert found["equal"], [each for each in found["calls"] if not each["equal"]]
-        # A CPU's norms of frozen weights keep less than is stated.
+        # A CPU saves less than is stated for norms with frozen weights.
         limit = {"compiled": 0.03, "nf4-compiled": 0.05}.get(name, 0.25)
         assert found["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=limit)

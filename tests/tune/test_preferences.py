@@ -1,4 +1,4 @@
-"""Losses over preferred and judged answers: equal to plain definitions in float64, on several layouts."""
+"""Losses over preferred and judged answers equal plain definitions in float64, on several layouts."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ def trainer_of(config: Config, rank: int = 0, world: int = 1) -> Trainer:
     return make_trainer(config, rank, world, MadeAnswers(53, SEQ, config.tune.loss == "kto"))
 
 
-# Adapters that begin at zero would have half of their gradients zero.
+# Half of the gradients would be zero if adapters began at zero.
 far = mock.patch.object(tuning, "ZEROS", Init("normal", 0.3))
 
 
 def logp(module: GraphStage, sample: dict[str, np.ndarray], segment: int) -> tuple[torch.Tensor, int]:
-    """The plain definition, of one conversation on its own."""
+    """Return the log-likelihood of the answer in one conversation, by the plain definition, and its number of
+    tokens.
+    """
     at = sample["segments"] == segment
     ids, labels, mask = (torch.tensor(sample[key][at]) for key in ("tokens", "labels", "loss_mask"))
     hidden, _ = module.trunk({"tokens": ids[None]})
@@ -59,7 +61,7 @@ def logp(module: GraphStage, sample: dict[str, np.ndarray], segment: int) -> tup
 
 
 def plain_loss(trainer: Trainer) -> torch.Tensor:
-    """The mean over the pairs, or the judged answers, of eight samples."""
+    """Return the mean loss over the pairs, or the judged answers, of eight samples."""
     (module,), tune = trainer.modules, trainer.ctx.config.tune
     assert isinstance(module, GraphStage)
     losses = []
@@ -93,7 +95,7 @@ def plain_loss(trainer: Trainer) -> torch.Tensor:
 def test_the_loss_and_its_gradients_are_those_of_the_definition(loss: str) -> None:
     with far:
         trainer, apart = trainer_of(config_of(loss)), trainer_of(config_of(loss))
-        for layer in apart.modules[0].modules():  # so that autograd gets the gradients of weights
+        for layer in apart.modules[0].modules():  # without sinks, autograd returns the gradients of weights
             getattr(layer, "sinks", {}).clear()
         wanted = plain_loss(apart)
         slots = [slot for buffer in apart.data_parallel.trained for slot in buffer.slots]
@@ -118,7 +120,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def gradients(rank: int, world: int, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Pairs, float, float]]:
-    """The gradients of the first step, and the loss and the pairs that it reports."""
+    """Return the gradients of the first step, and the loss and the number of pairs that it reports."""
     found = []
     with far:
         for loss, more in cases:
@@ -159,7 +161,7 @@ PLANNED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.wide)])
 def test_every_call_of_a_step_is_planned(loss: str) -> None:
-    """The reference's forward too, with its gathers and what it passes on."""
+    """The forward of the reference is planned too, with its gathers and its sends between stages."""
     for world, more in [*PLANNED, *LAYOUTS] if loss == "orpo" else PLANNED:
         config = config_of(loss, run={"device": "cpu"}, **more if loss == "dpo" else {**more, "tune": {}})
         for rank in {0, world - 1}:
@@ -170,10 +172,10 @@ def test_every_call_of_a_step_is_planned(loss: str) -> None:
 
 
 def test_dpo_begins_at_log_2_and_what_it_can_not_do_is_refused() -> None:
-    """Adapters begin at zero, so a run begins as its reference."""
+    """Adapters begin at zero, so a run begins equal to its reference."""
     result = trainer_of(config_of("dpo")).step()
     assert result.loss == math.log(2) and result.counted == 14  # pairs of eight samples
     said = first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1)
     assert said is not None and "use orpo or simpo" in said
-    # Who reads the run has adapters and weights as one model, and trains nothing.
+    # A reader of the run has adapters and weights as one model, and trains nothing.
     assert first_broken_rule(config_of("dpo", tune={"kind": "full"}), 1, READING_RULES) is None

@@ -1,5 +1,7 @@
-"""lm-eval's tasks: results with our model equal those of its transformers backend, on several layouts. Without lm-eval
-this is skipped; texts are scored on any layout without it."""
+"""lm-eval's tasks: results with our model equal those of its transformers backend, on several layouts.
+
+Without lm-eval these tests are skipped, except those that score texts on any layout.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_every_layout_scores_alike() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, and three tasks with a few questions: to choose an answer, to write one, and a text's likelihood."""
+    """Write a Llama and three tasks with a few questions: choosing an answer, writing one, and the likelihood of a
+    text.
+    """
     pytest.importorskip("lm_eval")
     found = tmp_path_factory.mktemp("tasks")
     save("llama2", found / "hf", std=0.5, max_position_embeddings=64, eos_token_id=1)
@@ -108,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(results: dict[str, Any]) -> dict[str, float]:
-    """The metrics of all tasks, without what a bootstrap says about them."""
+    """Return the metrics of all tasks, without the errors that a bootstrap estimates."""
     return {f"{task} {name}": value for task, found in results.items() for name, value in found.items()
             if isinstance(value, float) and "stderr" not in name}  # fmt: skip
 

@@ -1,5 +1,7 @@
-"""TRL's DPO on the same batch: its loss, and the gradients of PEFT's adapters, equal ours to rounding. Without TRL
-(`pip install trl`, which brings datasets and pandas) this is skipped."""
+"""TRL's DPO on the same batch: its loss and the gradients of PEFT's adapters equal ours up to rounding.
+
+The test is skipped without TRL (`pip install trl`, which brings datasets and pandas).
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from tests.interop import hf_models
 from tests.support.oracle import load_into, make_trainer, small_config, true_gradients
 
 SEQ, SAMPLES = 32, 4
-CLOSE = 1e-5  # transformers computes norms and rotations in float32, whatever its weights are
+CLOSE = 1e-5  # transformers computes norms and rotations in float32, whatever the dtype of its weights
 Pair = dict[str, list[int]]
 
 
 def pair(n: int) -> Pair:
-    """A prompt with two answers, of other lengths each."""
+    """Return a prompt with two answers of different lengths."""
     random = np.random.default_rng([3, n])
     lengths = {"prompt_ids": 2 + n % 3, "chosen_ids": 3 + n % 4, "rejected_ids": 2 + (n + 1) % 5}
     return {key: random.integers(1, 61, length).tolist() for key, length in lengths.items()}
 
 
 class Packed:
-    """The same pairs as packed samples, one in each."""
+    """The same pairs as packed samples, one pair in each."""
 
     def sample(self, n: int) -> dict[str, np.ndarray]:
         found = {key: np.zeros(SEQ, np.int64) for key in ("tokens", "labels", "loss_mask", "segments", "positions")}
@@ -55,7 +57,7 @@ def tokenizer() -> Any:
 
 
 def their_loss(model: Any, kind: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Runs TRL's own trainer on one batch, with adapters that are no longer zero, and saves these."""
+    """Run TRL's own trainer on one batch with adapters that are no longer zero, and save these."""
     datasets, peft, trl = (pytest.importorskip(name) for name in ("datasets", "peft", "trl"))
 
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -95,9 +97,9 @@ def test_loss_and_gradients_are_those_of_trl(theirs: str, ours: str, tmp_path: P
     found = {record.name: grad for record, grad in true_gradients(trainer)}
     names = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "down": "mlp.down_proj"}
     for name, grad in found.items():
-        _, layer, _, piece, factor = name.split(".")
+        _, layer, _, projection, factor = name.split(".")
         their = next(g for key, g in grads.items()
-                     if f"layers.{layer}.{names[piece]}.lora_{factor[-1].upper()}." in key)  # fmt: skip
+                     if f"layers.{layer}.{names[projection]}.lora_{factor[-1].upper()}." in key)  # fmt: skip
         assert torch.allclose(grad, their, rtol=CLOSE, atol=CLOSE * float(their.abs().max())), name
     assert len(found) == len(grads)
     assert trainer.step().loss == pytest.approx(wanted, rel=CLOSE)

@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, made without training: healthy, resumed and faulty ones of any length."""
+"""Run folders as a run writes them, made without training: healthy, resumed and faulty ones of any length."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def comm_of(config: Config, **at: int) -> dict[str, Any]:
 
 
 def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
-    """`done`: the steps that are written, of `steps`."""
+    """Write the folder of a healthy run of `steps` steps, of which the first `done` are finished."""
     folder.mkdir(parents=True, exist_ok=True)
     config, done = config_of(steps, folder), done or steps
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -98,7 +98,7 @@ def resumed(folder: Path) -> Path:
 
 
 def relaid(folder: Path, step: int = 40) -> Path:
-    """One that went on after `step` without tensor parallelism, as a run writes it."""
+    """Write the folder of a run that continued after `step` without tensor parallelism."""
     before = config_of(60, healthy(folder, done=step + 5))
     config = replace(before, layout=replace(before.layout, tp=1), run=replace(before.run, tensorboard=False))
     comm, run = comm_of(config), RunFolder(config, WORLD, step)

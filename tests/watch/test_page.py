@@ -1,5 +1,8 @@
-"""The page in a real Chromium, where Playwright and one are installed: every panel and button, live, on a phone and in
-the dark, without a request to anybody else. MESHWRIGHT_SCREENSHOTS=FOLDER keeps pictures of all states."""
+"""The page in a real Chromium, if Playwright and a Chromium are installed.
+
+The tests cover every panel and button, a live run, a phone and dark colours, and allow no request to another server.
+MESHWRIGHT_SCREENSHOTS=FOLDER keeps pictures of all states.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A tab that records what goes wrong in it and whom it asks."""
+    """A tab that records its errors and the addresses that it requests."""
 
     def __init__(self, browser: Any, size: str = "desktop", dark: bool = False) -> None:
         wide, high = SIZES[size]
@@ -77,9 +80,9 @@ def served(tmp_path: Path) -> Iterator[Server]:
 def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None:
     with Visit(browser) as visit:
         page = visit.open(served.address)
-        page.wait_for_selector("#bytes td.bad")  # the plan comes after the first picture
+        page.wait_for_selector("#bytes td.bad")  # the plan arrives after the first picture
         assert "differs by −4.00 KiB, first seen at step" in page.locator("#bytes").inner_text()
-        assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # of this machine itself
+        assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # the hint for this very machine
         assert "against the plan for laptop" in page.locator("#time").inner_text()
         said = page.evaluate("[1000, 1023, 1023 * 1024, 5e9].map(bytes).concat([1e-3, 0.9996e-3].map(seconds))")
         assert said == ["0.977 KiB", "0.999 KiB", "0.999 MiB", "4.66 GiB", "1 ms", "1000 µs"]

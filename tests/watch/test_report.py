@@ -1,4 +1,4 @@
-"""What the page is made from: numbers equal to the files', few points, any folder; and a server for this machine."""
+"""The data of the page: numbers equal to the files', few points, any folder, and a server for this machine alone."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def test_columns_equal_the_file_and_follow_it(tmp_path: Path) -> None:
     assert found.refresh() and len(found) == 61 and math.isnan(found.columns["loss"][-1])
     with path.open("a") as file:
         file.write('ss": 1.0}\nnot json\n' + json.dumps(dict(reversed(line_of(63, {}, 1.25).items()))) + "\n")
-    assert found.refresh() and found.columns["step"].tolist()[-2:] == [62, 63]  # in another order of keys too
+    assert found.refresh() and found.columns["step"].tolist()[-2:] == [62, 63]  # the keys may have another order
     assert found.columns["loss"][-1] == 1.25 and [line["step"] for line in found.lines(3)] == [1, 32, 63]
-    path.write_text("".join(json.dumps(line) + "\n" for line in wanted[:30]))  # a resume took the lost steps out
+    path.write_text("".join(json.dumps(line) + "\n" for line in wanted[:30]))  # a resume removed the lost steps
     assert found.refresh() and len(found) == 30
     with path.open("a") as file:
-        file.writelines(json.dumps(line_of(step, {}, 9.0)) + "\n" for step in (21, 22))  # the later one counts
+        # The later line of a step counts.
+        file.writelines(json.dumps(line_of(step, {}, 9.0)) + "\n" for step in (21, 22))
     assert found.refresh() and found.columns["step"].tolist() == [*range(1, 23)] and found.columns["loss"][20] == 9.0
 
 
@@ -70,7 +71,7 @@ def test_fewer_points_keep_the_extremes_and_the_means() -> None:
 def test_a_run_of_a_hundred_thousand_steps_opens_in_a_second(tmp_path: Path) -> None:
     folder = healthy(tmp_path / "long", 100_000)
     took = []
-    for _ in range(2):  # processor time: others may use the machine
+    for _ in range(2):  # processor time, since others may use the machine
         begun = time.process_time()
         document = RunReport(folder).document()
         took.append(time.process_time() - begun)
@@ -89,7 +90,7 @@ def test_steps_are_compared_with_the_plan_of_their_own_layout(tmp_path: Path) ->
     add_event(tmp_path / "run", kind="resume", step=50, world=WORLD, changed=["train.steps"])
     assert report.document()["trace"]["earlier"].endswith("at step 40")  # the newest start has the same layout
     add_event(tmp_path / "run", kind="resume", step=30, world=WORLD, changed=[])
-    assert report.document()["trace"]["earlier"].endswith("at step 30")  # it went back beyond the change
+    assert report.document()["trace"]["earlier"].endswith("at step 30")  # the run went back beyond the change
     add_event(tmp_path / "run", kind="resume", step=55, world=WORLD // 2, changed=[])
     assert report.document()["trace"]["earlier"].endswith("at step 55")
 
@@ -126,7 +127,7 @@ def test_states_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_any_folder_of_a_run_has_a_page(tmp_path: Path) -> None:
-    """Also one that has only begun, one of an older version, and one whose files hold nonsense."""
+    """A run that has only begun, one of an older version, and one whose files hold nonsense have a page too."""
     folder = healthy(tmp_path / "run")
     for name in ("events.jsonl", "layers.jsonl", "ranks.json", "trace.json", "run.json", "validation.jsonl"):
         (folder / name).write_text('{"time": "x", "busy_s": 3, "traceEvents": {}, "layers": 1, "world": "many"}\n[]\n')
@@ -207,7 +208,7 @@ def test_the_command_writes_a_page_or_says_why_not(
     assert f"nowhere is not there: name one of the runs in {tmp_path}, such as {run}" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     healthy(tmp_path / "runs" / "second")
-    assert main(["watch", "secnd"]) == 2  # beside it, then where runs usually lie
+    assert main(["watch", "secnd"]) == 2  # searched beside it, then where runs usually are
     assert "secnd is not there: name one of the runs in ., such as run" in capsys.readouterr().err
     assert main(["watch", "no/secnd"]) == 2
     assert "name one of the runs in runs, such as runs/second" in capsys.readouterr().err
@@ -220,7 +221,7 @@ def test_the_command_writes_a_page_or_says_why_not(
 
 
 def test_lines_begin_as_the_fast_way_of_reading_them_expects() -> None:
-    """Else each would be parsed as a whole."""
+    """A line that begins otherwise would be parsed as a whole."""
     line = json.dumps(StepResult(3, 2.5, 1.0, 1e-3, None, False, 64, 8, step_time_s=0.5).line())
     found = _FRONT.match(line.encode())
     assert found is not None and found.groups()[-1] == b"0.5"

@@ -1,4 +1,6 @@
-"""One screen of a run, from folders made without training: each figure follows from the lines that are there."""
+"""The status of a run on one screen, from folders made without training: each figure follows from the recorded
+lines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.watch.made import BEGAN, add_event, faulty, healthy, resumed
 
 
 def add_checkpoint(run: Path, step: int) -> Path:
-    """A sealed checkpoint without tensors."""
+    """Write a sealed checkpoint without tensors."""
     folder = run / "checkpoints" / folder_name(step)
     folder.mkdir(parents=True)
     write_index(folder, Index(step=step, consumed=16 * step, world=8, config={"model": {}}))
@@ -40,7 +42,7 @@ def test_a_screen_tells_how_a_run_stands(tmp_path: Path, capsys: pytest.CaptureF
     assert (found["step"], found["steps"], found["state"]["kind"], found["complete"]) == (50, 60, "stopped", False)
     assert (found["restarts"], found["resumes"], found["trained_again"], found["skipped"]) == (1, 1, 11, 0)
     assert list(found["faults"]) == ["1"] and "SIGKILL" in found["faults"]["1"][0]["text"]
-    # 50 steps of 0.4 s were kept of the 30 s from the start to the end; the restart is a part of them.
+    # The run kept 50 steps of 0.4 s out of the 30 s from its start to its end, which include the restart.
     assert found["goodput"] == pytest.approx({"share": 2 / 3, "counted_s": 20, "under_way_s": 30, "between_s": 0})
     assert found["checkpoint"]["step"] == 50 and found["checkpoint"]["sealed"]
     assert main(["status", str(run)]) == 0
@@ -58,14 +60,14 @@ def test_time_between_jobs_is_told_beside_the_goodput(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     found = goodput(report, events, None)
     assert found == pytest.approx({"share": 20 / 26, "counted_s": 20, "under_way_s": 26, "between_s": 1000})
-    later = goodput(report, events, BEGAN + 1036)  # alive, and silent since
+    later = goodput(report, events, BEGAN + 1036)  # the run is alive, and has been silent since
     assert later["under_way_s"] == pytest.approx(36)
 
 
 def test_what_was_not_saved_when_a_run_ended_counts_for_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is trained again: it is neither goodput nor done when the time that is left is told."""
+    """Unsaved steps are trained again: they are no goodput, and not done when the remaining time is estimated."""
     run = healthy(tmp_path / "run", done=50)
     add_event(run, kind="end", step=50, text="stopped at once", time=BEGAN + 20)
     found = status(run, capsys)

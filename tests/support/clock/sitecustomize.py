@@ -1,4 +1,4 @@
-"""Shifts `time.monotonic` of every Python process that finds this folder on its path, for `pytest --clock-offset`.
+"""Shifts `time.monotonic` in every Python process that has this folder on its path, for `pytest --clock-offset`.
 
 A clock that counts from the start of the machine is small on some machines and large on others, and floating-point
 differences of large times are rounded. A test must pass on all of them. Python imports a module of this name when it
