@@ -23,7 +23,7 @@ from meshwright.config.load import flat, plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.engine.sharding.buffers import REPLICA_STATE, State, regions
 from meshwright.engine.sharding.remainders import Values
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 from meshwright.nn.adapters.nf4 import ROWS_AT_ONCE, pack
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import blocks_of
@@ -36,20 +36,27 @@ Base = Reader | HFFolder
 
 
 def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
-    """Return the config with `tune.base` set, and the source of the run's first weights, None if that is the base.
+    """Return the config with the folder of its weights, and the checkpoint that is loaded after these, or None.
 
-    If the config names no base, the run's newest checkpoint names it, or else `source` does if it holds adapters. A
-    `source` that holds all weights is the base itself.
+    A Hugging Face folder as `source` becomes `model.hf` or, with adapters, their base. If the config of a run with
+    adapters names no base, the run's newest checkpoint names it, or else `source` does if it holds adapters. A `source`
+    that holds all weights is the base itself, and without a source `model.hf` is.
     """
-    if not config.tune.adapts or config.tune.base:
-        return config, source
+    is_folder = source is not None and fmt.is_hf_folder(source)
+    if not config.tune.adapts:
+        return (replace(config, model=replace(config.model, hf=str(source))), None) if is_folder else (config, source)
+    if config.tune.base:
+        if is_folder and Path(str(source)).resolve() != Path(config.tune.base).resolve():
+            both = f"--from {source} and tune.base={config.tune.base}"
+            raise UserError(f"{both} name two models whose weights stay frozen: leave one of them out")
+        return config, None if is_folder else source
     own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
     base, named = "", None
     for folder in [*own[-1:], *([fmt.model_folder(source)] if source is not None else [])]:
         named = named or _base_of(folder)
     if source is not None and not _base_of(fmt.model_folder(source)):
         base, source = source, None
-    base = named or base
+    base = named or base or fmt.first_weights(config, None)
     if not base:
         raise UserError(
             f"tune.kind={config.tune.kind} adapts the weights of a model, and none is named: set tune.base, or give "
@@ -70,17 +77,21 @@ def open_base(base: str, model: ModelConfig) -> Base:
     """Open a base and check that it belongs to this model."""
     folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
-    theirs = plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
-    ours, base_values = flat(plain(model)), flat(theirs)
-    # These keys do not change the meaning of the weights, so the base may differ in them.
-    ignored = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
-    strange = [key for key in ours if key not in ignored and key in base_values and base_values[key] != ours[key]]
-    if strange:
-        words = ", ".join(f"model.{key} (there {base_values[key]}, here {ours[key]})" for key in strange[:3])
+    words = _differences(plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"], model)
+    if words:
         raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
     if isinstance(source, Reader) and _base_of(folder):
         raise UserError(f"{folder} holds adapters, not all weights: merge it first (`meshwright merge`), and name that")
     return source
+
+
+def _differences(theirs: dict[str, Any], model: ModelConfig) -> str:
+    """Return the keys in which a model section differs from ours, in words; "" if the weights mean the same."""
+    ours, others = flat(plain(model)), flat(theirs)
+    # These keys do not change the meaning of the weights, so a source of weights may differ in them.
+    ignored = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
+    strange = [key for key in ours if key not in ignored and key in others and others[key] != ours[key]]
+    return ", ".join(f"model.{key} (there {others[key]}, here {ours[key]})" for key in strange[:3])
 
 
 def digest(base: str) -> str:
@@ -126,10 +137,11 @@ def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
 
 @torch.no_grad()
 def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh: bool) -> None:
-    """Read the data that a run takes from the folder named by model.hf: its weights if the run is `fresh`, and in any
-    case the untrained buffers in its files."""
-    model = trainer.ctx.config.model
-    folder = Path(model.hf)
+    """Read the data that a run takes from the folder named by model.hf: its weights if the run is `fresh` and has no
+    base, and in any case the untrained buffers in its files."""
+    config = trainer.ctx.config
+    model, folder = config.model, Path(config.model.hf)
+    fresh = fresh and not config.tune.adapts
     if not has_weights(folder):
         return
     source: Base | PlannedFolder
@@ -140,6 +152,9 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
         return
     else:
         source = HFFolder(folder, model.seq)
+        words = _differences(plain(source.model), model)
+        if words and trainer.writes:
+            notice(f"meshwright: warning: these weights were trained with other settings: {words}")
     if fresh:
         read_weights(trainer, source)
 
@@ -151,7 +166,8 @@ def fill_range(source: Base | PlannedFolder, record: ParamRecord, low: int, high
     elif isinstance(source, Reader):
         source.fill_range(f"param/{record.name}", record, low, high, values)
     elif source.shapes.get(record.name) != record.shape:
-        raise UserError(f"{source.folder}, the base, has no {record.name} of shape {list(record.shape)}")
+        lacks = f"{source.folder} has no {record.name} of shape {list(record.shape)}"
+        raise UserError(f"{lacks}, so it is of another model: take its sizes, with model.hf={source.folder}")
     else:
         for box, region in regions(record, low, high, values):
             for start, shape in blocks_of(box.shape, 4):

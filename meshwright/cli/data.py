@@ -13,14 +13,15 @@ from meshwright.config.data import BLANK_SPECIALS, SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.numbers import length_argument
 from meshwright.config.rules import READING_RULES, check
-from meshwright.data.chat_prepare import packing, prepare_chat
+from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
 from meshwright.data.merge import merge
-from meshwright.data.packed import is_chat
+from meshwright.data.packed import cut_of, fitting_length, is_chat, sizes_of
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
 from meshwright.disk import tell_files
 from meshwright.errors import UserError, plural
+from meshwright.outside import LARGEST
 from meshwright.record.companions import tokenizer_of_data
 from meshwright.show.progress import progress
 from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
@@ -248,7 +249,7 @@ def add_chat_arguments(actions: Any) -> None:
     options.add_argument("--model", required=True, metavar="DIR", help="the model's folder: tokenizer, chat template")
     options.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without a suffix")
     options.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
-    packed = "also report how samples of N tokens are filled"
+    packed = "the length of a run's samples (model.seq): also report how they are filled and what they cut"
     options.add_argument("--seq", type=length_argument, default=0, metavar="N", help=packed)
     add_output_options(options)
 
@@ -257,33 +258,45 @@ def prepare_conversations(args: argparse.Namespace) -> None:
     """Turn conversations into token files with a loss mask, and print a summary and the first conversations."""
     if args.seq < 0:
         raise UserError(f"--seq {args.seq} must be greater than zero")
-    summary, tokenizer, lengths = prepare_chat(args.inputs, args.out, args.model, args.template, args.force)
+    files = (args.inputs, args.out, args.model, args.template, args.force)
+    summary, tokenizer, lengths = prepare_chat(*files, seq=args.seq)
     packed = packing(lengths, args.seq, 2 if summary.kind == "pairs" else 1) if args.seq else None
+    cut = cut_of([args.out], args.seq) if args.seq else None
+    if cut and cut.hurts:
+        better = fitting_length(*sizes_of([args.out]), LARGEST)
+        print(f"meshwright: warning: {cut.words()}: --seq {better} would hold them", file=sys.stderr)
     if args.json:
         names = ("prefix", "kind", "conversations", "tokens", "learned", "longest", "files")
         document = {name: getattr(summary, name) for name in names} | {"share": summary.share}
-        if packed:
+        if packed and cut:
             document |= {"samples": packed[0], "cut": packed[1], "filled": packed[2]}
+            document |= {"learned_kept": cut.kept, "nothing_learned": cut.empty}
         print(json.dumps(document))
         return
-    console = console_for(sys.stdout)
-    pairs = summary.kind == "pairs"
-    for number, masked in enumerate(summary.samples, start=1):
-        # The files store the two answers of a pair one after the other and in the same way. The second is the bad one,
-        # which `conversation_text` marks where the mask is 2.
-        mask = [2 * learned for learned in masked.mask] if pairs and number % 2 == 0 else masked.mask
-        show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
-    if not has_colour(sys.stdout):
-        print(MARKS_LEGEND)
-    count = plural(summary.conversations // 2, "pair") if pairs else f"{summary.conversations:,} ({summary.kind})"
-    print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
-    print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")
-    _tell_packing(args.seq, packed)
+    show_samples(summary, tokenizer, len(summary.samples))
+    tell_conversations(summary)
+    if packed and cut:
+        made = f"{plural(packed[0], 'sample')} of {args.seq:,} tokens, {percent(packed[2])} filled"
+        print(f"packed         {made}; {cut.words()}")
     tell_files(summary.files, column=15)
 
 
-def _tell_packing(seq: int, packed: tuple[int, int, float] | None) -> None:
-    if packed:
-        samples, cut, filled = packed
-        made = plural(samples, "sample")
-        print(f"packed         {made} of {seq:,} tokens, {percent(filled)} filled, {cut:,} cut at the end")
+def show_samples(summary: ChatSummary, tokenizer: Any, count: int) -> None:
+    """Print the first `count` conversations with their learned tokens marked."""
+    console = console_for(sys.stdout)
+    for number, masked in enumerate(summary.samples[:count], start=1):
+        # The files store the two answers of a pair one after the other and in the same way. The second is the bad one,
+        # which `conversation_text` marks where the mask is 2.
+        is_bad = summary.kind == "pairs" and number % 2 == 0
+        mask = [2 * learned for learned in masked.mask] if is_bad else masked.mask
+        show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
+    if not has_colour(sys.stdout):
+        print(MARKS_LEGEND)
+
+
+def tell_conversations(summary: ChatSummary) -> None:
+    """Print how many conversations and tokens there are."""
+    pairs = plural(summary.conversations // 2, "pair")
+    count = pairs if summary.kind == "pairs" else f"{summary.conversations:,} ({summary.kind})"
+    print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
+    print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")

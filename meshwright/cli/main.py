@@ -17,7 +17,7 @@ from meshwright.plugins import load_plugins
 
 GROUPS = {
     "train and use a model": (
-        "init", "doctor", "check", "train", "submit", "status", "watch", "generate", "chat", "eval",
+        "init", "doctor", "check", "train", "tune", "submit", "status", "watch", "generate", "chat", "eval",
     ),
     "data": ("data",),
     "plan and study": (
@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": "examine the machine and the world of ranks before a long run, and name every problem",
     "check": "train a config's small twin on its layout and on one process, and compare every gradient",
     "train": "train a model from a config, on local ranks or as one rank of torchrun or srun",
+    "tune": "fine-tune a Hugging Face model on conversations: data, training and evaluation in one command",
     "submit": "write or submit a job for Slurm or Kubernetes that trains until the run is complete",
     "status": "show the state of a run on one screen: progress, goodput, faults, newest checkpoint",
     "watch": "show runs on a live page, or write it as a file to send",
@@ -61,7 +62,7 @@ COMMANDS = {
 # The commands that take key=value words, which may come before or after an option.
 MIXED = {
     "comm", "check", "doctor", "layout",
-    "train", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
+    "train", "tune", "submit", "replay", "eval", "config", "plan", "simulate", "dryrun", "memory", "scaling", "cost",
 }  # fmt: skip
 
 

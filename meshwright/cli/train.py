@@ -19,6 +19,7 @@ from meshwright.config.load import AUTO_LAYOUT, load_config, without_auto
 from meshwright.config.rules import TRAINING_RULES, check, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS, tiny_config
+from meshwright.data.packed import is_chat, length_words
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.elastic import Elastic, Wishes
@@ -37,7 +38,13 @@ from meshwright.launch.launch import (
 from meshwright.launch.processes import Place, address_of, find_place
 from meshwright.launch.signals import ends_at_once
 from meshwright.plan.effects import say_what_has_no_effect
-from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, list_checkpoints, model_folder
+from meshwright.record.checkpoint_format import (
+    checkpoint_folder,
+    first_weights,
+    is_hf_folder,
+    list_checkpoints,
+    model_folder,
+)
 from meshwright.record.companions import check_tokenizer
 from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
 from meshwright.record.run_notes import read_events, write_event
@@ -60,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiny = "train the recipe's twin instead: a small model with the same axes, on this machine's CPUs, with data"
     parser.add_argument("--tiny", action="store_true", help=tiny)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change, e.g. train.steps=100")
-    source = "a run or checkpoint to start from: its weights for a new run, all of its state within the same run"
+    source = "what to start from: the weights of another run, of a checkpoint or of a Hugging Face folder for a new "
+    source += "run, all of the state of a checkpoint within the same run"
     parser.add_argument("--from", dest="source", metavar="PATH[@STEP]", help=source)
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
@@ -98,20 +106,21 @@ def run(args: argparse.Namespace) -> int:
         warm_up()
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
-        prepare_tiny(config)
     # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
     known = args.nproc or (1 if config.run.device == "cpu" else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
+    if args.tiny:
+        prepare_tiny(config)
     unused = unused_tokens(config, datasets_of(config)[0])
-    first_weights = config.tune.base or args.source
+    weights = first_weights(config, args.source)
     is_new = not list_checkpoints(checkpoint_folder(config))
-    if first_weights and is_new:
-        check_tokenizer((model_folder if config.tune.adapts else find_checkpoint)(first_weights), config.data)
+    if weights and is_new:
+        check_tokenizer(model_folder(weights), config.data)
     # This line comes before torch is loaded, so that the user does not wait for seconds without a word.
-    say_start(config, nodes * known)
-    if unused and is_new and not first_weights and not config.model.hf:
+    say_start(config, nodes * known, args.source)
+    if unused and is_new and not weights and not config.model.hf:
         notice(unused)
     from meshwright.device import check_machine
     from meshwright.launch.this_machine import check_memory
@@ -134,7 +143,10 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
     command's ranks have begun leaves the folder as it was."""
     if not (Path(folder) / "run.json").is_file():
         return
-    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in read_events(folder))
+    events = read_events(folder)
+    began = any(event.get("kind") in BEGINS and event["time"] >= since for event in events)
+    if events and events[-1].get("text") == text:
+        return  # The rank that writes the run has noted it.
     # A mistake that is only found while training is a failure of the run.
     if kind != "refusal" or began:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
@@ -159,16 +171,16 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
     check(config, world, TRAINING_RULES)
     if place.rank == 0:
         check_folders(config)
-        say_start(config, world)
+        say_start(config, world, args.source)
         say_what_has_no_effect(config, world, place.local_world)
         attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         if attempt != "0":
             notice(f"a rank had failed: all ranks were started again (restart {attempt} of {most})")
 
 
-def say_start(config: Config, ranks: int) -> None:
-    """Print whether the run starts or continues. The step that it resumes from is reported later, once its checkpoint
-    has been verified."""
+def say_start(config: Config, ranks: int, source: str | None = None) -> None:
+    """Print whether the run starts or continues and, of a new one, where its weights and the length of its samples come
+    from. A checkpoint that it loads is reported later, once it has been verified."""
     many = plural(ranks, "rank") if ranks > 1 else ""
     emulate = config.comm.emulate
     slow = f" ({emulate.words(config.layout.node_size or ranks)})" if emulate.on else ""
@@ -176,6 +188,29 @@ def say_start(config: Config, ranks: int) -> None:
         notice(f"continues {config.run.dir}{f' on {many}' * bool(many)}, up to step {config.train.steps}{slow}")
     else:
         notice(f"starts {config.run.dir}{f' with {many}' * bool(many)}, {plural(config.train.steps, 'step')}{slow}")
+        for line in (weights_words(config, source), samples_words(config)):
+            if line:
+                notice(line)
+
+
+def weights_words(config: Config, source: str | None) -> str:
+    """Return where a new run's weights come from, if that is a folder that the config or --from names."""
+    weights, folder = first_weights(config, source), config.model.hf
+    if not weights:
+        return f"weights: drawn from train.seed, because {folder} holds none" if folder else ""
+    named = "tune.base" if config.tune.base else "--from" if source else "model.hf"
+    if config.tune.adapts:
+        return f"weights: those of {weights} ({named}), frozen; adapters of rank {config.tune.rank} are trained"
+    return f"weights: those of {weights} ({named}), all of them trained" if is_hf_folder(weights) else ""
+
+
+def samples_words(config: Config) -> str:
+    """Return how long samples are and why, if conversations or a Hugging Face folder decide it by default."""
+    seq, prefixes, folder = config.model.seq, config.data.prefixes, config.model.hf
+    if config.objective_facts.packed and all(is_chat(prefix) for prefix in prefixes):
+        return length_words(prefixes, seq)
+    longest = f"; without it the longest that {folder} takes" if folder else ""
+    return f"samples of {plural(seq, 'token')} (model.seq{longest})" if folder else ""
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.data import OBJECTIVES
 from meshwright.config.numbers import number_from, whole_number_from
 from meshwright.config.presets import KIND_DEFAULTS, PRESETS
 from meshwright.config.recipes import SECTION, read_recipe, recipe_names
@@ -131,7 +132,7 @@ def config_from(raw: Mapping[str, Any], sections: Mapping[str, type] | None = No
             hint = ": put a space after each colon" if isinstance(value, str) and ":" in value else ""
             raise UserError(f"section '{name}' must hold keys and values, not '{value}'{hint}")
     given = {name: dict(raw.get(name) or {}) for name in known}
-    given["model"] = with_preset(with_folder(given["model"]))
+    given["model"] = with_preset(with_folder(given["model"], given.get("data", {})))
     built = {name: _section(hints_of(Config)[name], name, given[name]) for name in sorted(fields)}
     built["extra"] = {name: _section(cls, name, given[name]) for name, cls in own.items()}
     return Config(**built)
@@ -144,10 +145,11 @@ def _plugins_of(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return _value(tuple[str, ...], "run.plugins", named)  # type: ignore[no-any-return]
 
 
-def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:
+def with_folder(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model section, with missing keys filled in from the Hugging Face folder that `hf` names.
 
-    The config of a run or a checkpoint has all keys, so the folder is not read for it. It may be gone by then."""
+    Samples of conversations get the length that fits them, not the longest that the model takes, which few devices
+    hold. The config of a run or a checkpoint has all keys, so the folder is not read for it. It may be gone by then."""
     folder = model.get("hf")
     if not folder or "layers" in model:
         return dict(model)
@@ -155,7 +157,17 @@ def with_folder(model: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"model.hf={folder} must be a word, the path of a folder: put it in quotes")
     # Imported by its name, because this module belongs to a layer above the config.
     sections = importlib.import_module("meshwright.models.wrapped.sections")
-    return merged(sections.section_of(folder, model), model)
+    made = sections.section_of(folder, model)
+    prefixes = _value(tuple[str, ...], "data.prefixes", data.get("prefixes"))
+    objective = OBJECTIVES.get(str(data.get("objective")))
+    is_packed = objective is not None and objective.packed and bool(prefixes)
+    # A table of learned positions has the length that it has.
+    if is_packed and "seq" in made and made["position"] != "learned":
+        # Imported here because it needs numpy, which most commands about a config do without.
+        from meshwright.data.packed import sample_length
+
+        made |= {"seq": sample_length(prefixes, made["seq"])}
+    return merged(made, model)
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:

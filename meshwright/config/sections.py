@@ -467,6 +467,7 @@ class RunConfig:
     log_every: int = 1
     eval_every: int = 0  # 0: only after the last step
     eval_samples: int = 0  # 0: four global batches
+    eval_first: bool = False  # also validate before the first step, to compare with
     tensorboard: bool = True
     loggers: tuple[str, ...] = ()  # further loggers of the numbers: tensorboard, wandb, mlflow, trackio, csv
     layers_every: int = 50  # steps between lines of norms by layer in layers.jsonl; 0: none

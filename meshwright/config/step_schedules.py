@@ -28,11 +28,13 @@ def learning_rate(config: Config, step: int) -> float:
     warmup = c.warmup_steps(steps)
     if step <= warmup:
         return peak * step / warmup
-    begin, length = warmup, c.decay or max(1, steps - warmup)
+    # A decay to 0 at the end of a run ends one step after it: an update with a rate of 0 would change nothing.
+    beyond = 0 if c.min else 1
+    begin, length = warmup, c.decay or max(1, steps - warmup) + beyond
     if c.decays_last:
         # A warm-up that reaches into the decay shortens it.
         begin = max(warmup, steps - (c.decay or max(1, steps // 10)))
-        length = max(1, steps - begin)
+        length = max(1, steps - begin) + beyond
     return SHAPES[c.schedule](peak, c.min, min(1.0, max(0.0, (step - begin) / length)))
 
 

@@ -9,15 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshwright.data.chat_template import Broken, ChatTemplate, Masked, load_template, named_template
+from meshwright.data.chat_template import (
+    Broken,
+    ChatTemplate,
+    Masked,
+    folder_tokenizer,
+    load_template,
+    named_template,
+)
 from meshwright.data.conversations import Conversation, Pair, Record, read_records
 from meshwright.data.packed import MASK, best_fit
 from meshwright.data.prepare import check_out
 from meshwright.data.token_writer import TokenFileWriter, metadata
-from meshwright.data.tokenizers import Tokenizer, load_tokenizer
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import UserError
 
 SHOWN = 5  # samples in the summary; one more for pairs, which need an even number
@@ -43,14 +51,19 @@ class ChatSummary:
 
 def prepare_chat(
     inputs: Sequence[str], out: str, model: str, template: str = "", force: bool = False,
-    advance: Callable[[int], None] = lambda count: None,
+    advance: Callable[[int], None] = lambda count: None, seq: int = 0,
 ) -> tuple[ChatSummary, Tokenizer, list[int]]:  # fmt: skip
-    """Write the conversations of some files, and return a summary, the tokenizer and each conversation's length."""
+    """Write the conversations of some files, and return a summary, the tokenizer and each conversation's length.
+
+    `seq` is noted as the length of samples that a run takes by default.
+    """
     for prefix in (out, out + MASK):
         check_out(prefix, force)
     folder = Path(model)
     rendered = load_template(folder) if not template else named_template(template, folder)
-    tokenizer = _tokenizer(folder, rendered)
+    tokenizer = folder_tokenizer(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
     summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
     with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
         for masked in _encoded(inputs, rendered, tokenizer, summary):
@@ -67,21 +80,11 @@ def prepare_chat(
         summary.conversations, summary.tokens, summary.longest = len(lengths), sum(lengths), max(lengths)
         # The masks are finished first, so that a complete token file always has its masks.
         masks.finish()
-        content = metadata(tokenizer, tokens, chat=summary.kind, learned=summary.learned, template=rendered.text)
+        noted: dict[str, Any] = {"chat": summary.kind, "learned": summary.learned, "template": rendered.text}
+        content = metadata(tokenizer, tokens, **noted | ({"seq": seq} if seq else {}))
         tokens.finish({".json": content})
     summary.files = [out + suffix for suffix in (".bin", ".idx", ".json", f"{MASK}.bin", f"{MASK}.idx")]
     return summary, tokenizer, lengths
-
-
-def _tokenizer(folder: Path, template: ChatTemplate) -> Tokenizer:
-    """Return the tokenizer of a model's folder, with the template's end token if its vocabulary has that token."""
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            try:
-                return load_tokenizer(str(folder / name), template.special.get("eos_token"))
-            except UserError:
-                return load_tokenizer(str(folder / name))
-    raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
 
 
 def _encoded(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.data.conversations import Conversation, Message
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError, shortened
 from meshwright.outside import read_json
@@ -180,6 +180,23 @@ def special_tokens(folder: Path) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             texts[key] = text
     return texts
+
+
+def folder_tokenizer(folder: Path, end: str | None = None) -> Tokenizer | None:
+    """Return the tokenizer of a model's folder, or None if there is none.
+
+    It ends documents with `end` or, without that, with the model's own end token if its vocabulary has it.
+    """
+    for path in (folder / "tokenizer.json", folder / "tokenizer.model"):
+        if path.is_file():
+            own = special_tokens(folder).get("eos_token") if end is None else None
+            try:
+                return load_tokenizer(str(path), own or end)
+            except UserError:
+                if not own:
+                    raise
+                return load_tokenizer(str(path))
+    return None
 
 
 def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:

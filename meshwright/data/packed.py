@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.dataset import keyed_permutation
 from meshwright.data.token_file import TokenFile, read_metadata
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
+from meshwright.outside import LARGEST
 
 MASK = ".mask"  # suffix that turns a token file's prefix into that of its mask file
 KINDS = {"": "plain text", "chat": "conversations", "pairs": "preference pairs", "judged": "judged answers"}
 Bins = list[list[int]]
+LENGTH_UNIT = 64  # A length that is chosen is a multiple of this, which every split over ranks and kernel takes.
 
 
 def best_fit(sizes: Sequence[int], room: int) -> Bins:
@@ -56,6 +58,89 @@ def best_fit(sizes: Sequence[int], room: int) -> Bins:
 def is_chat(prefix: str) -> str:
     """Return the kind of conversations in a token file: chat, pairs or judged; an empty string for plain text."""
     return str((read_metadata(prefix) or {}).get("chat", ""))
+
+
+def sizes_of(prefixes: Sequence[str]) -> tuple[NDArray[Any], int]:
+    """Return the tokens of each conversation in some files, and how many conversations share a sample (2 for pairs)."""
+    sizes = [TokenFile(prefix).sizes for prefix in prefixes]
+    return np.concatenate(sizes).astype(np.int64), 2 if is_chat(prefixes[0]) == "pairs" else 1
+
+
+def fitting_length(sizes: NDArray[Any], unit: int, most: int) -> int:
+    """Return the length of samples that conversations of these sizes take, at most `most`.
+
+    It holds the longest conversation, or 99 % of them if the longest is more than twice as long: a few very long ones
+    would cost all samples their memory.
+    """
+    needed = unit * (sizes - 1)
+    longest, usual = int(needed.max()), int(np.percentile(needed, 99))
+    wanted = longest if longest <= 2 * usual else usual
+    return min(most, -(-max(1, wanted) // LENGTH_UNIT) * LENGTH_UNIT)
+
+
+def sample_length(prefixes: Sequence[str], most: int) -> int:
+    """Return the length of samples for conversations: that of `data chat --seq`, or else the one that fits them.
+
+    Without token files of conversations, which are reported elsewhere, it is `most`.
+    """
+    if not all(is_chat(prefix) and Path(f"{prefix}.idx").is_file() for prefix in prefixes):
+        return most
+    noted = max((read_metadata(prefix) or {}).get("seq", 0) for prefix in prefixes)
+    return min(most, noted) if noted else fitting_length(*sizes_of(prefixes), most)
+
+
+class Cut(NamedTuple):
+    """The loss by a length of samples: of `conversations`, `cut` lose their end and `empty` every learned token.
+
+    Of `learned` tokens, `kept` are left.
+    """
+
+    conversations: int
+    cut: int
+    empty: int
+    learned: int
+    kept: int
+
+    @property
+    def hurts(self) -> bool:
+        """True if more than a hundredth of the learned tokens is lost, or every one of some conversation."""
+        return bool(self.empty) or self.kept < 0.99 * self.learned
+
+    def words(self) -> str:
+        """Describe the loss, e.g. `the end of 3 of 200 conversations is cut off`."""
+        if not self.cut:
+            return "no conversation is cut"
+        lost = 1.0 - self.kept / max(1, self.learned)
+        words = f"the end of {self.cut:,} of {plural(self.conversations, 'conversation')} is cut off"
+        words += f", which loses {100 * lost:.1f} % of the learned tokens" if lost else ""
+        return words + (f", and {self.empty:,} of them keep nothing to learn" if self.empty else "")
+
+
+def cut_of(prefixes: Sequence[str], seq: int) -> Cut:
+    """Count the tokens that samples of `seq` tokens cut off the conversations of some files."""
+    conversations = cut = empty = learned = lost = 0
+    for prefix in prefixes:
+        unit = sizes_of([prefix])[1]
+        whole = Conversations(prefix, (0, TokenFile(prefix).document_count), drawn=False)
+        sizes, most = whole.sizes(), seq // unit + 1
+        conversations, learned = conversations + len(sizes), learned + (read_metadata(prefix) or {}).get("learned", 0)
+        for number in np.flatnonzero(sizes > most).tolist():
+            mask = whole.read(number, int(sizes[number]))[1]
+            cut, empty = cut + 1, empty + (not mask[:most].any())
+            lost += int(np.count_nonzero(mask[most:]))
+    return Cut(conversations, cut, empty, learned, learned - lost)
+
+
+def length_words(prefixes: Sequence[str], seq: int) -> str:
+    """Return how long samples of some conversations are, why, and what that cuts off."""
+    cut = cut_of(prefixes, seq)
+    if seq != sample_length(prefixes, LARGEST):
+        why = " (model.seq)"
+    elif any((read_metadata(prefix) or {}).get("seq") for prefix in prefixes):
+        why = ", which `data chat --seq` named"
+    else:
+        why = f", chosen because they hold {'99 % of the conversations' if cut.cut else 'the longest conversation'}"
+    return f"{'meshwright: warning: ' * cut.hurts}samples of {plural(seq, 'token')}{why}: {cut.words()}"
 
 
 class Conversations:

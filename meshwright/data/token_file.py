@@ -51,6 +51,9 @@ class Metadata(TypedDict, total=False):
     tokenizer_digest: str
     vocab_size: int
     eod: int
+    chat: str  # of conversations: their kind, as in `packed.KINDS`
+    learned: int  # of conversations: the tokens that are learned
+    seq: int  # of conversations: the length of samples that `data chat --seq` named
 
 
 def read_metadata(prefix: str) -> Metadata | None:

@@ -184,6 +184,32 @@ def resolve(config: Config, words: Sequence[str], ranks: int, says: bool = True)
     return [*given, *chosen]
 
 
+# Ways to divide a model among devices whose speed is not known, the fastest first.
+PLAIN_WAYS: tuple[dict[str, Any], ...] = (
+    {}, {"zero.stage": 1}, {"zero.stage": 3}, {"recompute.mode": "full"}, {"zero.stage": 3, "recompute.mode": "full"}
+)  # fmt: skip
+
+
+def layout_words(config: Config, words: Sequence[str], ranks: int) -> list[str]:
+    """Return the words with the planner's layout or, on devices that it knows no cluster of, with the first of a few
+    plain ways that fits into memory; with the last way if none does."""
+    if devices_are_known(config, ranks):
+        return resolve(config, words, ranks)
+    room = MARGIN * room_of(config, ranks)[1]
+    needs = [(_changed(config, ranks, way), way) for way in PLAIN_WAYS]
+    fits = next((way for need, way in needs if need is not None and need.peak <= room), PLAIN_WAYS[-1])
+    given = {word.partition("=")[0] for word in words}
+    return [*words, *(f"{key}={value}" for key, value in fits.items() if key not in given)]
+
+
+def devices_are_known(config: Config, ranks: int) -> bool:
+    """Return True if some cluster describes this machine's devices, so that the planner can choose a layout."""
+    from meshwright.device import Device
+
+    gib = room_of(config, ranks)[1] / 2**30
+    return on_cpu(config) or cluster_for(Device.find(config.run.device).name, gib) is not None
+
+
 def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
     """Return the cluster that describes this machine's devices, and the GiB that a rank's layout may use."""
     from meshwright.device import Device

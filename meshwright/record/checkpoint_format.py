@@ -28,6 +28,7 @@ from meshwright.config.sections import Config
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError, closest
 from meshwright.outside import LARGEST, of_kind, parse_json
+from meshwright.spec.model.hf.folder import has_weights
 
 FORMAT = "meshwright checkpoint"
 FORMAT_VERSION = 1
@@ -352,6 +353,21 @@ def _folder_near(path: Path) -> str:
     return f" (did you mean '{path.with_name(close)}'?)" if close else ""
 
 
+def is_hf_folder(source: str) -> bool:
+    """Return True if a path names a Hugging Face folder, and not a run or a checkpoint."""
+    return (Path(source) / "config.json").is_file()
+
+
 def model_folder(source: str) -> Path:
     """Return the folder with a complete set of weights that PATH[@STEP] or the path of a Hugging Face folder names."""
-    return Path(source) if (Path(source) / "config.json").is_file() else find_checkpoint(source)
+    return Path(source) if is_hf_folder(source) else find_checkpoint(source)
+
+
+def first_weights(config: Config, source: str | None) -> str:
+    """Return the run, checkpoint or Hugging Face folder whose weights a new run begins with, "" if they are drawn.
+
+    `source` is what --from names. Companion files and the tokenizer's check follow this choice, so that they are the
+    same whichever key names a model.
+    """
+    folder = config.model.hf
+    return config.tune.base or source or (folder if folder and has_weights(Path(folder)) else "")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from meshwright.config.data import DataConfig
+from meshwright.data.chat_template import folder_tokenizer
 from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
 from meshwright.errors import UserError, shortened
@@ -188,9 +189,8 @@ def tokenizer_beside(folder: Path, prefixes: Sequence[str]) -> Tokenizer | None:
     """Return the tokenizer in a checkpoint's folder, or else that of its run's data; None if neither is known."""
     note = read_note(folder)
     end = None if note.get("eod") is None else str(note["eod"])
-    for name in TOKENIZERS:
-        if (folder / name).is_file():
-            return load_tokenizer(str(folder / name), end)
+    if tokenizer := folder_tokenizer(folder, end):
+        return tokenizer
     if note.get("tokenizer") == "bytes":
         return load_tokenizer("bytes")
     return tokenizer_of_data(prefixes)

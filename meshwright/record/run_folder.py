@@ -92,13 +92,15 @@ def complete_step(config: Config) -> int | None:
     """Return the step of the run's last checkpoint if the run is complete, or None if there is work left.
 
     A run is complete if its last checkpoint is of its last step or a later one and its index is valid. If the run
-    validates, the validation after that step must be recorded as well. The exit code can't tell a complete run from one
-    that was stopped.
+    validates, the validation after that step must be recorded as well. A run most of whose updates were skipped has
+    hardly learned, so it is not complete. The exit code can't tell a complete run from one that was stopped.
     """
     folder, checkpoints = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
     if not checkpoints or checkpoints[-1][0] < config.train.steps:
         return None
     step, last = checkpoints[-1]
+    if mostly_skipped(folder):
+        return None
     try:
         fmt.read_index(last)
     except fmt.DamagedCheckpoint:
@@ -107,6 +109,18 @@ def complete_step(config: Config) -> int | None:
     if step == config.train.steps and _read_note(folder, "validates") and not is_validated(folder, step):
         return None
     return step
+
+
+def mostly_skipped(folder: Path) -> str:
+    """Return a sentence with the fix if more than half of a run's updates were skipped, else ""."""
+    lines = _read_lines(folder / "metrics.jsonl")
+    skipped = sum(bool(line.get("skipped")) for line in lines)
+    if 2 * skipped <= len(lines):
+        return ""
+    return (
+        f"{skipped:,} of {len(lines):,} updates were skipped, so {folder} is not complete: lower optimizer.lr "
+        "or, if no token counted in the loss, raise model.seq or check the data, and begin again in another run.dir"
+    )
 
 
 def what_is_lost(config: Config) -> str:

@@ -244,9 +244,10 @@ class Validating(Hook):
             self.validate()
 
     def catch_up(self) -> None:
-        """Validate after a resume, if the run had ended between a save and the validation that belongs to it."""
+        """Validate before the first step, if `run.eval_first` asks for it, or after a resume, if the run had ended
+        between a save and the validation that belongs to it."""
         ctx, step = self.trainer.ctx, self.trainer.step_number
-        if step and self.pauses(step):
+        if self.pauses(step) if step else ctx.config.run.eval_first:
             missing = self.folder is not None and not is_validated(self.folder.path, step)
             # Only one rank knows the folder, and all must take part in a validation.
             if ctx.mesh.world.agreed(float(missing), ctx.device.torch):

@@ -44,8 +44,8 @@ from meshwright.launch.signals import StopRequests
 from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
-from meshwright.record.checkpoint_format import checkpoint_folder, find_checkpoint, model_folder
-from meshwright.record.run_folder import RunFolder, refuse_finished, what_is_lost
+from meshwright.record.checkpoint_format import checkpoint_folder, first_weights, model_folder
+from meshwright.record.run_folder import RunFolder, mostly_skipped, refuse_finished, what_is_lost
 from meshwright.record.run_notes import FaultNotes, provenance, write_event
 from meshwright.record.run_owner import owning
 from meshwright.record.speed import Speed
@@ -163,18 +163,19 @@ def connect(ctx: Context) -> None:
 
 
 def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
-    """Return the context with the base model of a run with adapters in its config, and the source to resume from.
+    """Return the context with the folder of a run's weights in its config, and the source to resume from.
 
-    If `source` is the base model itself, there is nothing to resume from. Rank 0 looks for the base and broadcasts the
+    If `source` is that folder itself, there is nothing to resume from. Rank 0 looks for the folder and broadcasts the
     result, since a network disk may look different to each rank.
     """
     config = ctx.config
-    if not config.tune.adapts or config.tune.base:
+    if source is None and (not config.tune.adapts or config.tune.base):
         return ctx, source
     found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
-    text = json.dumps((found[0].tune.base, found[1])) if found else ""
-    base, remaining = json.loads(ctx.mesh.world.told(text, ctx.device.torch))
-    return replace(ctx, config=replace(config, tune=replace(config.tune, base=base))), remaining
+    text = json.dumps((found[0].tune.base, found[0].model.hf, found[1])) if found else ""
+    base, folder, remaining = json.loads(ctx.mesh.world.told(text, ctx.device.torch))
+    config = replace(config, tune=replace(config.tune, base=base), model=replace(config.model, hf=folder))
+    return replace(ctx, config=config), remaining
 
 
 def build_modules(
@@ -288,21 +289,30 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         done, steps = trainer.step_number, config.train.steps
         stopped = f"stopped on request at step {done} of {steps}"
         words = f"finished {plural(steps, 'step')}" if done == steps else stopped
-        write_event(folder.path, "end", words, done)
+        why = mostly_skipped(folder.path) if done == steps else ""
+        write_event(folder.path, "failure" if why else "end", why or words, done)
         folder.close()
+    agree(ctx, partial(refuse_skipped, why) if folder else None)
     if watcher:
         watcher.finished()
+
+
+def refuse_skipped(why: str) -> None:
+    """Raise a UserError if a run has ended without most of its updates. Its files and checkpoints stay."""
+    if why:
+        raise UserError(why)
 
 
 def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:
     """Open the run's folder, and copy into it the companion files of its model, such as the tokenizer."""
     config, step = trainer.ctx.config, trainer.step_number
-    origin = find_checkpoint(source) if source is not None and not step else None
-    base = config.tune.base
-    origin = model_folder(base) if base else origin
+    base, weights = config.tune.base, first_weights(config, source)
+    origin = model_folder(weights) if weights and (base or not step) else None
+    if origin and not step:
+        companions.check_tokenizer(origin, config.data)
     try:
         folder = Path(config.run.dir) / companions.FOLDER
-        companions.collect(config.data, origin, folder, source or base or None, digest(base) if base else "")
+        companions.collect(config.data, origin, folder, source or weights or None, digest(base) if base else "")
     except OSError as error:
         raise refused(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
     # For a blend: the number of samples of each file in a period.

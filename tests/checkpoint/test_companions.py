@@ -120,8 +120,72 @@ def test_what_was_imported_stays_with_the_model(there: Path, capsys: pytest.Capt
     assert (newest / ORIGIN).exists(), "the family stays"
 
 
-def test_a_hugging_face_folder_is_not_a_checkpoint(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def make_folder(there: Path) -> dict[str, bytes]:
+    """Write a Hugging Face folder `hf` with everything that may lie beside its weights, and return these files."""
+    save("mistral", there / "hf", std=0.1)
+    shutil.copytree(there / "tok", there / "hf", dirs_exist_ok=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w3"}
+    (there / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (there / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    (there / "hf" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    return {name: (there / "hf" / name).read_bytes() for name in EXTRA_FILES if (there / "hf" / name).exists()}
+
+
+LORA = ["tune.kind=lora", "tune.rank=2"]
+WAYS = {
+    "model.hf": [],
+    "--from": ["--from", "hf"],
+    "import": ["--from", "imported"],
+    "model.hf, adapted": LORA,
+    "--from, adapted": [*LORA, "--from", "hf"],
+    "tune.base": [*LORA, "tune.base=hf"],
+}
+
+
+def test_every_way_in_keeps_the_same_companions(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And refuses data of another tokenizer, names the weights, and begins with the same loss."""
+    files = make_folder(there)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= set(files)
+    assert main(["import", "hf", "--to", "imported"]) == 0
+    (there / "empty.yaml").write_text("model: {hf: hf, seq: 16}")
+    prepare("own", "hf/tokenizer.json")
+    prepare("foreign", "other/tokenizer.json")
+    losses = {}
+    for number, (way, words) in enumerate(WAYS.items()):
+        capsys.readouterr()
+        assert train(f"refused{number}", "foreign", 1, *words) == 2, way
+        assert "data/foreign was made with another tokenizer than the model in" in capsys.readouterr().err, way
+        assert not (there / f"refused{number}").exists(), way
+        assert train(f"run{number}", "own", 1, *words) == 0, way
+        said = capsys.readouterr().err
+        named = "the weights of imported, checkpoint verified" if way == "import" else "weights: those of hf ("
+        assert named in said and "samples of 16 tokens (model.seq" in said, (way, said)
+        for folder in ("companions", "checkpoints/step-00000001"):
+            there_now = {name: (there / f"run{number}" / folder / name).read_bytes() for name in files}
+            assert there_now == files, (way, folder)
+        losses[way] = json.loads((there / f"run{number}" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert len({round(loss, 5) for loss in losses.values()}) == 1, losses
+
+
+def test_a_base_stays_the_base_beside_another_folder_of_sizes(there: Path) -> None:
+    """`model.hf` gives the sizes; the frozen weights are those of `tune.base`, in the first step too."""
+    make_folder(there)
+    save("mistral", there / "drawn", std=0.3)
+    (there / "empty.yaml").write_text("model: {hf: drawn, seq: 16}")
+    prepare("own", "tok/tokenizer.json")
+    losses = []
+    for run, words in (("one", ["tune.base=hf"]), ("two", ["tune.base=hf", "model.hf=hf"])):
+        assert train(run, "own", 1, *LORA, *words) == 0
+        losses.append(json.loads((there / run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_a_folder_of_other_sizes_is_refused(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("llama2", there / "hf")
     prepare("own", "tok/tokenizer.json")
     assert train("run", "own", 1, *SIZES, "model.vocab=61", "--from", "hf") == 2
-    assert "hf is a Hugging Face folder: turn it into a checkpoint with `meshwright imp" in capsys.readouterr().err
+    assert "hf has no final_norm.bias of shape [16], so it is of another model" in capsys.readouterr().err
+    shutil.copytree(there / "hf", there / "again")
+    words = ["--from", "hf", "tune.base=again", *LORA, "model.hf=hf", "model.seq=16"]
+    assert train("run", "own", 1, *words) == 2
+    assert "--from hf and tune.base=again name two models" in capsys.readouterr().err

@@ -159,3 +159,12 @@ def test_only_a_new_run_is_said_to_start(tmp_path: Path, capsys: pytest.CaptureF
     started, goes_on = capsys.readouterr().err.splitlines()
     assert started == f"starts {tmp_path} with 2 ranks, 90 steps"
     assert goes_on == f"continues {tmp_path} on 2 ranks, up to step 90"
+
+
+def test_a_refused_twin_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "llama3-8b-lora1", "--tiny", "train.steps=2"]) == 2
+    assert "lr.warmup=3 is longer than train.steps=2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "its data and its base are not made for nothing"

@@ -113,8 +113,8 @@ comm.overlap: gradients weights pipeline piece_gflop
 comm.emulate: link_gb_s network_gb_s latency_us
 comm.links: link_gb_s network_gb_s latency_us
 comm.algorithm: ep
-run: dir log_every eval_every eval_samples tensorboard loggers layers_every peak_tflops time_limit trace device
-  plugins
+run: dir log_every eval_every eval_samples eval_first tensorboard loggers layers_every peak_tflops time_limit trace
+  device plugins
 checkpoint: every keep async busy dir memory_every
 context: kind inner order
 tune: base rank alpha rslora targets modules_to_save quantise loss beta margin

@@ -145,6 +145,6 @@ def test_a_longer_schedule_says_where_the_rate_jumps(tmp_path: Path, capsys: pyt
 
     assert resumed(59, steps=60) == resumed(60, steps=60) == []
     assert resumed(60, steps=90) == [
-        "the learning rate continues at 2.4e-04 (it was 0.0e+00): the schedule now ends at step 90"
+        "the learning rate continues at 2.5e-04 (it was 6.6e-07): the schedule now ends at step 90"
     ]
     assert resumed(60, steps=90) == [] and resumed(60, steps=90, micro_batch=1) == []
