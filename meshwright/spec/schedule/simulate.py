@@ -54,7 +54,9 @@ class Simulation:
         The longest is the time of a step if every rank begins the next step without waiting for the others. Formulas of
         zero-bubble schedules count only the idle time in it.
         """
-        rows = [[self.times[at] for at in self.times if at[2] == rank] for rank in range(self.table.pp)]
+        rows: list[list[tuple[float, float]]] = [[] for _ in range(self.table.pp)]
+        for (_, _, rank, _), span in self.times.items():
+            rows[rank].append(span)
         return tuple(max(end for _, end in row) - min(start for start, _ in row) for row in rows)
 
     @cached_property
