@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys, e.g. train.steps=100")
     lora = "train low-rank adapters over frozen weights, which takes a fraction of the memory (default: all weights)"
     parser.add_argument("--lora", action="store_true", help=lora)
-    parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/MODEL-DATA)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/MODEL-DATA)")
     parser.add_argument("--epochs", type=float, default=EPOCHS, metavar="N", help="passes over the data (default: 3)")
     parser.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare the data and the settings unless an earlier call did, then train and say what can be done next."""
     source = source_of(args)
-    out = Path(args.out or f"runs/{Path(args.model).resolve().name}-{Path(args.data).stem}{'-lora' * args.lora}")
+    out = args.out or Path(f"runs/{Path(args.model).resolve().name}-{Path(args.data).stem}{'-lora' * args.lora}")
     if not (out / "run.json").exists():
         # Until a run has begun, nothing is lost by starting anew, with other settings if these are given.
         prepare(args, out, source)

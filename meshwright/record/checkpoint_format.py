@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypedDict, get_type_hints
 from meshwright.config.sections import Config
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError, closest
-from meshwright.outside import LARGEST, of_kind, parse_json
+from meshwright.outside import LARGEST, of_kind, parse_json, read_json
 from meshwright.spec.model.hf.folder import has_weights
 
 FORMAT = "meshwright checkpoint"
@@ -355,12 +355,19 @@ def _folder_near(path: Path) -> str:
 
 def is_hf_folder(source: str) -> bool:
     """Return True if a path names a Hugging Face folder, and not a run or a checkpoint."""
-    return (Path(source) / "config.json").is_file()
+    return (Path(source) / "config.json").exists()
 
 
 def model_folder(source: str) -> Path:
     """Return the folder with a complete set of weights that PATH[@STEP] or the path of a Hugging Face folder names."""
-    return Path(source) if is_hf_folder(source) else find_checkpoint(source)
+    if not is_hf_folder(source):
+        return find_checkpoint(source)
+    path = Path(source) / "config.json"
+    try:
+        read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error}): get it again") from None
+    return Path(source)
 
 
 def first_weights(config: Config, source: str | None) -> str:
