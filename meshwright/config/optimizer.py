@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from meshwright.config.blocks import not_negative, positive
@@ -50,6 +50,24 @@ class MuonConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Parameters with their own settings. Of several groups that match a parameter, the first one applies."""
+
+    match: str  # a pattern of the parameters' names, such as *.attention.*; * stands for any characters
+    lr: float = 0.0  # their peak learning rate; 0: that of all others
+    decay: float | None = None  # their weight decay, also of norms and biases; None: that of all others
+    optimizer: str = ""  # their update rule; empty: optimizer.name
+
+    def __post_init__(self) -> None:
+        where = f"optimizer.groups[{self.match}]"
+        if not self.match:
+            raise UserError('optimizer.groups: match is empty: give a pattern of parameter names, e.g. match: "*norm*"')
+        not_negative(where, self, "lr", *(["decay"] if self.decay is not None else []))
+        if self.optimizer:
+            RULES.named(self.optimizer)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule, its hyperparameters, and the dtypes of master weights and optimizer states."""
 
@@ -61,6 +79,7 @@ class OptimizerConfig:
     master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 needs train.precision=bf16: there are no master weights then
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of the optimizer states; updates are computed in fp32
     muon: MuonConfig = field(default_factory=MuonConfig)
+    groups: tuple[GroupConfig, ...] = ()  # parameters with their own learning rate, weight decay or update rule
 
     def __post_init__(self) -> None:
         RULES.named(self.name)
@@ -71,5 +90,18 @@ class OptimizerConfig:
 
     @property
     def whole_matrices(self) -> bool:
-        """True if the update rule needs whole matrices."""
-        return RULES[self.name].whole_matrices
+        """True if an update rule needs whole matrices."""
+        names = {self.name, *(one.optimizer for one in self.groups if one.optimizer)}
+        return any(RULES[name].whole_matrices for name in names)
+
+    def of_group(self, number: int) -> OptimizerConfig:
+        """Return the settings of a group by its number from 1, or of all other parameters (0)."""
+        if not number:
+            return replace(self, groups=())
+        group = self.groups[number - 1]
+        decay = self.weight_decay if group.decay is None else group.decay
+        # The group's learning rate is that of all of its parameters, whichever rule they follow.
+        muon = replace(self.muon, adamw_lr=0.0) if group.lr else self.muon
+        return replace(
+            self, name=group.optimizer or self.name, lr=group.lr or self.lr, weight_decay=decay, muon=muon, groups=()
+        )

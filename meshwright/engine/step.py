@@ -71,18 +71,23 @@ class Launched:
     balance: Download | None
 
 
-def refuse_without_matrices(ctx: Context, parallel: DataParallel) -> None:
-    """Raise an error if the optimizer updates whole matrices and no block of the model names any."""
-    name = ctx.config.optimizer.name
+def refuse_unknown_parameters(ctx: Context, parallel: DataParallel) -> None:
+    """Raise an error if the optimizer distinguishes parameters, and the run's modules do not say which they are."""
+    config = ctx.config.optimizer
     # With a pipeline, a rank without blocks legitimately has no matrices.
-    if (
-        ctx.config.optimizer.whole_matrices
-        and ctx.layout.pp == 1
-        and not any(buffer.key.matrices for buffer in parallel.buffers)
-    ):
+    whole = config.whole_matrices and ctx.layout.pp == 1
+    if whole and not any(buffer.key.update.matrices for buffer in parallel.buffers):
         raise UserError(
-            f"optimizer.name={name} updates the matrices that a model's blocks name, and this model names none: "
+            f"optimizer.name={config.name} updates the matrices that a model's blocks name, and this model names none: "
             "use adamw"
+        )
+    if not config.groups:
+        return
+    names = {record.name for record in model_of(ctx.config).records(ctx.at).values()}
+    if any(slot.record.name not in names for buffer in parallel.buffers for slot in buffer.slots):
+        raise UserError(
+            "optimizer.groups names parameters of Meshwright's models, and this run trains a module of its own: leave "
+            "it out"
         )
 
 
@@ -124,7 +129,7 @@ class Trainer:
         kernels, updated = not is_host(config, ctx.device), parallel.weights.updated
         exchange = partial(matrix_exchange, ctx, parallel)
         self.optimizer = FlatOptimizer(parallel.buffers, config.optimizer, updated, offload, kernels, exchange)
-        refuse_without_matrices(ctx, parallel)
+        refuse_unknown_parameters(ctx, parallel)
         self.outer: OuterOptimizer | None = None
         if ctx.layout.replicas > 1:
             sizes = (config.zero, config.comm.bucket_mib)

@@ -33,6 +33,7 @@ from meshwright.plan.stack import States
 from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
+from meshwright.spec.traffic.placement import USUAL_UPDATE, UpdateKind
 
 # The largest schedule table, in computes, that is simulated. Larger ones use the closed formula.
 LARGEST_SIMULATED = 12_000
@@ -280,17 +281,17 @@ def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
 
     The states move at the rate of the device's memory or, if they are offloaded, at that of the host's CPUs.
     """
-    mine = sum(sum(one.buckets) / one.shards for one in buffer_sizes(job, pp_rank) if one.trained)
+    mine = [(sum(one.buckets) / one.shards, one.update) for one in buffer_sizes(job, pp_rank) if one.trained]
     if job.states.optimizer_on != "device":
-        return mine * min(job.node_size, job.world) / cluster.node.host_params_s
-    return mine * optimizer_bytes(job.states) / cluster.optimizer_rate
+        return sum(size for size, _ in mine) * min(job.node_size, job.world) / cluster.node.host_params_s
+    return sum(size * optimizer_bytes(job.states, update) for size, update in mine) / cluster.optimizer_rate
 
 
-def optimizer_bytes(s: States) -> float:
+def optimizer_bytes(s: States, update: UpdateKind = USUAL_UPDATE) -> float:
     """Return the bytes per parameter that the update, and the grad norm before it, read and write.
 
     With master weights, the weights are written, and also read if they are one half of the masters. Without masters,
-    they are read and written.
+    they are read and written. A rule of whole matrices has a pass more, which replaces the gradients.
     """
     weights = 2 * s.master + (1 + s.paired) * s.param if s.master else 2 * s.param
-    return s.grad + NORM_BYTES + weights + 2 * sum(s.rule)
+    return s.grad + NORM_BYTES + weights + 2 * (sum(s.of_rule(update)) + s.grad * update.matrices)

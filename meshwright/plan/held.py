@@ -16,6 +16,7 @@ from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.traffic.placement import (
     ALIGN,
     Division,
+    UpdateKind,
     backward_order,
     bucket_elements,
     buffer_key,
@@ -54,7 +55,7 @@ class Buffer(NamedTuple):
     partial: tuple[str, ...]  # Further axes over which gradients are partial sums.
     trained: bool
     mixed: bool  # True if the gradients are summed by a reducer that mixes elements.
-    matrices: bool  # True if the optimizer updates its matrices as wholes.
+    update: UpdateKind  # The rule that updates them.
     gradient: int  # The bytes of one gradient.
     params: list[int]  # The numbers of its parameters in the order of backward.
     places: list[int]  # The bucket of each parameter.
@@ -89,7 +90,7 @@ def buffers_of(
     """
     mixed_in = layout if align else None
     keyed = backward_order(range(len(params)), lambda n: (params[n].dtype, *buffer_key(params[n].record, mixed_in)))
-    for (dtype, axes, partial, trained, mixed, matrices), numbers in keyed.items():
+    for (dtype, axes, partial, trained, mixed, update), numbers in keyed.items():
         gradient = grad_bytes(BYTES[dtype], grad)
         by_unit = shard_axes(layout, zero, axes, trained).stage == 3
         ranks = layout.size(axes)
@@ -98,7 +99,7 @@ def buffers_of(
             [params[n].unit for n in numbers] if by_unit else None, align if mixed else ALIGN,
         )  # fmt: skip
         yield Buffer(
-            dtype, axes, partial, trained, mixed, matrices, gradient, numbers, [at for _, at in places],
+            dtype, axes, partial, trained, mixed, update, gradient, numbers, [at for _, at in places],
             [start - buckets[at][0] for start, at in places], [stop - start for start, stop in buckets],
         )  # fmt: skip
 

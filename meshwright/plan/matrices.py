@@ -22,9 +22,10 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
     The rank is `job.rank` or the first rank of the pipeline stage, since the bytes depend on the matrices that a rank
     owns.
     """
-    rule, layout, c = rules_of(job.config.optimizer).matrices, job.layout, job.config
-    if rule is None:
+    layout, c = job.layout, job.config
+    if not c.optimizer.whole_matrices:
         return
+    rules = rules_of(c.optimizer)
     rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
     # Ranks along the axis that cuts matrices hold the other parts of each matrix and have different records for them.
     peers = {
@@ -32,7 +33,8 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
         for axis in ("tp", "etp")
     }
     for buffer in _packing_at(job, pp_rank, rank).buffers:
-        if not buffer.matrices:
+        rule = rules[buffer.update.group].matrices
+        if not buffer.update.matrices or rule is None:
             continue
         axes = (buffer.division(layout, c.zero).shards or "", cut_axis(buffer.data_axes))
         buckets: list[tuple[int, list[MatrixParameter]]] = [(size, []) for size in buffer.buckets]
@@ -62,11 +64,20 @@ def matrix_bytes(job: Job, pp_rank: int) -> float:
     A rank holds the parameters and the whole matrices of a round, and the temporaries of the matrices that it
     transforms at once.
     """
-    rule, element = rules_of(job.config.optimizer).matrices, job.states.grad
-    if rule is None:
-        return 0.0
+    return max((_rule_bytes(job, pp_rank, number) for number in _matrix_rules(job)), default=0.0)
+
+
+def _matrix_rules(job: Job) -> dict[int, MatrixRule]:
+    """Return the rules of whole matrices by the number of their group."""
+    numbered = enumerate(rules_of(job.config.optimizer))
+    return {number: group.matrices for number, group in numbered if group.matrices is not None}
+
+
+def _rule_bytes(job: Job, pp_rank: int, group: int) -> float:
+    """Return the bytes of `matrix_bytes` for the matrices of one group."""
+    rule, element = _matrix_rules(job)[group], job.states.grad
     share, shapes = 0.0, set[tuple[int, int]]()
-    for record, count, ranks in _shared_records(job, pp_rank):
+    for record, count, ranks in _shared_records(job, pp_rank, group):
         share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks
         shapes |= {(rows, record.shape[-1]) for rows in record.matrices}
     largest = max((rows * columns for rows, columns in shapes), default=0)
@@ -80,10 +91,10 @@ def matrix_bytes(job: Job, pp_rank: int) -> float:
     return 2 * held * element + max((worked(*shape) for shape in shapes), default=0.0)
 
 
-def _shared_records(job: Job, pp_rank: int) -> Iterator[tuple[ParamRecord, int, int]]:
-    """Yield (record, number of such parameters, ranks that share the work) for a stage's parameters with matrices."""
+def _shared_records(job: Job, pp_rank: int, group: int) -> Iterator[tuple[ParamRecord, int, int]]:
+    """Yield (record, number of such parameters, ranks that share the work) for a group's parameters with matrices."""
     for record, count in records_once(job.rank_units(pp_rank), job.at):
-        if record.matrices:
+        if record.matrices and record.update_group == group:
             shards = shard_axes(job.layout, job.config.zero, record.data_axes).shards
             axes = [axis for axis in (shards, cut_axis(record.data_axes)) if axis]
             yield record, count, math.prod(job.layout.size(axis) for axis in axes)
@@ -95,19 +106,21 @@ def matrix_seconds(job: Job, cluster: Cluster) -> float:
     Matrices are shared evenly if there are enough of them. The passes over elements cost the same as AdamW's and are
     not included.
     """
-    rule = rules_of(job.config.optimizer).matrices
-    if rule is None:
+    if not job.config.optimizer.whole_matrices:
         return 0.0
-    return max(_stage_seconds(job, cluster, rule, rank) for rank in set(job.representative_ranks))
+    return max(
+        sum(_stage_seconds(job, cluster, rule, rank, group) for group, rule in _matrix_rules(job).items())
+        for rank in set(job.representative_ranks)
+    )
 
 
-def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int) -> float:
+def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, group: int) -> float:
     """Return the seconds of `matrix_seconds` for one pipeline rank."""
     layout, precision = job.layout, job.config.train.precision
     rate = cluster.device.rate("bf16" if precision == "fp8" else precision) * cluster.efficiency.product
     mean = largest = 0.0
     sent = dict[str, float]()
-    for record, count, ranks in _shared_records(job, pp_rank):
+    for record, count, ranks in _shared_records(job, pp_rank, group):
         each = [rule.matrix_flops(rows, record.shape[-1]) for rows in record.matrices]
         mean += count * math.prod(record.local_shape[:-2]) * sum(each) / ranks
         largest = max(largest, *each)

@@ -16,12 +16,11 @@ from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remembered
 from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.graph import parameter_count
 from meshwright.spec.model.part import ALONE
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
-from meshwright.spec.traffic.placement import RING, copy_axis, piece_size
+from meshwright.spec.traffic.placement import RING, UpdateKind, copy_axis, piece_size, update_kind
 
 GIB = 2**30
 DEEPSPEED_LIVE, DEEPSPEED_BUCKET = 1e9, 5e8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
@@ -85,7 +84,7 @@ class BufferSizes(NamedTuple):
     outer_mixed: bool = False  # True if the sums of replicas also use such a reducer.
     ranks: int = 1  # The number of ranks that sum its gradients.
     node: int = 0  # The number of ranks of a node that keep a copy of its weights.
-    matrices: bool = False  # True if the optimizer updates its matrices as wholes.
+    update: UpdateKind = UpdateKind()  # The rule that updates it.
 
 
 @remembered("zero")
@@ -97,7 +96,7 @@ def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
         ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
         sizes.append(BufferSizes(
             one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
-            one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.matrices,
+            one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.update,
         ))  # fmt: skip
     return sizes
 
@@ -131,9 +130,8 @@ def copied_bytes(job: Job) -> int:
     """
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    matrices = sum(record.numel for record in job.model.records(ALONE).values() if record.matrices)
-    others = parameter_count(job.model) - matrices
-    return others * (master + sum(s.rule)) + matrices * (master + sum(s.matrix_rule))
+    records = job.model.records(ALONE).values()
+    return sum(record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records)
 
 
 def is_offloaded(job: Job, place: str) -> bool:
@@ -151,7 +149,7 @@ def ring_bytes(job: Job, sizes: BufferSizes) -> int:
     elsewhere = is_offloaded(job, s.optimizer_on)
     if s.fused and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
         return 0
-    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.of_rule(sizes.matrices)]
+    kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.of_rule(sizes.update)]
     brought = sum(elsewhere or size != wide for size in kinds)
     # Without masters the weights themselves are updated. A CPU reads them in place, even from a file.
     if not s.master:
@@ -171,7 +169,7 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
-    optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.matrices)) + outer_bytes(job, sizes)
+    optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.update)) + outer_bytes(job, sizes)
     if is_offloaded(job, s.optimizer_on):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:

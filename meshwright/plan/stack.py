@@ -15,6 +15,7 @@ import yaml
 from meshwright.config.sections import Config
 from meshwright.engine.optim.rule import Rule, rules_of
 from meshwright.spec.model.part import Kernels
+from meshwright.spec.traffic.placement import UpdateKind
 
 # Bytes per element of an activation, or of a parameter that a product reads. The elements of packed nf4 are bytes.
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nf4": 1}
@@ -28,7 +29,7 @@ class States:
     grad: int = 4
     master: int = 4
     rule: tuple[int, ...] = (4, 4)  # One entry for each state of the optimizer's update rule.
-    matrix_rule: tuple[int, ...] = ()  # The same for matrices that are updated as wholes.
+    rules: tuple[tuple[UpdateKind, tuple[int, ...]], ...] = ()  # The same for parameters with a rule of their own.
     fused: bool = True  # On an accelerator, one kernel updates the states in the precisions in which they are stored.
     paired: bool = False  # The master is the parameter and the 16 bits that rounding removed from it.
     keeps_param: bool = True  # In addition to the master, parameters are stored in the precision of the products.
@@ -39,9 +40,9 @@ class States:
     params_on: str = "device"
     checkpoints_on: str = "device"  # The place of the inputs of recomputed blocks.
 
-    def of_rule(self, matrices: bool) -> tuple[int, ...]:
-        """Return the bytes per element of each state of the rule that updates matrices, or of the usual one."""
-        return self.matrix_rule if matrices else self.rule
+    def of_rule(self, kind: UpdateKind) -> tuple[int, ...]:
+        """Return the bytes per element of each state of the rule that updates some parameters."""
+        return dict(self.rules).get(kind, self.rule)
 
 
 def states_of(config: Config, own: bool = True) -> States:
@@ -50,6 +51,7 @@ def states_of(config: Config, own: bool = True) -> States:
     Other programs (not `own`) store whole masters in addition to the weights.
     """
     precision, master, rules = config.train.precision, config.optimizer.master_dtype, rules_of(config.optimizer)
+    all_rules = [rule for group in rules for rule in group if rule is not None]
     param = BYTES[precision]
 
     def wide(name: str) -> int:
@@ -63,8 +65,11 @@ def states_of(config: Config, own: bool = True) -> States:
     paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
     return States(
         param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
-        rule=kept(rules.elements), matrix_rule=kept(rules.matrices) if rules.matrices else (),
-        fused=rules.elements.has_kernel, paired=paired,
+        rule=kept(rules[0].elements), fused=all(rule.has_kernel for rule in all_rules), paired=paired,
+        rules=tuple(
+            (UpdateKind(number, rule is group.matrices), kept(rule))
+            for number, group in enumerate(rules) for rule in group if rule not in (None, rules[0].elements)
+        ),
         optimizer_on=places[offload.optimizer], params_on=places[offload.params],
     )  # fmt: skip
 

@@ -102,7 +102,7 @@ train.local: steps outer outer_lr momentum fragments delay shares
 train.local.compress: kind ratio rank block error_feedback warmup_steps adaptive
 train.server: staleness
 zero.offload: path buffer_mib
-optimizer: name lr betas eps weight_decay master_dtype state_dtype
+optimizer: name lr betas eps weight_decay master_dtype state_dtype groups
 optimizer.muon: momentum iterations coefficients scale precision adamw_lr
 loss_scale: initial window min
 lr: schedule warmup decay min

@@ -61,7 +61,13 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "zero1": (4, {"zero": {"stage": 1}, "layout": SP, "model": LLAMA}),
     "server": (4, {"train": {"server": {"ranks": 2}}}),
     "zero2": (4, {"zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
-    "lion": (4, {"optimizer": {"name": "lion"}, "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
+    "groups": (4, {
+        "optimizer": {"name": "muon", "groups": [
+            {"match": "embedding.*", "optimizer": "lion"}, {"match": "*norm*", "decay": 0.2},
+            {"match": "layers.3.mlp.*", "optimizer": "adamw"}, {"match": "layers.0.*", "lr": 2e-3},
+        ]},
+        "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16,
+    }),
     "muon": (4, {"optimizer": {"name": "muon"}, "layout": SP, "model": LLAMA, "train": BF16}),
     "muon-zero2": (8, {
         "optimizer": {"name": "muon"}, "zero": {"stage": 2}, "layout": {**SP, "pp": 2}, "model": LLAMA, "train": BF16,

@@ -34,14 +34,14 @@ def test_a_config_accepts_the_names_of_the_registry() -> None:
 
 def test_rules_that_share_a_state_are_the_same_class() -> None:
     """Otherwise a run that changes its optimizer would resume from values with another meaning."""
-    rules = [rule for name in RULES for rule in rules_of(OptimizerConfig(name=name)) if rule is not None]
+    rules = [rule for name in RULES for rule in rules_of(OptimizerConfig(name=name))[0] if rule is not None]
     names = [state.name for rule in rules for state in rule.states]
     assert len(set(names)) == len(names) and "param" not in names
 
 
 def test_the_registry_says_which_rules_need_whole_matrices() -> None:
     for name, entry in RULES.items():
-        assert entry.whole_matrices == isinstance(rules_of(OptimizerConfig(name=name)).matrices, MatrixRule), name
+        assert entry.whole_matrices == isinstance(rules_of(OptimizerConfig(name=name))[0].matrices, MatrixRule), name
 
 
 @pytest.mark.parametrize("cut", [7, 2**22])
@@ -109,6 +109,55 @@ def test_a_new_rule_needs_its_class_and_an_entry(tmp_path: Path) -> None:
     stores = [store for state in trained[0].optimizer.states for store in state.stores[1:]]
     planned = rank_memory(job_of(trained[0].ctx.config, 1), 0).optimizer
     assert planned == sum(share.nbytes for store in stores for share in store.shares)
+
+
+GROUPS: list[dict[str, object]] = [
+    {"match": "*norm*", "decay": 0.3},
+    {"match": "embedding.*", "lr": 0.004, "optimizer": "lion"},
+    {"match": "layers.1.*", "lr": 0.005, "decay": 0.0},
+    {"match": "*", "decay": 0.2},
+]
+
+
+def test_groups_have_their_own_settings() -> None:
+    """The first group that matches a parameter applies, and layers need not be alike. The schedule scales all rates."""
+    lr, (b1, b2) = 0.002, (0.9, 0.95)
+    trainer = make_trainer(small_config(model={"layers": 2}, optimizer={"lr": lr, "groups": GROUPS}))
+    slots = [slot for buffer in trainer.data_parallel.buffers for slot in buffer.slots]
+    wanted = {slot.name: slot.view.detach().clone() for slot in slots}
+    moments = {slot.name: [torch.zeros_like(slot.view) for _ in range(2)] for slot in slots}
+    draw = torch.Generator().manual_seed(6)
+    counts = [0, 0, 0, 0]
+    for step in (1, 2):
+        for slot in slots:
+            g, name = torch.randn(slot.grad.shape, generator=draw, dtype=torch.float64), slot.record.name
+            slot.grad.copy_(g * 7.0)
+            p, (m, v) = wanted[slot.name], moments[slot.name]
+            number = 0 if "norm" in name else 1 if name.startswith("embedding.") else 2 if "layers.1." in name else 3
+            counts[number] += 1
+            # The second step is taken at half the peak.
+            rate, decay = [(lr, 0.3), (0.004, 0.1), (0.005, 0.0), (lr, 0.2)][number]
+            rate /= step
+            p.mul_(1 - rate * decay)
+            if number == 1:
+                p.sub_(rate * (b1 * m + (1 - b1) * g).sign())
+                m.mul_(b2).add_(g, alpha=1 - b2)
+                continue
+            m.mul_(b1).add_(g, alpha=1 - b1)
+            v.mul_(b2).add_(g * g, alpha=1 - b2)
+            p.sub_(rate * m / (1 - b1**step) / ((v / (1 - b2**step)).sqrt() + 1e-8))
+        trainer.optimizer.step(lr / step, divisor=7.0)
+    assert all(counts)
+    for slot in slots:
+        torch.testing.assert_close(slot.view.detach(), wanted[slot.name], rtol=1e-11, atol=1e-12)
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    config = small_config(optimizer={"groups": [{"match": "layers.0.atention.qkv.weight", "lr": 1e-4}]})
+    with pytest.raises(UserError, match=r"match=layers.0.atention.qkv.weight matches no parameter \(did you mean "):
+        make_trainer(config)
+    with pytest.raises(UserError, match=r"optimizer.groups\[\*\].lr=-1.0 must not be negative"):
+        small_config(optimizer={"groups": [{"match": "*", "lr": -1}]})
 
 
 @pytest.mark.parametrize("before, after", [("adamw", "lion"), ("lion", "adamw"), ("adamw", "muon"), ("muon", "adamw")])

@@ -35,7 +35,7 @@ _QUICK_CONTEXTS = (
     "cp2-ring-pp", "cp2-alibi-ring",
 )  # fmt: skip
 _QUICK_SHARDED = (
-    "zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank", "lion-zero2", "lion-zero3-disk", "muon-zero2",
+    "zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank", "groups-zero2", "lion-zero3-disk", "muon-zero2",
     "muon-kv-copies",
 )  # fmt: skip
 _QUICK_LABELS = (

@@ -19,6 +19,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 Choice = dict[str, Any]
 LION: dict[str, Any] = {"optimizer__name": "lion", "optimizer__lr": 1e-4, "optimizer__betas": [0.9, 0.99]}
+# Matrices, other rules and decaying norms in one run.
+GROUPS: dict[str, Any] = {**MUON, "optimizer__groups": [
+    {"match": "embedding.*", "optimizer": "lion", "lr": 1e-4}, {"match": "*norm*", "decay": 0.2},
+    {"match": "layers.1.mlp.*", "optimizer": "adamw"}, {"match": "layers.0.*", "lr": 2e-3},
+]}  # fmt: skip
 DISK: dict[str, Any] = {
     "zero__stage": 3, "zero__offload__optimizer": "disk", "zero__offload__params": "disk",
     "zero__offload__path": OFFLOAD, "zero__offload__buffer_mib": 0.02,
@@ -75,6 +80,9 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("lion-zero2", cut(2, 2, 1, sp=True, **LLAMA), **LION, zero__stage=2),
     special("lion-zero3-disk", cut(2, 1, 2, **LLAMA), **LION, **DISK),
     special("lion-zero3", cut(2, 2, 2, **LLAMA), **LION, zero__stage=3),
+    special("groups-zero2", cut(2, 2, 1, sp=True, **LLAMA), **GROUPS, zero__stage=2),
+    special("groups-zero3-disk", cut(2, 2, 2, **LLAMA), **GROUPS, **DISK),
+    special("groups-zero1-pp", cut(2, 1, 4, **LLAMA), **GROUPS, zero__stage=1),
     special("muon", cut(2, 1, 1), **MUON),
     special("muon", cut(1, 2, 1, sp=True), **MUON),
     special("muon-kv-copies", cut(1, 4, 1, sp=True, **LLAMA), **MUON),

@@ -167,3 +167,5 @@ def test_mistakes_are_told() -> None:
 def test_an_optimizer_of_matrices_needs_a_model_that_names_them() -> None:
     with pytest.raises(UserError, match="optimizer.name=muon updates the matrices .* names none: use adamw"):
         wrapped(optimizer={"name": "muon"})
+    with pytest.raises(UserError, match="optimizer.groups names parameters of Meshwright's models"):
+        wrapped(optimizer={"groups": [{"match": "*", "lr": 1e-4}]})

@@ -82,12 +82,12 @@ class FlatState:
 
     - `in_place`: the model's weights are the masters.
     - `paired`: the weights are one half of the masters, and the first store holds the other half, the remainders.
-    - `fused`: one kernel updates everything in the precisions it is stored in. A dry run has no device to check that;
-      then `kernels` says so.
+    - `fused`: one kernel updates everything in the precisions it is stored in. It needs a kernel of every rule. A dry
+      run has no device to check the tensors on; then `kernels` says so.
     - `ready`: updates use all stores in place. Otherwise a prefetcher copies them chunk by chunk.
     """
 
-    def __init__(self, buffer: FlatBuffer, rule: Rule, offload: OffloadConfig, kernels: bool) -> None:
+    def __init__(self, buffer: FlatBuffer, rule: Rule, offload: OffloadConfig, kernels: bool, fused: bool) -> None:
         self.buffer, self.rule = buffer, rule
         double = buffer.key.dtype == torch.float64
         self.dtype = torch.float64 if double else torch.float32
@@ -112,7 +112,7 @@ class FlatState:
         all_in_place = all(store.ready_in_place(buffer.device, self.dtype) for store in copied)
         kernel_fits = kernels and not double if own[0].is_meta else kernels_take(*masters.shares, *own, buffer.grads)
         on_device = offload.params == "none" and all(store.on_device for store in copied)
-        self.fused = rule.has_kernel and kernel_fits and on_device
+        self.fused = fused and kernel_fits and on_device
         self.ready = self.fused or (all_in_place and buffer.grads.dtype == self.dtype)
         self._ranges = list(self._find_ranges())
         if not self.ready:
@@ -267,11 +267,15 @@ class FlatOptimizer:
         exchange: Callable[[FlatBuffer, MatrixRule], MatrixExchange] | None = None,
     ) -> None:
         """Allocate the states. `exchange` creates the exchange of a buffer whose rule needs whole matrices."""
-        self.rules, self.updated = rules_of(config), updated
+        self.config, self.updated, rules = config, updated, rules_of(config)
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
         offload = offload or OffloadConfig()
-        self.states = [FlatState(buffer, self._rule_of(buffer), offload, kernels) for buffer in trained]
+        fused = all(rule.has_kernel for group in rules for rule in group if rule is not None)
+        self.states = [
+            FlatState(buffer, rules[buffer.key.update.group].of(buffer.key.update), offload, kernels, fused)
+            for buffer in trained
+        ]
         assert len({state.fused for state in self.states}) < 2
         self._exchanges: dict[FlatState, MatrixExchange] = {}
         for state in self.states:
@@ -279,12 +283,6 @@ class FlatOptimizer:
                 assert exchange is not None
                 self._exchanges[state] = exchange(state.buffer, state.rule)
         self._updates: int | Tensor = 0
-
-    def _rule_of(self, buffer: FlatBuffer) -> Rule:
-        if not buffer.key.matrices:
-            return self.rules.elements
-        assert self.rules.matrices is not None
-        return self.rules.matrices
 
     @property
     def updates(self) -> int:
@@ -324,25 +322,34 @@ class FlatOptimizer:
         if not isinstance(self._updates, Tensor):
             self._updates = torch.full((), float(self._updates), dtype=torch.float64, device=scaling.norm.device)
         self._updates = self._updates + scaling.updates
-        numbers = [scaling.updates.double(), 1.0 / scaling.divisor, *self.rules.elements.kernel_numbers(self._updates)]
-        self._fused_step(lr, torch.stack(numbers).float())
+        self._fused_step(lr, [scaling.updates.double(), 1.0 / scaling.divisor])
 
-    def _fused_step(self, lr: float, numbers: Tensor) -> None:
-        """Make one update with the rule's kernel."""
+    def _fused_step(self, lr: float, numbers: list[Tensor]) -> None:
+        """Make one update with the kernels of the rules. `numbers` are the first two of `Rule.update_by_kernel`."""
+        taken: dict[type[Rule], Tensor] = {}
         for state in reversed(self.states):
+            rule = state.rule
+            # The hyperparameters behind these numbers are the same in all groups.
+            if type(rule) not in taken:
+                own = [torch.as_tensor(number).to(numbers[0]) for number in rule.kernel_numbers(self._updates)]
+                taken[type(rule)] = torch.stack([*numbers, *own]).float()
             for parts, done in state.portions(joined=True):
                 for part in parts:
-                    state.rule.update_by_kernel(part, lr, numbers)
+                    rule.update_by_kernel(part, self._lr_of(rule, lr), taken[type(rule)])
                 for bucket in done:
                     self.updated(bucket)
+
+    def _lr_of(self, rule: Rule, lr: float) -> float:
+        """Return the learning rate of a rule in a step: its own peak, scheduled like the run's."""
+        return lr * (rule.config.lr / self.config.lr)
 
     @torch.no_grad()
     def step(self, lr: float, divisor: float) -> None:
         """Make one update with gradients / divisor."""
         self.updates += 1
         if self.on_device:
-            numbers = [1.0, 1.0 / divisor, *self.rules.elements.kernel_numbers(self.updates)]
-            self._fused_step(lr, torch.tensor(numbers, device=self.states[0].buffer.device))
+            numbers = torch.tensor([1.0, 1.0 / divisor], dtype=torch.float64, device=self.states[0].buffer.device)
+            self._fused_step(lr, list(numbers))
             return
         step = UpdateStep(self.updates, lr, divisor)
         # `transform` replaces the gradients of matrices, so it precedes the updates that read them.
@@ -353,8 +360,9 @@ class FlatOptimizer:
             exchange.run(state.rule.transform)
         # Buffers are in the order of backward. In reverse, the weights that forward needs first are complete first.
         for state in reversed(self.states):
+            own = step._replace(lr=self._lr_of(state.rule, lr))
             for parts, done in state.portions():
-                self._update(state.rule, parts, step)
+                self._update(state.rule, parts, own)
                 for bucket in done:
                     self.updated(bucket)
 

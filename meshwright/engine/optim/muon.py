@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.config.optimizer import OptimizerConfig
@@ -78,11 +79,6 @@ class AdamWBeside(AdamW):
     states = (StateSpec("muon_exp_avg"), StateSpec("muon_exp_avg_sq"))
     has_kernel = False
 
-    def update(self, parts: Sequence[UpdatePart], decay: float, step: UpdateStep) -> None:
-        c = self.config
-        share = c.muon.adamw_lr / c.lr if c.muon.adamw_lr else 1.0
-        super().update(parts, decay, step._replace(lr=step.lr * share))
-
 
 class Muon(MatrixRule):
     """The update rule of matrices. `AdamWBeside` updates the other parameters."""
@@ -93,6 +89,10 @@ class Muon(MatrixRule):
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__(config)
         self.muon = config.muon
+
+    @property
+    def config_of_others(self) -> OptimizerConfig:
+        return replace(self.config, lr=self.muon.adamw_lr or self.config.lr)
 
     def matrix_flops(self, rows: int, columns: int) -> float:
         short, long = sorted((rows, columns))

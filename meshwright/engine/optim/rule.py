@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from meshwright.config.optimizer import RULES, OptimizerConfig
 from meshwright.errors import UserError
 from meshwright.plugins import load_object
+from meshwright.spec.traffic.placement import UpdateKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +88,11 @@ class MatrixRule(Rule):
 
     others: ClassVar[type[Rule]]
 
+    @property
+    def config_of_others(self) -> OptimizerConfig:
+        """The settings of the rule `others`."""
+        return self.config
+
     @abstractmethod
     def matrix_flops(self, rows: int, columns: int) -> float:
         """Return the FLOPs of `transform` for one matrix, by which matrices are distributed over ranks."""
@@ -105,10 +111,17 @@ class MatrixRule(Rule):
 
 
 class Rules(NamedTuple):
-    """The rules of an optimizer: the elementwise one, and the one for matrices if there is one."""
+    """The rules of a group of parameters: the elementwise one, and the one for matrices if there is one."""
 
     elements: Rule
     matrices: MatrixRule | None
+
+    def of(self, kind: UpdateKind) -> Rule:
+        """Return the rule of this kind of parameters of the group."""
+        if not kind.matrices:
+            return self.elements
+        assert self.matrices is not None
+        return self.matrices
 
 
 def rule_class(name: str) -> type[Rule]:
@@ -117,8 +130,12 @@ def rule_class(name: str) -> type[Rule]:
     return rule
 
 
-def rules_of(config: OptimizerConfig) -> Rules:
-    """Return the rules that a config asks for."""
+def rules_of(config: OptimizerConfig) -> tuple[Rules, ...]:
+    """Return the rules that a config asks for: those of parameters in no group, and then those of each group."""
+    return tuple(_rules(config.of_group(number)) for number in range(len(config.groups) + 1))
+
+
+def _rules(config: OptimizerConfig) -> Rules:
     rule = rule_class(config.name)(config)
     if isinstance(rule, MatrixRule) != config.whole_matrices:
         base = "MatrixRule" if config.whole_matrices else "Rule"
@@ -126,4 +143,4 @@ def rules_of(config: OptimizerConfig) -> Rules:
             f"optimizer.name={config.name} is registered with whole_matrices={config.whole_matrices}, so its class "
             f"must be a {base}: correct the RuleEntry or the class"
         )
-    return Rules(rule.others(config), rule) if isinstance(rule, MatrixRule) else Rules(rule, None)
+    return Rules(rule.others(rule.config_of_others), rule) if isinstance(rule, MatrixRule) else Rules(rule, None)

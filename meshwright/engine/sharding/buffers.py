@@ -32,6 +32,7 @@ from meshwright.spec.layout.params import Box, Init, ParamRecord, global_boxes, 
 from meshwright.spec.traffic.placement import (
     ALIGN,
     Split,
+    UpdateKind,
     backward_order,
     bucket_elements,
     buffer_key,
@@ -52,7 +53,7 @@ class BufferKey(NamedTuple):
     partial: tuple[str, ...]
     trained: bool = True
     compressed: bool = False  # A reducer that mixes elements may sum the gradients.
-    matrices: bool = False  # The optimizer updates the parameters' matrices as wholes.
+    update: UpdateKind = UpdateKind()  # The rule that updates them.
 
 
 class NamedParameter(NamedTuple):

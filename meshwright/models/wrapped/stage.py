@@ -26,6 +26,7 @@ from meshwright.models.wrapped.calls import outer_modules, recomputed, with_firs
 from meshwright.models.wrapped.foreign import Absent, ForeignStage, local_part, place_all
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, stream_seed
+from meshwright.spec.model.description import model_of
 from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.hf.folder import has_weights
 from meshwright.spec.model.part import Coordinate, MicroBatch
@@ -53,7 +54,7 @@ class PlannedStage(ForeignStage):
         net = skeleton(hf, parallel.dtype)
         super().__init__(net)
         self.stage, self._table = stage, Absent()
-        records = {record.name: record for record in plan.model.records(at, stage).values()}
+        records = {record.name: record for record in model_of(config).records(at, stage).values()}
         cut_blocks(net, plan, stage)
         check_dropout(net, hf, parallel.tp.size)
         if config.has_segments:

@@ -70,6 +70,7 @@ class ParamRecord:
     adapters: tuple[AdapterRecord, ...] = ()  # the trained low-rank changes of a frozen matrix
     # The heights of the matrices, stacked along the rows of the global tensor, that the optimizer updates as wholes.
     matrices: tuple[int, ...] = ()
+    update_group: int = 0  # the number, from 1, of its group in `optimizer.groups`; 0: it is in none
     # If this record is of bytes (spec/layout/packed.py): the record of the values that they encode.
     packs: ParamRecord | None = None
 

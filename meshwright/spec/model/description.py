@@ -51,6 +51,7 @@ from meshwright.spec.model.part import (
 )
 from meshwright.spec.model.t5 import DECODED, DECODER, ENCODER, MEMORY, CrossAttentionPart, RelativeBiasPart, t5_inits
 from meshwright.spec.model.tuning import Tuning, tuned
+from meshwright.spec.model.updates import with_updates
 from meshwright.spec.model.wrapped.parts import PlannedModel
 from meshwright.spec.schedule.kinds import ends_of, placement_of
 
@@ -274,16 +275,10 @@ def model_of(config: Config) -> Model:
     """
     model, grid = describe(config.model), config.layout.grid
     if grid is not None:
-        return _on_grid(model, grid)
-    model = _tuned(model, config.tune, config.compares) if config.tune.adapts else model
-    return _with_whole_matrices(model) if config.optimizer.whole_matrices else model
-
-
-@lru_cache(maxsize=256)
-def _with_whole_matrices(model: Model) -> Model:
-    return model.mapped(
-        lambda node: replace(node.unit, whole_matrices=True) if isinstance(node.unit, BlockUnit) else node.unit
-    )
+        model = _on_grid(model, grid)
+    elif config.tune.adapts:
+        model = _tuned(model, config.tune, config.compares)
+    return with_updates(model, config.optimizer)
 
 
 _on_grid = lru_cache(maxsize=256)(on_grid)

@@ -103,7 +103,7 @@ class ExpertsPart(Part):
             for linear in self.mlp.linears()
         )
 
-    def matrices(self) -> dict[str, tuple[int, ...]]:
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         shared = self.shared.matrices() if self.shared is not None else {}
         own = {"router.weight": (self.routing.count,)} | {f"shared.{name}": rows for name, rows in shared.items()}
         return super().matrices() | own

@@ -8,12 +8,12 @@ backward. `nn` builds modules from these figures, the planner adds them up, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.layout.params import AdapterRecord, ParamRecord
 from meshwright.spec.model.coordinate import Coordinate as Coordinate
 from meshwright.spec.model.coordinate import coordinate_of as coordinate_of
 from meshwright.spec.model.coordinate import hash_once as hash_once
@@ -218,10 +218,11 @@ class Part:
         """Return the part's linear layers, in forward order."""
         return ()
 
-    def matrices(self) -> dict[str, tuple[int, ...]]:
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the row counts of the matrices that are stacked in each weight, by the suffix of its global name.
 
-        Queries, keys and values are three matrices of one weight. An optimizer may update each matrix as a whole.
+        Queries, keys and values are three matrices of one weight, or with `by_head` three for each head. An optimizer
+        may update each matrix as a whole.
         """
         return {f"{layer.name}.weight": tuple(rows for _, rows in layer.pieces) for layer in self.linears()}
 
@@ -273,6 +274,31 @@ def innermost(part: Part) -> Part:
     return part
 
 
+class Updated(NamedTuple):
+    """How the optimizer updates a parameter: its group (`ParamRecord.update_group`), whether it decays (None: as its
+    part says), and the heights of the matrices that are updated as wholes."""
+
+    group: int = 0
+    decay: bool | None = None
+    matrices: tuple[int, ...] = ()
+
+
+def marked(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
+    """Return a record, and those of its adapters, with the updates of their names."""
+    if record.adapters:
+        record = replace(record, adapters=tuple(_marked_adapter(adapter, updates) for adapter in record.adapters))
+    updated = updates.get(record.name)
+    if updated is None:
+        return record
+    decay = record.decay if updated.decay is None else updated.decay
+    return replace(record, update_group=updated.group, decay=decay, matrices=updated.matrices)
+
+
+def _marked_adapter(adapter: AdapterRecord, updates: Mapping[str, Updated]) -> AdapterRecord:
+    norms = None if adapter.norms is None else marked(adapter.norms, updates)
+    return replace(adapter, down=marked(adapter.down, updates), up=marked(adapter.up, updates), norms=norms)
+
+
 class NamedPart(NamedTuple):
     """A part of a unit, with its attribute name in the unit's module (`key`) and the prefix of its parameters' global
     names (`name`)."""
@@ -291,6 +317,8 @@ class Unit:
 
     parts: tuple[NamedPart, ...]
     rows: Rows = Rows()  # the rows that it works on
+    # By a parameter's name in the unit: how the optimizer updates it, if not as usual.
+    updates: tuple[tuple[str, Updated], ...] = field(default=(), kw_only=True)
 
     __hash__ = hash_once
 
@@ -320,11 +348,19 @@ class Unit:
         return at if self.has_experts else at.dense
 
     def records(self, at: Coordinate, prefix: str = "") -> Records:
+        updates = {prefix + name: updated for name, updated in self.updates}
         return {
-            f"{key}.{own}": record
+            f"{key}.{own}": marked(record, updates) if updates else record
             for key, name, part in self.parts
             for own, record in part.records(at, prefix + name).items()
         }
+
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the row counts of the matrices of each weight of a product, by the weight's name in the unit.
+
+        Only blocks have such weights. Embeddings and heads look like matrices too, but are not updated as such.
+        """
+        return {}
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         batch = self.rows.of(batch)
@@ -379,20 +415,17 @@ class BlockUnit(Unit):
     post_norm: bool = False
     residual: float = 1.0  # the factor of x in the sums
     sandwich: bool = False
-    whole_matrices: bool = False  # the optimizer updates the block's matrices as wholes
 
     __hash__ = hash_once
 
     stackable = True
 
-    def records(self, at: Coordinate, prefix: str = "") -> Records:
-        records = super().records(at, prefix)
-        if not self.whole_matrices:
-            return records
-        heights = {
-            f"{prefix}{name}.{suffix}": rows for _, name, part in self.parts for suffix, rows in part.matrices().items()
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{name}.{suffix}": rows
+            for _, name, part in self.parts
+            for suffix, rows in part.matrices(by_head).items()
         }
-        return {key: replace(record, matrices=heights.get(record.name, ())) for key, record in records.items()}
 
     @property
     def branches(self) -> list[tuple[NamedPart, NamedPart]]:

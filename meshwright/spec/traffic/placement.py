@@ -41,18 +41,32 @@ def bucket_elements(bucket_mib: float, element_bytes: int, ranks: int) -> int:
     return max(1, int(mib * 2**20 // element_bytes))
 
 
-def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool, bool]:
+class UpdateKind(NamedTuple):
+    """Which rule updates a parameter: the number of its group in `optimizer.groups` (0: none), and whether its matrices
+    are updated as wholes."""
+
+    group: int = 0
+    matrices: bool = False
+
+
+USUAL_UPDATE = UpdateKind()
+
+
+def update_kind(record: ParamRecord) -> UpdateKind:
+    return UpdateKind(record.update_group, bool(record.matrices)) if record.trained else UpdateKind()
+
+
+def buffer_key(record: ParamRecord, mixed_in: Layout | None) -> tuple[str, tuple[str, ...], bool, bool, UpdateKind]:
     """Return the properties, apart from the dtype, that all parameters of one flat buffer share.
 
     They are: the data axes, the further partial axes, whether the parameters are trained, whether a reducer that mixes
-    elements may sum them, and whether the optimizer updates their matrices as wholes. `mixed_in` is the layout if there
-    is such a reducer, and None otherwise.
+    elements may sum them, and the rule that updates them. `mixed_in` is the layout if there is such a reducer, and None
+    otherwise.
     """
     mixed = mixed_in is not None and record.trained and may_be_mixed(record, mixed_in)
-    whole = record.trained and bool(record.matrices)
     # A frozen parameter has no gradient to sum over further axes.
     partial = record.partial if record.trained else ()
-    return record.data_axes, partial, record.trained, mixed, whole
+    return record.data_axes, partial, record.trained, mixed, update_kind(record)
 
 
 def may_be_mixed(record: ParamRecord, layout: Layout) -> bool:
