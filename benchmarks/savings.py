@@ -18,7 +18,7 @@ from typing import Any
 
 from common import BenchParser, finish
 
-from meshwright.plan.savings import saving
+from meshwright.lab.techniques import saving
 from meshwright.show.units import percent, seconds
 
 CONFIG = Path(__file__).parent.parent / "examples" / "slow-links.yaml"

@@ -13,10 +13,10 @@ from meshwright.config.load import load_config
 from meshwright.config.rules import check
 from meshwright.disk import write
 from meshwright.errors import UserError, plural
+from meshwright.lab.techniques import Figures, Technique, differences, expected, saving, techniques, with_links
 from meshwright.launch.launch import launch, warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.job import Job, job_of
-from meshwright.plan.savings import Figures, Technique, differences, expected, saving, techniques, with_links
 from meshwright.plan.target import on_cluster, target_of, with_supported_precision
 from meshwright.show.bars import Bars, bars_svg, bars_text
 from meshwright.show.chart import check_svg
@@ -69,7 +69,7 @@ def _predict(args: argparse.Namespace) -> None:
 
 def measured_here(args: argparse.Namespace) -> None:
     """Measure the savings as one rank; rank 0 prints them."""
-    from meshwright.bench import savings
+    from meshwright.lab import savings
     from meshwright.launch.processes import enter, find_place, leave
 
     tried: list[Technique] = args.techniques

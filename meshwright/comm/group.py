@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.emulate import EmulatedLinks
 from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.device import WITHOUT_STREAMS
 from meshwright.spec.traffic.ledger import CallTotals, Ledger, wire_bytes
@@ -99,6 +98,13 @@ class _Done(Pending):
 DONE = _Done()
 
 
+class SlowLinks(Protocol):
+    """Slow links that are emulated by delays."""
+
+    def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
+        """Begin a call that sends `wire` bytes, among `ranks` or to `peer`. Return an object with a `wait` method."""
+
+
 @dataclass(eq=False)
 class Group:
     """One group of ranks. `index` is the place of this rank in it. The methods also name peers by their places."""
@@ -110,7 +116,7 @@ class Group:
     ledger: Ledger
     flight: FlightRecord
     crosses_node: bool = False
-    links: EmulatedLinks | None = None  # Set if slow links are emulated.
+    links: SlowLinks | None = None  # Set if slow links are emulated.
 
     def __post_init__(self) -> None:
         self.index = self.ranks.index(self.rank) if self.rank in self.ranks else -1

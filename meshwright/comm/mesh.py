@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.flight import FlightRecord
-from meshwright.comm.group import Group
-from meshwright.config.comm import EmulateConfig
+from meshwright.comm.group import Group, SlowLinks
 from meshwright.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
@@ -61,9 +57,8 @@ class Mesh:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, made_elsewhere: Mapping[str, Any] | None = None, timeout: float | None = None,
-        emulate: EmulateConfig | None = None,
-    ) -> None:  # fmt: skip
+        self, layout: Layout, rank: int, made_elsewhere: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> None:
         """Create the groups. All ranks must call this together. `made_elsewhere`: existing process groups by axis, used
         instead of new ones. `timeout`: the seconds until the watchdog reports a call; torch's time limit is longer."""
         self.layout, self.rank = layout, rank
@@ -76,7 +71,7 @@ class Mesh:
             known = ", ".join(layout.step_groups())
             raise UserError(f"process group '{min(unused)}' is not used by this layout: name one of {known}")
         self.groups: dict[str, Group] = {}
-        self._links: EmulatedLinks | None = None
+        self._links: SlowLinks | None = None
         for name in layout.step_groups():
             self.group(name)
         self.tp, self.pp, self.world = self.group("tp"), self.group(PP), self.group(WORLD)
@@ -87,14 +82,18 @@ class Mesh:
         self.alone = Group("alone", (rank,), rank, None, self.ledger, self.flight)
         self.coordinate = layout.coordinate(rank)
         self.replica = self.coordinate.get(REPLICAS, 0)
-        if emulate is not None and emulate.on and not self.world.alone and dist.get_backend() != "fake":
-            self._emulate(emulate)
 
     def use_flight(self, flight: FlightRecord) -> None:
         """Record all further calls in `flight`, the record of another mesh of these ranks that a watchdog watches."""
         self.flight = flight
         for group in self.groups.values():
             group.flight = flight
+
+    def use_links(self, links: SlowLinks) -> None:
+        """Send all further calls through emulated links."""
+        self._links = links
+        for group in self.groups.values():
+            group.links = links
 
     def group(self, axes: str) -> Group:
         """Return the group over `axes` that contains this rank. Its first use creates it, on all its members
@@ -143,19 +142,6 @@ class Mesh:
     def _group(self, name: str, ranks: tuple[int, ...], process_group: Any) -> Group:
         crosses = self.layout.crosses_node(ranks)
         return Group(name, ranks, self.rank, process_group, self.ledger, self.flight, crosses, self._links)
-
-    def _emulate(self, config: EmulateConfig) -> None:
-        """Send all further calls through emulated links."""
-        node_size, adapters = self.layout.node_size or self.layout.world, None
-        if config.network_gb_s and node_size < self.layout.world:
-            # The number gives the ranks of a run one name for their shared file, which no other run uses.
-            number = torch.tensor([random.getrandbits(48)])
-            self.world.broadcast(number)
-            meet = partial(self.world.all_reduce, torch.zeros(1))
-            adapters = Adapters.opened(int(number), self.rank // node_size, meet)  # type: ignore[arg-type]
-        self._links = EmulatedLinks(config, self.rank, node_size, adapters)
-        for group in self.groups.values():
-            group.links = self._links
 
     def warm_up(
         self, wanted: Sequence[Communicator], device: torch.device, notice: Callable[[str], object] | None = None

@@ -145,6 +145,7 @@ class EmulateConfig(LinkConfig):
     """Slow links that are emulated on a CPU by delays, to measure the effect of a slower network. 0: no delay."""
 
     section: ClassVar[str] = "comm.emulate"
+    emulation: ClassVar[str] = "meshwright.lab.emulate:emulate_links"  # the function that delays the calls of a mesh
 
     def words(self, per_node: int) -> str:
         """Return the links in words, e.g. `emulated links: 0.1 GB/s in a node of 4`."""

@@ -14,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.parallel import ContextGroups, ExpertGroups, Parallel
 from meshwright.nn.random import Streams
+from meshwright.plugins import load_object
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
@@ -79,7 +80,9 @@ def build_context(
     emulate = config.comm.emulate
     if emulate.on and device.kind not in ("cpu", "meta"):
         raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
-    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout, emulate=emulate)
+    mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
+    if emulate.on:
+        load_object(emulate.emulation)(mesh, emulate)
     at = mesh.coordinate
     # Ranks that process different samples or different tokens must draw different random numbers.
     data_rank = (mesh.replica * layout.dp + at["dp"]) * layout.cp + at["cp"]

@@ -26,14 +26,13 @@ from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.matrices import matrix_calls
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout.layout import INNER, REPLICAS
+from meshwright.spec.layout.layout import INNER, REPLICAS, neighbours_on_node
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
 from meshwright.spec.model.description import field_elements, fields_read, stages_of
 from meshwright.spec.model.gpt import OutputLayerPart
 from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.loss_pieces import answers_of
 from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Unit, innermost
-from meshwright.spec.traffic.algorithms import neighbours_on_node
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
 from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes

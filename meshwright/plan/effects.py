@@ -12,9 +12,9 @@ from meshwright.config.rules import axes_layout
 from meshwright.config.sections import Config
 from meshwright.errors import notice
 from meshwright.spec.layout import Layout, exchange_parts
+from meshwright.spec.layout.layout import mesh_width, neighbours_on_node
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
-from meshwright.spec.traffic.algorithms import mesh_width, neighbours_on_node
 
 
 def say_what_has_no_effect(config: Config, world: int, node_size: int = 0) -> None:

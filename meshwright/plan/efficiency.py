@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.engine.sharding.reducers import Links
 from meshwright.plan.cluster import Cluster, DeviceSpec
-from meshwright.spec.traffic import pick
 from meshwright.spec.traffic.ledger import bus_factor
 
 # The tiles of product kernels (rows, columns, share of the best rate). Smaller tiles read their factors more often from
@@ -142,16 +142,13 @@ class ClusterNetwork:
         """Return the seconds of one collective of torch's backend."""
         return collective_seconds(self.cluster, op, payload, ranks, on_node)
 
-    def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
-        """Return the seconds of one collective by an algorithm of this kind."""
-        if kind == "torch":
-            return self.collective(op, payload, ranks, on_node)
+    def links(self, ranks: int, on_node: int) -> Links:
+        """Return the links of a group that makes sends and receives of its own."""
         node, network, share = self.cluster.node, self.cluster.network, self.cluster.ops.get("send", 1.0)
-        links = pick.Links(
+        return Links(
             self._link * share, self._adapters * share * min(on_node, ranks) / node.devices,
             node.link_latency_us * 1e-6, network.latency_us * 1e-6, START + wait_seconds(self.cluster),
         )  # fmt: skip
-        return pick.algorithm_seconds(links, kind, op, payload, ranks, on_node)
 
     def through_one(self, payload: float, ranks: int, on_node: int) -> float:
         """Return the seconds of a sum that one rank makes: it gathers all payloads and sends the result to all ranks.

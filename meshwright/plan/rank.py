@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.engine.sharding.server import rank_bytes
 from meshwright.plan.communication import Traffic, by_line, mean_traffic, stage_calls
 from meshwright.plan.job import Job
 from meshwright.plan.memory import Memory, rank_memory, rank_parameters, rank_stage
@@ -80,13 +79,11 @@ def expected(job: Job, rank: int) -> Expected:
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
     calls = by_line(stage_calls(job, pp_rank))
-    # With parameter servers, ranks send different amounts, and the reducer's calls are their mean.
-    if servers := c.train.server.ranks:
-        for line, mean in calls.items():
-            if (line.phase, line.op) == ("reduce", "all_to_all"):
-                group = job.layout.group(line.axis, rank)
-                own = rank_bytes(servers, len(group), group.index(rank), mean.payload_bytes // 2)
-                calls[line] = Traffic(mean.calls, *own)
+    # The ranks of a group may send different amounts, and the reducer's calls are their mean.
+    for line, mean in calls.items():
+        if line.phase == "reduce":
+            group, sent = job.layout.group(line.axis, rank), (mean.payload_bytes, mean.wire_bytes)
+            calls[line] = Traffic(mean.calls, *job.sums.of_rank(line.op, sent, len(group), group.index(rank)))
     table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
     return Expected(
         parameters=rank_parameters(job, pp_rank),

@@ -8,20 +8,21 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshwright.bench.savings import Turns, making_work
 from meshwright.cli.main import main
 from meshwright.config.comm import EmulateConfig, LinkConfig
 from meshwright.config.load import config_from
 from meshwright.engine.sharding.compression.sparse import Sparse
-from meshwright.plan.cluster import load_cluster
+from meshwright.lab.pick import algorithm_seconds, fastest, links_of
+from meshwright.lab.savings import Turns, making_work
+from meshwright.lab.techniques import expected, techniques, with_links
+from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import ClusterNetwork
 from meshwright.plan.job import job_of
-from meshwright.plan.savings import expected, techniques, with_links
-from meshwright.spec.traffic.pick import fastest, links_of
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -81,6 +82,11 @@ def test_mistakes(words: list[str], sentence: str, config: str, capsys: pytest.C
     assert sentence in capsys.readouterr().err
 
 
+def seconds(cluster: Cluster, kind: str, size: int, on_node: int, **sum_: Any) -> float:
+    links = ClusterNetwork(cluster).links(size, on_node)
+    return algorithm_seconds(links, kind, size=size, on_node=on_node, **sum_)
+
+
 def test_seconds_of_algorithms_by_hand() -> None:
     """An all-reduce of 80 MB on two nodes of four ranks sends a known share through a node's network adapters.
 
@@ -88,15 +94,16 @@ def test_seconds_of_algorithms_by_hand() -> None:
     """
     links = EmulateConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1e-3)
     cluster = with_links(load_cluster("laptop"), links, 4)
-    at = {"op": "all_reduce", "payload": 80e6, "ranks": 8, "on_node": 4}
-    assert ClusterNetwork(cluster).algorithm("ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
-    assert ClusterNetwork(cluster).algorithm("hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
+    at = {"op": "all_reduce", "payload": 80e6, "size": 8, "on_node": 4}
+    assert seconds(cluster, "ring", **at) == pytest.approx(2 * 7 / 8 * 80e-3, rel=0.01)
+    assert seconds(cluster, "hierarchical", **at) == pytest.approx(80e-3, rel=0.01)
     assert ClusterNetwork(cluster).through_one(80e6, 8, 4) == pytest.approx(8 * 80e-3, rel=0.01)
     inside = replace(cluster, node=replace(cluster.node, devices=8, link_gb_s=1.0))
     assert ClusterNetwork(inside).through_one(80e6, 8, 8) == pytest.approx(14 * 80e-3, rel=0.01)
     slow = replace(cluster.node, link_latency_us=1e3)
     late = replace(cluster, node=slow, network=replace(cluster.network, latency_us=1e3))
-    tree, ring = (ClusterNetwork(late).algorithm(kind, "all_reduce", 1e3, 8, 8) for kind in ("tree", "ring"))
+    at = {"op": "all_reduce", "payload": 1e3, "size": 8, "on_node": 8}
+    tree, ring = seconds(late, "tree", **at), seconds(late, "ring", **at)
     assert ring == pytest.approx(14 / 6 * tree, rel=0.01)
     figures = LinkConfig(link_gb_s=1e3, network_gb_s=1.0, latency_us=1.0)
     chosen = {size: fastest(links_of(figures, 4, 4), "all_reduce", size, 8, 4) for size in (1e2, 80e6)}

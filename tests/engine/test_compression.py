@@ -14,9 +14,9 @@ from meshwright.engine.sharding.compression.exchange import gaps_of
 from meshwright.engine.sharding.compression.sizes import WarmUpPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER
 from meshwright.engine.step import Trainer
+from meshwright.lab.algorithms import ALGORITHMS
 from meshwright.plan.communication import Line, Traffic, by_line, predict_step, stage_calls
 from meshwright.plan.job import Job, job_of
-from meshwright.spec.traffic.algorithms import ALGORITHMS
 from tests.engine.sums import added, kept_of, lines_of, placed, reduced, trainer_of
 from tests.support.oracle import make_trainer, parameters, small_config
 from tests.support.ranks import run_ranks

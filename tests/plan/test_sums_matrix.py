@@ -12,8 +12,8 @@ from meshwright.config.comm import KINDS, GatherConfig, ReduceConfig, Summing
 from meshwright.config.rules import RULES, first_broken_rule
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
+from meshwright.lab.algorithms import ALGORITHMS
 from meshwright.plan.communication import predict_rank
-from meshwright.spec.traffic.algorithms import ALGORITHMS
 from tests.support.oracle import small_config
 
 Sections = dict[str, Any]

@@ -8,13 +8,13 @@ import math
 
 import pytest
 
+from meshwright.lab.algorithms import rounds_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import stage_calls, unit_collectives
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import job_of
 from meshwright.spec.schedule.kinds import build
 from meshwright.spec.schedule.simulate import simulate
-from meshwright.spec.traffic.algorithms import rounds_of
 from meshwright.spec.traffic.ledger import wire_bytes
 from tests.plan.test_golden import config
 

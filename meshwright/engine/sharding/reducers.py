@@ -7,7 +7,7 @@ reduction), and declares its calls to the planner. This file does not import tor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from meshwright.spec.traffic.placement import ALIGN
 
@@ -28,6 +28,20 @@ class PendingReduction(Protocol):
     def wait(self) -> None: ...
 
 
+class Links(NamedTuple):
+    """The speed of a group's links: bytes per second of a rank's link into its node (`link`) and of the group's share
+    of the node's adapters (`network`), and the latency of a message over either in seconds.
+
+    `extra` are further seconds that each round takes.
+    """
+
+    link: float
+    network: float
+    link_s: float
+    network_s: float
+    extra: float = 0.0
+
+
 class Network(Protocol):
     """The planner's cost model of the links: the seconds of a call with `payload` bytes over a group of `ranks`.
 
@@ -37,8 +51,8 @@ class Network(Protocol):
     def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
         """Return the seconds of a collective of the back end (NCCL, Gloo)."""
 
-    def algorithm(self, kind: str, op: str, payload: float, ranks: int, on_node: int) -> float:
-        """Return the seconds of one of the algorithms in `algorithms.py`."""
+    def links(self, ranks: int, on_node: int) -> Links:
+        """Return the links of a group, as a reducer's own sends and receives use them."""
 
     def through_one(self, payload: float, ranks: int, on_node: int) -> float:
         """Return the seconds of a sum that passes all data through one rank (a parameter server)."""
@@ -72,6 +86,9 @@ class ReducerPlan(Protocol):
         of a whole bucket's parameters, and empty if a shard is summed over replicas. `on_node` is the number of
         neighbouring ranks of the group that are on one node.
         """
+
+    def of_rank(self, op: str, sent: tuple[int, int], ranks: int, index: int) -> tuple[int, int]:
+        """Return the (payload, wire) bytes of rank `index` of a group in its calls of `op`, from their mean `sent`."""
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         """Return the bytes that a rank holds between steps for a bucket of this many gradients.
@@ -146,6 +163,9 @@ class CollectiveSums:
         on_node: int = 1,
     ) -> Iterable[tuple[str, int]]:  # fmt: skip
         return [(op, elements * element_bytes)]
+
+    def of_rank(self, op: str, sent: tuple[int, int], ranks: int, index: int) -> tuple[int, int]:
+        return sent
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
         return True

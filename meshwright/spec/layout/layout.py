@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from math import isqrt, prod
 from typing import NamedTuple
 
 from meshwright.errors import UserError, divisors, either, nearest
@@ -475,3 +475,15 @@ def exchange_parts(layout: Layout) -> Parts:
     if counts or not 1 < per_node < layout.ep:
         return ()
     return (("ep", ((EP_NODE, per_node), (EP_ACROSS, layout.ep // per_node))),)
+
+
+def neighbours_on_node(ranks: Sequence[int], node_size: int) -> int:
+    """Return the number of neighbouring ranks of a group per node, or 1 if nodes hold different numbers of them."""
+    nodes = [rank // node_size for rank in ranks]
+    first = nodes.count(nodes[0])
+    return first if nodes == [nodes[at - at % first] for at in range(len(nodes))] and len(nodes) % first == 0 else 1
+
+
+def mesh_width(size: int) -> int:
+    """Return the shorter side of a mesh that is as square as `size` allows; 1 if `size` is prime."""
+    return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)

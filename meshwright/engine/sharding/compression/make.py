@@ -8,10 +8,9 @@ from typing import NamedTuple
 from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.algorithms import AlgorithmReducer
 from meshwright.engine.sharding.compression.sizes import CompressionPlan, UndecidedPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerPlan
-from meshwright.engine.sharding.server import ServerReducer
+from meshwright.plugins import load_object
 
 
 class Request(NamedTuple):
@@ -52,13 +51,15 @@ class Entry(NamedTuple):
     reducer: Callable[[Request], Reducer]
 
 
-def _server(asked: Request) -> ServerReducer:
-    return ServerReducer(asked.server.ranks, asked.server.staleness, asked.seed)
+def _server(asked: Request) -> Reducer:
+    make: Callable[..., Reducer] = load_object("meshwright.lab.server:ServerReducer")
+    return make(asked.server.ranks, asked.server.staleness, asked.seed)
 
 
-def _algorithm(asked: Request) -> AlgorithmReducer:
+def _algorithm(asked: Request) -> Reducer:
     comm = asked.comm
-    return AlgorithmReducer(comm.algorithm.dp, asked.node_size, comm.known_links, comm.switches)
+    make: Callable[..., Reducer] = load_object("meshwright.lab.reducers:AlgorithmReducer")
+    return make(comm.algorithm.dp, asked.node_size, comm.known_links, comm.switches)
 
 
 def _adaptive(asked: Request) -> Reducer:

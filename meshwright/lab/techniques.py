@@ -16,16 +16,16 @@ from meshwright.config.comm import (
 )
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.algorithms import GatherToOne
 from meshwright.engine.sharding.reducers import ReducerPlan
+from meshwright.lab.reducers import GatherToOne
 from meshwright.plan.cluster import Cluster, Network
 from meshwright.plan.communication import all_ranks, by_axis, round_calls
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.plan.memory import buffer_sizes
 from meshwright.spec.layout import exchange_parts
+from meshwright.spec.layout.layout import neighbours_on_node
 from meshwright.spec.layout.params import DATA_AXES
-from meshwright.spec.traffic.algorithms import neighbours_on_node
 
 ONE_BUCKET = 2.0**20  # MiB. A naive sum puts all gradients into one bucket.
 BASE = "as configured"

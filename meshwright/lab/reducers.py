@@ -1,4 +1,4 @@
-"""The reducer that sums gradients with the algorithms of `spec/traffic/algorithms.py`, from sends and receives.
+"""The reducer that sums gradients with the algorithms of `lab/algorithms.py`, from sends and receives.
 
 They are meant for study, and for networks on which they are faster than the back end's collectives. This file does not
 import torch, so that the planner can use it.
@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.engine.sharding.reducers import PlainReducer
-from meshwright.spec.traffic.algorithms import Pieces, neighbours_on_node, ring_order, rounds_of
-from meshwright.spec.traffic.pick import fastest, links_of
+from meshwright.lab.algorithms import Pieces, ring_order, rounds_of
+from meshwright.lab.pick import algorithm_seconds, fastest, links_of
+from meshwright.spec.layout.layout import neighbours_on_node
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +64,10 @@ class AlgorithmReducer(PlainReducer):
         on_node: int,
     ) -> float:  # fmt: skip
         payload = elements * element_bytes
-        return network.algorithm(self.chosen(op, payload, ranks, on_node), op, payload, ranks, on_node)
+        kind = self.chosen(op, payload, ranks, on_node)
+        if kind == "torch":
+            return network.collective(op, payload, ranks, on_node)
+        return algorithm_seconds(network.links(ranks, on_node), kind, op, payload, ranks, on_node)
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         rounds = Rounds(self, "all_reduce", grads, grads, group)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.comm import emulate
-from meshwright.comm.emulate import Adapters, EmulatedLinks
 from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import EmulateConfig
+from meshwright.lab import emulate
+from meshwright.lab.emulate import Adapters, EmulatedLinks
 from meshwright.spec.layout import Layout
 from tests.support.ranks import run_ranks
 
@@ -23,7 +23,8 @@ SLOW = EmulateConfig(link_gb_s=0.02, network_gb_s=0.01)  # 50 ms for a megabyte 
 
 def times(rank: int, world: int) -> dict[str, float]:
     """Return the seconds of a few calls. Ranks 0 and 1 are on one node, 2 and 3 on another."""
-    inside = Mesh(Layout(world, tp=2, node_size=2), rank, emulate=SLOW)
+    inside = Mesh(Layout(world, tp=2, node_size=2), rank)
+    emulate.emulate_links(inside, SLOW)
     node, across, found = inside.tp, inside.samples, {}
 
     def timed(name: str, work: object) -> None:

@@ -14,8 +14,9 @@ half, which is the minimum. The algorithms differ in the number of rounds and in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import isqrt
 from typing import NamedTuple
+
+from meshwright.spec.layout.layout import mesh_width
 
 Pieces = tuple[int, ...]
 
@@ -92,11 +93,6 @@ def mesh(size: int, place: int, on_node: int = 1) -> Sum:
     return _two_rings(size, place, mesh_width(size))
 
 
-def mesh_width(size: int) -> int:
-    """Return the shorter side of a mesh that is as square as `size` allows; 1 if `size` is prime."""
-    return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)
-
-
 def hierarchical(size: int, place: int, on_node: int = 1) -> Sum:
     return _two_rings(size, place, on_node if size % on_node == 0 else 1)
 
@@ -148,10 +144,3 @@ def ring_order(ranks: Sequence[int], node_size: int, switches: Sequence[int] = (
     """
     nodes = [rank // node_size for rank in ranks]
     return sorted(range(len(ranks)), key=lambda at: (switches[nodes[at]] if switches else 0, ranks[at]))
-
-
-def neighbours_on_node(ranks: Sequence[int], node_size: int) -> int:
-    """Return the number of neighbouring ranks of a group per node, or 1 if nodes hold different numbers of them."""
-    nodes = [rank // node_size for rank in ranks]
-    first = nodes.count(nodes[0])
-    return first if nodes == [nodes[at - at % first] for at in range(len(nodes))] and len(nodes) % first == 0 else 1

@@ -8,29 +8,15 @@ algorithm is assumed to be a ring.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from meshwright.config.comm import LinkConfig
-from meshwright.spec.traffic.algorithms import ALGORITHMS, rounds_of
+from meshwright.engine.sharding.reducers import Links
+from meshwright.lab.algorithms import ALGORITHMS, rounds_of
 from meshwright.spec.traffic.ledger import bus_factor
 
 # One of our algorithms is chosen if it takes at most this fraction of torch's time. torch's sums overlap with backward
 # and ours do not, so a small gain is not worth it.
 WORTH = 0.8
-
-
-class Links(NamedTuple):
-    """The speed of a group's links: bytes per second of a rank's link into its node (`link`) and of the group's share
-    of the node's adapters (`network`), and the latency of a message over either in seconds.
-
-    `extra` are further seconds that each round takes.
-    """
-
-    link: float
-    network: float
-    link_s: float
-    network_s: float
-    extra: float = 0.0
 
 
 @lru_cache(maxsize=10_000)

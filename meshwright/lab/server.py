@@ -65,6 +65,9 @@ class ServerReducer(PlainReducer):
         """Return the mean calls of a rank. Servers send more than other ranks, but the ledger sums over ranks."""
         return [("all_to_all", elements * element_bytes)] * 2
 
+    def of_rank(self, op: str, sent: tuple[int, int], ranks: int, index: int) -> tuple[int, int]:
+        return rank_bytes(self.servers, ranks, index, sent[0] // 2) if op == "all_to_all" else sent
+
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
         return False
 

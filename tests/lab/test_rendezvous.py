@@ -10,9 +10,10 @@ from torch import Tensor
 
 from meshwright.comm import group as group_module
 from meshwright.comm.group import Group, Pending
-from meshwright.engine.sharding.algorithms import AlgorithmReducer, GatherToOne
-from meshwright.spec.traffic.algorithms import ALGORITHMS, mesh_width, rounds_of
-from tests.comm.rendezvous import Deadlock, Transport
+from meshwright.lab.algorithms import ALGORITHMS, rounds_of
+from meshwright.lab.reducers import AlgorithmReducer, GatherToOne
+from meshwright.spec.layout.layout import mesh_width
+from tests.lab.rendezvous import Deadlock, Transport
 
 SIZES = (2, 3, 4, 5, 6, 8)
 CASES = [

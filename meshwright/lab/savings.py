@@ -22,13 +22,13 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
 from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
-from meshwright.engine.sharding.algorithms import GatherToOne
 from meshwright.engine.sharding.compression.making import summed
 from meshwright.engine.step import Trainer
+from meshwright.lab.reducers import GatherToOne
+from meshwright.lab.techniques import Figures, Technique, calibrated, with_links
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
-from meshwright.plan.savings import Figures, Technique, calibrated, with_links
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of

@@ -15,14 +15,20 @@ import heapq
 import itertools
 import math
 import os
+import random
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import EmulateConfig
 
 
@@ -111,7 +117,7 @@ class Arriving:
 
 
 class EmulatedLinks:
-    """One rank's links, through which all its groups send."""
+    """One rank's links, through which all its groups send (see `comm.group.SlowLinks`)."""
 
     def __init__(self, config: EmulateConfig, rank: int, node_size: int, adapters: Adapters | None) -> None:
         self.config, self.rank, self.node_size, self.adapters = config, rank, node_size, adapters
@@ -121,7 +127,6 @@ class EmulatedLinks:
         threading.Thread(target=self._deliver, daemon=True, name="meshwright-links").start()
 
     def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
-        """Begin a call that sends `wire` bytes, among `ranks` or to `peer`. Return an object with a `wait` method."""
         if op == "receive":
             return Arriving(launch(), lambda: self._taken(wire))
         due = self._until(op, wire, ranks, peer)
@@ -173,3 +178,17 @@ class EmulatedLinks:
                     self._changed.wait(wait)
                 _, _, later = heapq.heappop(self._due)
             later.begin()
+
+
+def emulate_links(mesh: Mesh, config: EmulateConfig) -> None:
+    """Send all further calls of a mesh through emulated links. All its ranks must call this together."""
+    if mesh.world.alone or dist.get_backend() == "fake":
+        return
+    node_size, adapters = mesh.layout.node_size or mesh.layout.world, None
+    if config.network_gb_s and node_size < mesh.layout.world:
+        # The number gives the ranks of a run one name for their shared file, which no other run uses.
+        number = torch.tensor([random.getrandbits(48)])
+        mesh.world.broadcast(number)
+        meet = partial(mesh.world.all_reduce, torch.zeros(1))
+        adapters = Adapters.opened(int(number), mesh.rank // node_size, meet)  # type: ignore[arg-type]
+    mesh.use_links(EmulatedLinks(config, mesh.rank, node_size, adapters))

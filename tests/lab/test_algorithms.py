@@ -6,8 +6,9 @@ from math import ceil, log2
 
 import pytest
 
+from meshwright.lab.algorithms import ALGORITHMS, Round, ring_order, rounds_of
 from meshwright.spec.layout import Layout
-from meshwright.spec.traffic.algorithms import ALGORITHMS, Round, neighbours_on_node, ring_order, rounds_of
+from meshwright.spec.layout.layout import neighbours_on_node
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 12, 16]
 CASES = [(kind, size) for kind in ALGORITHMS for size in SIZES if kind != "halving_doubling" or size & (size - 1) == 0]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from meshwright.config.rules import check
-from meshwright.engine.sharding.server import ServerReducer, steps_late
 from meshwright.errors import UserError
+from meshwright.lab.server import ServerReducer, steps_late
 from meshwright.plan.communication import predict_detail
 from tests.engine.replica_runs import Sections, furthest, trained
 from tests.engine.sums import added, kept_of, reduced, trainer_of
