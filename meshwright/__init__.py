@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.engine.output import Term as Term
     from meshwright.engine.own_models import state_dicts as state_dicts
     from meshwright.errors import UserError as UserError
-    from meshwright.run.pretrain import pretrain as pretrain
+    from meshwright.library.pretraining import pretrain as pretrain
     from meshwright.run.wrap import wrap as wrap
     from meshwright.spec.layout import Layout as Layout
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Term": "meshwright.engine.output",
     "UserError": "meshwright.errors",
     "load_config": "meshwright.config.load",
-    "pretrain": "meshwright.run.pretrain",
+    "pretrain": "meshwright.library.pretraining",
     "state_dicts": "meshwright.engine.own_models",
     "wrap": "meshwright.run.wrap",
 }

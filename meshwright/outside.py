@@ -100,8 +100,11 @@ def _check_of(kind: Any) -> Check:
     if kind is Any:
         return lambda value: None
     if origin in (typing.Union, types.UnionType):
-        inner = _check_of(next(each for each in args if each is not type(None)))
-        return lambda value: None if value is None else inner(value)
+        # Of several kinds, strings are told apart from the first one by their type.
+        first, *more = (_check_of(each) for each in args if each not in (type(None), str))
+        is_text = str in args
+        assert not more, f"{kind}: only one kind besides str and None"
+        return lambda value: None if value is None or (is_text and isinstance(value, str)) else first(value)
     if origin is dict:
         inner = _check_of(args[1])
         return _container(_is_dict, TABLE, lambda value: zip(value, repeat(inner), value.values()))

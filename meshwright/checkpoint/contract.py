@@ -52,8 +52,8 @@ class Checkpointed(Protocol):
     def states(self) -> Iterator[State | SideState]:
         """Yield this rank's tensors, which a save reads and a load fills."""
 
-    def counters(self) -> Mapping[str, float | None]:
-        """Return the numbers that are saved with the tensors: the number of updates, the loss scale."""
+    def counters(self) -> Mapping[str, float | str | None]:
+        """Return the values that are saved with the tensors: the number of updates, the loss scale."""
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Set the values that `counters` returned, after all tensors have been filled."""

@@ -37,18 +37,36 @@ def without_auto(words: Sequence[str]) -> list[str]:
     return [word for word in words if word != AUTO_LAYOUT]
 
 
+# A config as a program may give it: the path of a YAML file, the name of a recipe, nested mappings, or a whole config.
+GivenConfig = str | Path | Mapping[str, Any] | Config
+
+
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
+    given: GivenConfig | None, overrides: Sequence[str] = (), sections: Mapping[str, type] | None = None
 ) -> Config:
-    """Load a YAML file and apply `a.b=c` words on top of it. `sections` adds dataclasses of the user's program."""
-    raw = read_sections(path) if path is not None else {}
+    """Return a config with `a.b=c` words applied on top of it. `sections` adds dataclasses of the user's program.
+
+    >>> import meshwright
+    >>> meshwright.load_config("gpt2-124m", ["train.steps=10"]).train.steps
+    10
+    """
+    raw = read_sections(given) if given is not None else {}
     for word in overrides:
         set_key(raw, word, sections)
     return config_from(raw, sections)
 
 
-def read_sections(path: str | Path) -> dict[str, Any]:
-    """Read the sections of a config file or of the recipe of that name, without checking their keys."""
+def read_sections(given: GivenConfig) -> dict[str, Any]:
+    """Return the sections of a config, without checking their keys."""
+    if isinstance(given, Config):
+        return to_mapping(given)
+    if isinstance(given, Mapping):
+        return {name: copy.deepcopy(section) for name, section in given.items()}
+    return _read_file(given)
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """Read the sections of a config file or of the recipe of that name."""
     file = Path(path)
     if str(path) in recipe_names() and not file.is_file():
         # Recipes are cached, and callers change the sections that they get.

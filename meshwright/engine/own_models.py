@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.load import GivenConfig, config_from, merged, read_sections
+from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES
 from meshwright.engine.context import Context
 from meshwright.errors import UserError
@@ -19,8 +22,37 @@ from meshwright.spec.layout.params import DATA_AXES, Init
 if TYPE_CHECKING:
     from meshwright.engine.step import ForwardStep, Trainer
 
+# Values for the sections that a program may leave out: its module defines the model, and it provides the data.
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"layers": 1, "hidden": 1, "heads": 1, "vocab": 1, "seq": 1, "position": "none"},
+    "data": {"prefixes": ["given"]},
+}
 GIVEN = Init("given")  # the init in the records that a foreign model's parameters get
 AUTOCAST = ("bf16", "fp16")  # the precisions in which torch.autocast can compute a model with float32 weights
+
+
+def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = None) -> Config:
+    """Return the config of a program that has a model and data of its own. Sizes of models and files of data that it
+    does not state get values without an effect, with one block for each stage of the pipeline."""
+    if isinstance(given, Config):
+        return given
+    raw = {name: section or {} for name, section in read_sections(given).items()}
+    model, layout = raw.get("model", {}), raw.get("layout", {})
+    defaults = OWN_DEFAULTS
+    if isinstance(model, Mapping) and isinstance(layout, Mapping):
+        stages = [layout.get(key, 1) for key in ("pp", "chunks")]
+        blocks = math.prod(count for count in stages if isinstance(count, int))
+        defaults = merged(OWN_DEFAULTS, {"model": {"layers": max(1, blocks)}})
+        if {"preset", "hf"} & model.keys():
+            defaults = defaults | {"model": {}}
+    return config_from(merged(defaults, raw), sections)
+
+
+def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the class and the number of parameters of a user's model on this rank; empty for other models."""
+    own = [module for module in modules if is_own(module)]
+    elements = {id(value): value.numel() for module in own for value in module.parameters()}
+    return {"name": type(own[0]).__name__, "parameters": sum(elements.values())} if own else {}
 
 
 def is_own(module: nn.Module) -> bool:

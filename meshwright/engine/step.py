@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch, learning_rate
+from meshwright.data.given import iterated
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.engine.balance import ExpertBalance
 from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
@@ -49,6 +50,8 @@ from meshwright.spec.schedule.verify import verified
 from meshwright.spec.traffic.counts import COUNTS, NEW_NAME, PHASES, RANK_COUNTS, SAVE, counted_as, counts_bytes
 from meshwright.spec.traffic.ledger import CallTotals, wire_bytes
 
+# The key of a checkpoint's counters that holds the state of the data, for data that a program passes.
+DATA = "data"
 ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]], Any]
 
 
@@ -418,19 +421,25 @@ class Trainer:
         yield from own if self.outer is None else self.outer.tensors(own)
         yield from self.data_parallel.reducer_states()
 
-    def counters(self) -> dict[str, float | None]:
+    def counters(self) -> dict[str, float | str | None]:
         scale = self.loss_scale
         value = scale.value if scale.active else None
-        counters: dict[str, float | None] = {"updates": self.optimizer.updates, "loss_scale": value}
+        counters: dict[str, float | str | None] = {"updates": self.optimizer.updates, "loss_scale": value}
         counters["good_steps"] = scale.good_steps
         counters |= self.data_parallel.reducer.counters()
-        return counters if self.outer is None else counters | self.outer.counters()
+        if (data := iterated(self.train_batches.dataset)) is not None:
+            counters[DATA] = data.state_before(self.consumed)
+        return counters if self.outer is None else {**counters, **self.outer.counters()}
 
     def restore(self, step: int, consumed: int, counters: Mapping[str, Any]) -> None:
         """Continue from a loaded checkpoint. The loss scale starts anew if the precision has changed."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
         self.data_parallel.reducer.restore(counters)
+        if (data := iterated(self.train_batches.dataset)) is not None:
+            # On the thread that reads samples, which may be reading one ahead.
+            begin = partial(data.begin_at, consumed, str(counters.get(DATA) or ""), self.writes)
+            self.train_batches.reader.submit(begin).result()
         if self.outer is not None:
             self.outer.restore(counters)
         if self.loss_scale.active and counters["loss_scale"] is not None:

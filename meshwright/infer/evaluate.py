@@ -71,15 +71,20 @@ def with_model(
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     ctx = build_context(config, place.rank, place.world, device, place.local_world)
     with watched(ctx.mesh, config.comm.timeout, device, joined):
-        modules = build_modules(ctx, model_provider)
-        load_weights(modules, weights)
-        if config.model.kind_facts.is_foreign and has_weights(Path(config.model.hf)):
-            PlannedFolder(Path(config.model.hf)).fill_buffers(modules)
-        result = use(ctx, modules, place)
+        result = use(ctx, modules_with(ctx, weights), place)
     # Not in a `finally`: after an error the process ends, and leaving could wait for peers that are gone.
     if joined:
         leave()
     return result
+
+
+def modules_with(ctx: Context, weights: WeightSource) -> list[nn.Module]:
+    """Build this rank's chunks and fill them with weights."""
+    modules, model = build_modules(ctx, model_provider), ctx.config.model
+    load_weights(modules, weights)
+    if model.kind_facts.is_foreign and has_weights(Path(model.hf)):
+        PlannedFolder(Path(model.hf)).fill_buffers(modules)
+    return modules
 
 
 def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: int) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def generate(
 
 
 def generate_all(
-    module: GraphStage,
+    module: nn.Module,
     model: ModelConfig,
     prompts: Sequence[list[int]],
     most: int,
@@ -180,9 +180,10 @@ def generate_all(
     """Return the tokens generated after each prompt, at most `most`, the same as if each prompt ran alone.
 
     Prompt n uses the seed `seed` + n. A text ends after a token in `ends`, or when `stops(tokens)` is True. With a
-    decoder, `batch` prompts of similar length run together, and finished sequences leave the batch.
+    decoder, `batch` prompts of similar length run together, and finished sequences leave the batch. Models that
+    transformers builds run one prompt after the other.
     """
-    if encodes(module):
+    if not isinstance(module, GraphStage) or encodes(module):
         singles = [generator_of(module, model, len(prompt), most) for prompt in prompts]
         return [
             list(generate(generator, prompt, room, temperature, top_p, seed + n, ends))

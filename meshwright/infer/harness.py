@@ -95,7 +95,7 @@ class Asked:
             prompts = [self.tok_encode(requests[n].args[0])[-(self.max_length - most) :] for n in alike]
             drawing = (float(wanted.get("temperature", 0.0)), float(wanted.get("top_p", 1.0)), 0)
             settings = (*drawing, self.ends, self.batch, self._stops(until))
-            answers = generate_all(self.modules[0], model, prompts, most, *settings)  # type: ignore[arg-type]
+            answers = generate_all(self.modules[0], model, prompts, most, *settings)
             texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
         return [text for _, text in sorted(texts)]
 

@@ -131,13 +131,15 @@ def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mappi
 def _of_hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     """Return (sections of the config, published run, name) for a config.json that transformers wrote."""
     # Imported here because it reads the table of families, which other targets don't need.
-    from meshwright.spec.model.hf import family_named
+    from meshwright.spec.model.hf import FAMILIES
 
     read = read_yaml(path)  # JSON is YAML
     if not isinstance(read, dict) or "model_type" not in read:
         raise UserError(f"{path} names no model_type: give a Hugging Face config.json, or a YAML file of ours")
-    model = family_named(read["model_type"]).model_of(read, 0)
-    return {"model": asdict(model), "data": {"prefixes": ["tokens"]}}, {}, path.absolute().parent.name
+    family = FAMILIES.get(str(read["model_type"]))
+    # Any other family is planned as transformers builds it.
+    model = asdict(family.model_of(read, 0)) if family else {"hf": str(path.parent)}
+    return {"model": model, "data": {"prefixes": ["tokens"]}}, {}, path.absolute().parent.name
 
 
 def _layout_words(text: str) -> list[str]:

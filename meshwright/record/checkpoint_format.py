@@ -96,7 +96,7 @@ class Index:
     consumed: int
     world: int
     config: dict[str, dict[str, Any]]
-    state: dict[str, float | None] = field(default_factory=dict)  # `Counters`, or empty in an imported checkpoint
+    state: dict[str, float | str | None] = field(default_factory=dict)  # `Counters`, or empty in an imported checkpoint
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
     blocks: list[SavedBlock] = field(default_factory=list)

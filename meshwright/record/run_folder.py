@@ -316,6 +316,7 @@ class RunRecord:
     validations: Lines
     layout: Layout | None
     since: int = 0
+    own_model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a user's model: `own_facts`
 
     @property
     def recent(self) -> Lines:
@@ -365,7 +366,23 @@ def read_run(run_dir: str | Path, world: int | None = None) -> RunRecord:
     world = world or _read_note(path, "world") or _least_world(config, steps)
     layout = layout_of(config, world) if world else None
     since = layout_since(read_events(path))
-    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout, since)
+    own = own_model_in({"own_model": _read_note(path, "own_model")})
+    return RunRecord(path, config, steps, _read_lines(path / "validation.jsonl"), layout, since, own)
+
+
+class OwnModel(TypedDict):
+    """The note in run.json on the model of a user's program, whose sizes the config does not have."""
+
+    name: str
+    parameters: int
+
+
+def own_model_in(notes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the note on the model of a user's program, or nothing if there is none."""
+    try:
+        return dict(of_kind(notes.get("own_model"), OwnModel, "own_model"))
+    except ValueError:
+        return {}
 
 
 def _read_note(run_dir: Path, key: str) -> Any:

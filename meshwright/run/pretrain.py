@@ -21,7 +21,6 @@ from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import watched
 from meshwright.config.blocks import seconds_of
-from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
@@ -30,7 +29,7 @@ from meshwright.disk import refused
 from meshwright.engine.compiling import blocks_together, compile_blocks
 from meshwright.engine.context import Context, build_context, compiles
 from meshwright.engine.hooks import Hook, Watcher
-from meshwright.engine.own_models import check_own, in_precision, is_own
+from meshwright.engine.own_models import check_own, in_precision, is_own, own_facts
 from meshwright.engine.sharding.buffers import foreign_record
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.step import ForwardStep, Trainer, validation_samples
@@ -80,12 +79,11 @@ SHARED_S = 65.0
 
 
 def pretrain(
-    config: Config | str,
+    config: Config,
     model_provider: ModelProvider,
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
     *,
-    sections: Mapping[str, type] | None = None,
     process_groups: dict[str, Any] | None = None,
     reducer: Reducer | None = None,
     source: str | None = None,
@@ -97,7 +95,6 @@ def pretrain(
 ) -> Trainer:
     """Train as one rank of a job. Return the trainer, whose `modules` are this rank's chunks.
 
-    - `config` may be the path of a YAML file. `sections` adds your own dataclasses to it (`config.extra`).
     - `model_provider(ctx, stage)` returns the module of one chunk. The module must have `receives`, the named tensors
       that it takes from the chunk before (name -> (shape, dtype)). It may have `needs`, the batch's fields that it
       reads, and the rest of `models.stage.StageModule`. By default, a parameter is whole on every rank and is named
@@ -121,8 +118,6 @@ def pretrain(
       TFLOP/s and MFU. `command` is recorded in run.json as the run's command (default: that of this process).
     """
     began = time.monotonic()
-    if not isinstance(config, Config):
-        config = load_config(config, sections=sections)
     ctx, own_world = join(config, process_groups)
     with watched(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
@@ -134,7 +129,8 @@ def pretrain(
         train_data, valid_data, _ = datasets_provider(ctx, samples)
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
-        about = About(watcher, hooks, speed_here(config, ctx.device, speed), provenance(ctx.device.name, command))
+        notes = provenance(ctx.device.name, command) | {"own_model": own_facts(modules)}
+        about = About(watcher, hooks, speed_here(config, ctx.device, speed), notes)
         run(trainer, source, about, began)
     if own_world:  # Not in a `finally`: after an error, leaving could wait for peers that are gone.
         leave()

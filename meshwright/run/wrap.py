@@ -31,7 +31,7 @@ from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch
 from meshwright.engine.context import Context, build_context
 from meshwright.engine.output import LOSS, StageOutput, Term
-from meshwright.engine.own_models import in_precision, state_dicts
+from meshwright.engine.own_models import OWN_DEFAULTS, in_precision, state_dicts
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.errors import UserError
 from meshwright.faults.corruption import checksum
@@ -45,12 +45,7 @@ Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Any]]
 # Rules on the sizes of a model and on validation are left out: the caller's module and loop decide these.
 WRAPPED_RULES = [rule for rule in RULES if rule not in (*TENSOR_PARALLEL_RULES, eval_divides)]
 
-# Defaults for sections that a config may leave out: the module defines the model, and the loop provides the data.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "model": {"layers": 1, "hidden": 1024, "heads": 1024, "vocab": 1, "seq": 1, "position": "none"},
-    "data": {"prefixes": ["given"]},
-    "train": {"compile": "false"},
-}
+DEFAULTS = OWN_DEFAULTS | {"train": {"compile": "false"}}
 
 
 class Wrapped:

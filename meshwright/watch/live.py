@@ -59,6 +59,7 @@ class Display:
         self.losses: deque[float] = deque(maxlen=SPARKS)
         # For each recent step of this process: its number within the process, tokens, seconds, and end time.
         self.steps_seen: deque[tuple[float, float, float, float]] = deque(maxlen=RECENT + 1)
+        self.own_model: Mapping[str, Any] = {}  # The note on the model of a user's program.
         self.done = 0  # Steps that this process has trained.
         self.consumed = self.skipped = 0
         self.valid: Mapping[str, Any] | None = None
@@ -80,7 +81,7 @@ class Display:
     def started(self, ctx: Context | None = None) -> None:
         self.begin = time.monotonic()
         device = getattr(getattr(ctx, "device", None), "kind", "")
-        show(self.console, head(self.config, self.world, self.console.width, device))
+        show(self.console, head(self.config, self.world, self.console.width, device, self.own_model))
         if self.terminal:
             # With redirection, rich prints the program's other output above the block instead of through it.
             redirects = self.stream is sys.stderr

@@ -16,7 +16,7 @@ from meshwright.errors import UserError, plural
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_for
-from meshwright.record.run_folder import read_config
+from meshwright.record.run_folder import own_model_in, read_config
 from meshwright.record.run_notes import layout_since, read_events
 from meshwright.record.speed import begins_of, pace_of
 from meshwright.spec.layout import Layout
@@ -113,9 +113,10 @@ class RunReport:
     def _layout(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         layout, m = self.layout(notes), self.config.model
         words = (plural(m.layers, "layer"), f"hidden {m.hidden}", f"seq {m.seq}")
+        own = own_model_in(notes)
         described: dict[str, Any] = {
-            "parameters": parameter_count(describe(m)),
-            "model": " · ".join([*kind_words(self.config), *words]),
+            "parameters": own["parameters"] if own else parameter_count(describe(m)),
+            "model": str(own["name"]) if own else " · ".join([*kind_words(self.config), *words]),
             "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
         }  # fmt: skip
         if layout is not None:

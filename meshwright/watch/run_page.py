@@ -77,7 +77,7 @@ def summary(run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None
 
 def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> Iterator[RenderableType]:
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
-    yield head(config, run.world, width)
+    yield head(config, run.world, width, own_model=run.own_model)
     yield ""
     if not run.steps:
         yield Text("no step was finished", "bad")
@@ -157,7 +157,8 @@ def _seen(run: RunRecord) -> Iterator[tuple[str, Text]]:
         # A line without the unit is of a step whose loss is a mean over all tokens.
         counted = sum(int(s.get(unit, s.get("tokens")) or 0) for s in run.steps)
         words = f"   {count(counted)} learned" if unit == LEARNED else f"   {counted:,} {unit}"
-    seen = f"{count(tokens)} tokens ({tokens / parameter_count(describe(run.config.model)):.3g} per parameter)"
+    parameters = run.own_model.get("parameters") or parameter_count(describe(run.config.model))
+    seen = f"{count(tokens)} tokens ({tokens / parameters:.3g} per parameter)"
     took = f"{plural(len(run.steps), 'step')} in {clock(sum(times))} without validation"
     yield "seen", Text.assemble((seen, "bold"), f"{words}   {plural(samples, 'sample')}   {took}")
 

@@ -60,18 +60,24 @@ class RunView:
         return [event for event in self.events if event.get("kind") in kinds]
 
 
-def head(config: Config, world: int | None, width: int, device: str = "") -> Table:
-    """Return the header of a run: its model, layout, precision, batches and folder. No line is wider than `width`."""
+def head(
+    config: Config, world: int | None, width: int, device: str = "", own_model: Mapping[str, Any] | None = None
+) -> Table:
+    """Return the header of a run: its model, layout, precision, batches and folder. No line is wider than `width`.
+
+    `own_model` is the note on the model of a user's program, whose sizes the config does not have."""
     m, t = config.model, config.train
     name = Text("meshwright", "title")
     room = width - len(name) - 2
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    number = f"{count(parameter_count(describe(m)))} parameters  "
+    number = f"{count(own_model['parameters'] if own_model else parameter_count(describe(m)))} parameters  "
     sizes = [plural(m.layers, "layer"), f"hidden {m.hidden}", plural(m.heads, "head")]
-    shape = [*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"]
+    shape = [own_model["name"]] if own_model else [*kind_words(config), *sizes, f"vocab {m.vocab}", f"seq {m.seq}"]
     grid.add_row(name, lined([Text.assemble((number, "bold"), (shape[0], "dim")), *_dim(shape[1:])], room, DOT))
     precision = t.precision + (f" on {device}" if device else "")
     tokens = f"{t.global_batch * m.seq:,} tokens per step"
+    if own_model:
+        tokens = f"{plural(t.global_batch, 'sample')} per step"
     settings = [precision, tokens, plural(t.steps, "step"), printable(config.run.dir)]
     if world is not None:
         layout = layout_of(config, world)

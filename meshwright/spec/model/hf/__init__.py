@@ -20,7 +20,10 @@ MIXTURES = {name for name, family in FAMILIES.items() if "experts.count" in fami
 def family_named(name: Any) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"'{name}' is not a family that is known here{nearest(str(name), FAMILIES)}: use {known}")
+        raise UserError(
+            f"'{name}' is not a family that is described here{nearest(str(name), FAMILIES)}: train the folder as "
+            f"transformers builds it, with model.hf=FOLDER in a config, or use {known}"
+        )
     return FAMILIES[name]
 
 

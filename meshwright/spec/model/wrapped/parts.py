@@ -207,6 +207,9 @@ class PlannedBlock(BlockUnit):
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return Unit.working(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
 
+    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.split_working(self, at, batch, kernels)
+
 
 @dataclass(frozen=True)
 class PlannedModel(Model):
