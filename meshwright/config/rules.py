@@ -355,9 +355,8 @@ def matrices_are_known(c: Config, world: int) -> Iterator[str]:
     # The shape alone does not tell: embeddings and output layers look like matrices too.
     facts = c.model.kind_facts
     without = {
-        f"model.kind={c.model.kind}": facts.is_foreign or facts.is_encoder_decoder,
+        f"model.kind={c.model.kind}": facts.is_foreign,
         "tensor parallelism on a grid": c.layout.grid,
-        f"tune.kind={c.tune.kind}": c.tune.adapts,
     }  # fmt: skip
     name = c.optimizer.name
     for what in (what for what, given in without.items() if given and c.optimizer.whole_matrices):

@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.engine.optim.matrices import FILL, TOGETHER, MatrixParameter, cut_axis, plan_rounds
+from meshwright.engine.optim.matrices import (
+    FILL,
+    TOGETHER,
+    MatrixParameter,
+    cut_axis,
+    plan_rounds,
+    record_is_cut,
+)
 from meshwright.engine.optim.rule import MatrixRule, rules_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import collective_seconds
@@ -125,8 +132,9 @@ def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, g
         mean += count * math.prod(record.local_shape[:-2]) * sum(each) / ranks
         largest = max(largest, *each)
         shards = shard_axes(layout, job.config.zero, record.data_axes).shards
+        cut = cut_axis(record.data_axes) if record_is_cut(record) else ""
         share = record.numel / (layout.size(shards) if shards else 1)
-        for axis in (axis for axis in (shards, cut_axis(record.data_axes)) if axis and layout.size(axis) > 1):
+        for axis in (axis for axis in (shards, cut) if axis and layout.size(axis) > 1):
             sent[axis] = sent.get(axis, 0.0) + 2 * count * share * job.states.grad
     exchanged = (
         collective_seconds(cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis))

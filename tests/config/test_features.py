@@ -103,7 +103,7 @@ train.local.compress: kind ratio rank block error_feedback warmup_steps adaptive
 train.server: staleness
 zero.offload: path buffer_mib
 optimizer: name lr betas eps weight_decay master_dtype state_dtype groups
-optimizer.muon: momentum iterations coefficients scale precision adamw_lr
+optimizer.muon: momentum iterations coefficients scale precision per_head adamw_lr
 loss_scale: initial window min
 lr: schedule warmup decay min
 comm: backend timeout bucket_mib switches

@@ -146,3 +146,4 @@ OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
 MUON: dict[str, Any] = {
     "optimizer__name": "muon", "optimizer__muon__precision": "fp32", "optimizer__muon__adamw_lr": 5e-4,
 }  # fmt: skip
+HEADS: dict[str, Any] = {"optimizer__muon__per_head": True}

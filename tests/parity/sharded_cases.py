@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from tests.parity.cases import FAMILIES, INTERLEAVED, LLAMA, MUON, OFFLOAD, SCHEDULES, Case, cut, layouts, special
+from tests.parity.cases import (
+    FAMILIES,
+    HEADS,
+    INTERLEAVED,
+    LLAMA,
+    MUON,
+    OFFLOAD,
+    SCHEDULES,
+    Case,
+    cut,
+    layouts,
+    special,
+)
 
 # Every way to cut 4 and 8 ranks is tried with ZeRO. Other factors are chosen so that every pair of values meets.
 STAGES = (1, 2, 3)
@@ -86,6 +98,10 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("muon", cut(2, 1, 1), **MUON),
     special("muon", cut(1, 2, 1, sp=True), **MUON),
     special("muon-kv-copies", cut(1, 4, 1, sp=True, **LLAMA), **MUON),
+    special("muon-heads", cut(1, 2, 1), **MUON, **HEADS),
+    special("muon-heads-kv-copies", cut(2, 4, 1, sp=True, **LLAMA), **MUON, zero__stage=1, **HEADS),
+    special("muon-heads-zero2", cut(2, 2, 1, sp=True, **LLAMA), **MUON, zero__stage=2, **HEADS),
+    special("muon-heads-zero3", cut(2, 2, 2, **LLAMA), **MUON, zero__stage=3, **HEADS),
     special("muon-zero1-cpu", cut(2, 1, 2, **LLAMA), **MUON, zero__stage=1, zero__offload__optimizer="cpu"),
     special("muon-zero1-node", cut(4, 1, 1), **MUON, zero__stage=1, zero__shard_group="node", layout__node_size=2),
     special("muon-zero2", cut(2, 2, 1, sp=True, **LLAMA), **MUON, zero__stage=2),

@@ -13,7 +13,7 @@ import torch
 import meshwright.nn.adapters.adapters as adapters
 from meshwright.comm.group import DONE
 from meshwright.engine.step import Trainer
-from tests.parity.cases import Case, layouts
+from tests.parity.cases import MUON, Case, layouts
 from tests.parity.expert_cases import LATENT, MIXTURES
 from tests.parity.launches import Launches, data_of, reference_of
 from tests.support.oracle import Outcome, Reference, compare_steps, complaints, make_trainer, small_config
@@ -44,6 +44,8 @@ def _matrix() -> Iterator[Case]:
         yield case(1, 2, 1, False, kind, "few", family="llama", tune__targets=["q", "v", "down"], tune__rslora=True)
         latent = {f"model__latent__{key}": value for key, value in LATENT.items()}
         yield case(1, 2, 1, True, kind, "latent", family="llama", **latent)
+    yield case(2, 2, 1, True, label="muon", family="llama", zero__stage=2, **MUON)
+    yield case(1, 4, 1, False, "dora", "muon-kv-copies", family="llama", **MUON)
     kept = ["embedding", "norm1", "final_norm"]
     yield case(1, 2, 1, True, label="kept", tune__modules_to_save=kept)
     yield case(2, 1, 2, label="kept", tune__modules_to_save=kept, zero__stage=2)

@@ -15,13 +15,16 @@ import pytest
 from meshwright.config.rules import check
 from meshwright.engine.step import Trainer
 from meshwright.models.graph_stage import GraphStage
-from tests.parity.cases import Case, case_of_kind
+from tests.parity.cases import HEADS, MUON, Case, case_of_kind
 from tests.parity.launches import Launches, quick_or_wide
 from tests.parity.planted import Bug, assert_found
 from tests.support.oracle import complaints, small_config
 
 GPT = {"model.norm": "rmsnorm", "model.mlp": "relu", "model.position": "relative", "model.bias": False}
 NEWER = {"model.mlp": "tanh_geglu", "model.ffn": 48}  # T5 v1.1 has these.
+
+
+BY_HEAD = {key.replace("__", "."): value for key, value in {**MUON, **HEADS}.items()}
 
 
 def seq2seq(label: str, dp: int, tp: int, pp: int, data: dict[str, Any] | None = None, **more: Any) -> Case:
@@ -54,6 +57,8 @@ CASES = [
     seq2seq("zero3", 2, 2, 1, sp=True, **{"zero.stage": 3, "recompute.mode": "full"}, **NEWER),
     seq2seq("zero3-pp", 2, 1, 2, **stages(0, 5, 2), **{"zero.stage": 3}),
     seq2seq("zero3-chunks", 2, 1, 2, schedule="interleaved", **stages(2), **{"zero.stage": 3}),
+    seq2seq("muon-zero2-heads", 2, 2, 1, **{"zero.stage": 2}, **BY_HEAD),
+    seq2seq("muon-zero1-pp", 2, 1, 2, **{"zero.stage": 1}, **stages(1), **BY_HEAD),
     seq2seq("head-alone", 1, 1, 2, **{"model.layers": 3, "pipeline.split": [3, 0]}),
     seq2seq("embedding-alone", 1, 1, 4, tied=False, **{"model.layers": 4, "pipeline.split": [0, 1, 2, 1]}),
 ]  # fmt: skip

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import meshwright.engine.batches as batches
+import meshwright.engine.optim.exchange as exchange
 import meshwright.nn.attention.context as context
 import meshwright.nn.experts.experts as experts
 import meshwright.nn.grid.sides as sides
 from meshwright.comm.group import DONE, Group, Shift, group_named
+from meshwright.engine.optim.exchange import MatrixExchange, Transform
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PlainReducer
 from meshwright.engine.step import Trainer
@@ -26,11 +28,13 @@ from meshwright.nn.experts.routing import Router
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
 from meshwright.nn.weight_grad import Sink
+from meshwright.spec.layout.redistribute import Redistribution
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
 from meshwright.spec.schedule.table import Op, Table
 from tests.parity.cases import Case
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.planted import Bug, Plant, altered, assert_found, mean_of_means
+from tests.parity.sharded_cases import SHARDED
 
 
 def _all_reduce_missing(phase: str) -> Plant:
@@ -375,6 +379,7 @@ def _shared(cp: int, kind: str, order: str, segments: bool) -> Case:
 TP, TP_SP, DP = Case(1, 2, 1), Case(1, 2, 1, sp=True), Case(2, 1, 1)
 PP = Case(1, 1, 2, schedule="gpipe", tied=False)
 TIED = Case(1, 1, 2)
+MATRICES = next(case for case in SHARDED if case.label == "muon" and case.tp == 2)
 ZERO1, ZERO2, ZERO3 = (Case(2, 1, 1, label=f"zero{n}", extra=(("zero.stage", n),)) for n in (1, 2, 3))
 COPIES = Case(1, 4, 1, family="llama")
 ALL = Case(1, 2, 2, sp=True)
@@ -382,6 +387,45 @@ _MIXED = {case.name: case for case in EXPERTS}
 EP_DP = _MIXED["dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2"]
 EP_TP = _MIXED["dp1-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1"]
 RECOMPUTED = replace(EP_DP, extra=(*EP_DP.extra, ("recompute.mode", "full")))
+
+@contextmanager
+def _own_slices_of_matrices(trainer: Trainer) -> Iterator[None]:
+    """Plant a bug: each rank orthogonalises its own slices of matrices, as "blockwise" Muon does."""
+
+    def fake(self: MatrixExchange, transform: Transform) -> None:
+        for slot in (slot for bucket in self.buffer.buckets for slot in bucket.slots):
+            slot.grad.copy_(transform(slot.grad[None])[0])
+
+    with mock.patch.object(MatrixExchange, "run", fake):
+        yield
+
+
+@contextmanager
+def _matrices_not_gathered(trainer: Trainer) -> Iterator[None]:
+    """Plant a bug: the second all-to-all, which makes matrices whole, leaves out the slices of other ranks."""
+    real, seen = exchange.redistribute, 0
+
+    def fake(before: Any, plan: Redistribution, group: Group, after: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen != 2:
+            real(before, plan, group, after)
+            return
+        for tensor in after:
+            tensor.zero_()
+        for move in plan.kept(group.index):
+            after[move.tensor][move.slices(move.target_start)] = before[move.tensor][move.slices(move.source_start)]
+
+    with mock.patch.object(exchange, "redistribute", fake):
+        yield
+
+
+@contextmanager
+def _matrices_of_another_owner(trainer: Trainer) -> Iterator[None]:
+    """Plant a bug: each rank takes the matrices of another owner for its own, so that no rank updates them."""
+    with mock.patch.object(exchange.Gathered, "of", lambda self, plan: []):
+        yield
+
 
 BUGS = {
     "row-output-not-summed": Bug(TP, _all_reduce_missing("forward")),
@@ -419,6 +463,9 @@ BUGS = {
     "key-gradients-one-hop-short": Bug(_shared(2, "ring", "zigzag", False), _one_hop_short),
     "key-gradients-one-hop-short-of-four": Bug(_shared(4, "ring", "striped", True), _one_hop_short),
     "gradient-written-to-a-copy": Bug(DP, _written_to_a_copy),
+    "matrices-not-gathered": Bug(MATRICES, _matrices_not_gathered, "parameters"),
+    "matrices-updated-by-slices": Bug(MATRICES, _own_slices_of_matrices, "parameters"),
+    "matrices-of-another-owner": Bug(MATRICES, _matrices_of_another_owner, "parameters"),
 }
 
 WIDE = set(list(BUGS)[1::2])  # Every other one is left to `make test-all`.

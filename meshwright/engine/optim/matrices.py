@@ -218,15 +218,27 @@ def _assign_matrices(plans: Sequence[BucketPlan], ranks: int, cost: Cost) -> Non
     costs = {}
     for number, plan in enumerate(plans):
         for at, (matrix, parts) in enumerate(zip(plan.matrices, plan.parts, strict=True)):
-            # A matrix that all of these ranks hold in full is computed by all of them, which is faster than sending.
-            if any(sum(box.numel for box in boxes) < matrix.numel for boxes in parts):
+            if is_cut(matrix, parts):
                 costs[number, at] = cost(*matrix.shape[-2:])
     owners = _assigned(costs, ranks)
     for number, plan in enumerate(plans):
         for at, matrix in enumerate(plan.matrices):
             box = Box(matrix.start, matrix.shape, (0,) * len(matrix.shape))
-            chosen = owners.get((number, at))
-            plan.owned.append([[box] if chosen in (None, rank) else [] for rank in range(ranks)])
+            # All ranks that hold the whole matrix compute it, which is faster than sending.
+            holders = [rank for rank, parts in enumerate(plan.parts[at]) if parts]
+            chosen = [owners[number, at]] if (number, at) in owners else holders
+            plan.owned.append([[box] if rank in chosen else [] for rank in range(ranks)])
+
+
+def is_cut(matrix: Matrix, parts: Sequence[Sequence[Box]]) -> bool:
+    """Return whether some rank holds only a part of a matrix. `parts` are the boxes of it by rank."""
+    return any(0 < sum(box.numel for box in boxes) < matrix.numel for boxes in parts)
+
+
+def record_is_cut(record: ParamRecord) -> bool:
+    """Return whether a rank holds only a part of some matrix of a parameter."""
+    matrices = matrices_of(0, MatrixParameter(0, (record,)))
+    return any(is_cut(matrix, [_held_parts(matrix, record)]) for matrix in matrices)
 
 
 def _share(parameters: Sequence[MatrixParameter], width: int, shard: int) -> Iterator[Box]:
@@ -245,7 +257,7 @@ def matrices_of(number: int, parameter: MatrixParameter) -> Iterator[Matrix]:
     for index in product(*(range(n) for n in leading)):
         for low, high in zip(bounds, bounds[1:], strict=False):
             matrix = Matrix(number, (*index, low, 0), (*(1 for _ in index), high - low, columns))
-            if _held_parts(matrix, record):
+            if any(_held_parts(matrix, peer) for peer in parameter.peers):
                 yield matrix
 
 

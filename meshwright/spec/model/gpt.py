@@ -162,6 +162,10 @@ class AttentionPart(Part):
         qkv = LinearPieces("qkv", "column", (("q", q), ("k", kv), ("v", kv)))
         return qkv, LinearPieces("out", "row", (("out", self.hidden),))
 
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        heads = (self.head_dim,) * (self.heads + 2 * self.kv_heads)
+        return super().matrices() | ({"qkv.weight": heads} if by_head else {})
+
     def records(self, at: Coordinate, name: str) -> Records:
         d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
         total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d

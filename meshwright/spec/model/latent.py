@@ -58,6 +58,14 @@ class LatentAttentionPart(Part):
             LinearPieces(key, cuts.get(key, "column"), ((key, count),)) for key, count in rows.items() if count
         )
 
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the heights of the matrices. By head, the rows of `kv_b` are the head's keys and then its values."""
+        if not by_head:
+            return super().matrices()
+        queries, keys_and_values = (self.head_dim,) * self.heads, (self.nope, self.value) * self.heads
+        query = "q_b" if self.q_rank else "q"
+        return super().matrices() | {f"{query}.weight": queries, "kv_b.weight": keys_and_values}
+
     def records(self, at: Coordinate, name: str) -> Records:
         def cut(key: str, width: int, columns: int) -> Records:
             rows, total = self.own_heads(at) * width, self.heads * width

@@ -135,6 +135,10 @@ class CrossAttentionPart(Part):
         """Return the micro-batch with the sequence length of the encoder."""
         return replace(batch, seq=self.seq)
 
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        width, count = (self.head_dim, self.heads) if by_head else (self.heads * self.head_dim, 1)
+        return {"q.weight": (width,) * count, "kv.weight": (width,) * 2 * count, "out.weight": (self.hidden,)}
+
     def records(self, at: Coordinate, name: str) -> Records:
         total = self.heads * self.head_dim
         rows = total // at.size("tp")

@@ -26,6 +26,7 @@ from meshwright.spec.model.graph import Model
 from meshwright.spec.model.linear import ZEROS, replicated
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
+    ALONE,
     Collective,
     Coordinate,
     Kept,
@@ -88,6 +89,12 @@ class TunedPart(Part):
 
     def linears(self) -> tuple[LinearPieces, ...]:
         return self.part.linears()
+
+    def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the heights of the factors, which are whole matrices even where they serve several heads."""
+        adapters = (adapter for record in self.records(ALONE, "").values() for adapter in record.adapters)
+        factors = (factor for adapter in adapters for factor in (adapter.down, adapter.up))
+        return {factor.name.removeprefix("."): (factor.shape[-2],) for factor in factors}
 
     def _adapted(self, linear: LinearPieces) -> bool:
         return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)

@@ -16,8 +16,7 @@ def with_updates(model: AnyModel, optimizer: OptimizerConfig) -> AnyModel:
     """Return the model with its parameters marked as an optimizer's settings say."""
     if not (optimizer.groups or optimizer.whole_matrices):
         return model
-    # The learning rate and other numbers don't change the marks, so equal marks come from one cache entry.
-    return _marked(model, replace(OptimizerConfig(), name=optimizer.name, groups=optimizer.groups))  # type: ignore[return-value]
+    return _marked(model, optimizer)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +37,7 @@ def _names(node: Node) -> list[str]:
 
 def _marked_unit(node: Node, optimizer: OptimizerConfig) -> Unit:
     # Blocks with equal marks stay equal values, which the planner relies on.
-    heights, updates = node.unit.matrices(), {}
+    heights, updates = node.unit.matrices(optimizer.muon.per_head), {}
     for name in _names(node):
         own = name.removeprefix(node.prefix)
         number = next((n for n, one in enumerate(optimizer.groups, 1) if fnmatchcase(name, one.match)), 0)
