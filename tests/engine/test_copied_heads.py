@@ -14,7 +14,7 @@ import pytest
 from tests.engine.replica_runs import replicas
 from tests.engine.test_compressed_checkpoints import check_goes_on, check_moves, check_same_losses
 from tests.engine.test_compression import Sections, compressed
-from tests.engine.test_server import served
+from tests.lab.test_server import served
 
 # Every side, and each rank's part of it, is a multiple of 32, so no layout here cuts a block.
 MODEL = {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "vocab": 64, "seq": 8, "position": "rope",
