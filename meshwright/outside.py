@@ -100,11 +100,10 @@ def _check_of(kind: Any) -> Check:
     if kind is Any:
         return lambda value: None
     if origin in (typing.Union, types.UnionType):
-        # Of several kinds, strings are told apart from the first one by their type.
-        first, *more = (_check_of(each) for each in args if each not in (type(None), str))
-        is_text = str in args
-        assert not more, f"{kind}: only one kind besides str and None"
-        return lambda value: None if value is None or (is_text and isinstance(value, str)) else first(value)
+        # Null and strings are recognised by their type. At most one kind stands beside them, and its check complains.
+        by_type = tuple(each for each in args if each in (type(None), str))
+        inner = _check_of(next((each for each in args if each not in by_type), str))
+        return lambda value: None if type(value) in by_type else inner(value)
     if origin is dict:
         inner = _check_of(args[1])
         return _container(_is_dict, TABLE, lambda value: zip(value, repeat(inner), value.values()))

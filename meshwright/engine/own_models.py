@@ -51,7 +51,11 @@ def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = 
 def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:
     """Return the class and the number of parameters of a user's model on this rank; empty for other models."""
     own = [module for module in modules if is_own(module)]
-    elements = {id(value): value.numel() for module in own for value in module.parameters()}
+    # With zero.stage=3 a parameter holds no elements between its uses; its record keeps the whole shape.
+    elements = {
+        id(value): record.numel if (record := record_of(value)) else value.numel()
+        for module in own for value in module.parameters()
+    }  # fmt: skip
     return {"name": type(own[0]).__name__, "parameters": sum(elements.values())} if own else {}
 
 

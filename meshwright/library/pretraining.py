@@ -19,7 +19,6 @@ from meshwright.engine.own_models import GIVEN, OWN_DEFAULTS, config_of_program,
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.step import ForwardStep, Trainer
 from meshwright.errors import UserError
-from meshwright.launch.processes import find_place
 from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import record_of
 from meshwright.plan.measured import speed_of
@@ -77,7 +76,7 @@ def pretrain(
     built: list[nn.Module] = []
     with ExitStack() as shown:
         if watcher is None and not quiet:
-            watcher = shown.enter_context(_OwnDisplay(resolved, find_place().world, built))
+            watcher = shown.enter_context(_OwnDisplay(resolved, built))
         return run.pretrain(
             resolved, _provider_of(model_provider or providers.model_provider, built),
             _datasets_of(datasets_provider, is_own), forward_step or providers.forward_step,
@@ -89,11 +88,14 @@ def pretrain(
 class _OwnDisplay(Display):
     """A display that takes the size of a user's model from its modules."""
 
-    def __init__(self, config: Config, world: int, modules: Sequence[nn.Module]) -> None:
-        super().__init__(config, world)
+    def __init__(self, config: Config, modules: Sequence[nn.Module]) -> None:
+        super().__init__(config, world=1)
         self.modules = modules
 
     def started(self, ctx: Context | None = None) -> None:
+        # The program may have joined the world before, so the environment need not know its size.
+        if ctx is not None:
+            self.world = ctx.layout.world
         self.own_model = own_facts(self.modules)
         super().started(ctx)
 

@@ -143,7 +143,7 @@ class FrozenBlock(FrozenUnit, BlockUnit):
 
 def with_frozen_units(model: Model) -> Model:
     """Return the model as the planner must see it, with the parts frozen that `provider` freezes."""
-    copy = lambda kind, unit: kind(*(getattr(unit, field.name) for field in fields(unit)))  # noqa: E731
+    copy = lambda kind, unit: kind(**{field.name: getattr(unit, field.name) for field in fields(unit)})  # noqa: E731
     kinds = {"embedding": FrozenUnit, "blocks.0": FrozenBlock, "blocks.1": FrozenBlock}
     return model.mapped(lambda node: copy(kinds[node.key], node.unit) if node.key in kinds else node.unit)
 

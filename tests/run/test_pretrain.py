@@ -192,7 +192,7 @@ def test_the_precision_is_that_of_an_own_model_too(tmp_path: Path) -> None:
 
 
 def state_dicts_of(rank: int, world: int, folder: str, stage: int) -> Any:
-    trainer = wide_run(folder, [], zero={"stage": stage})
+    trainer = wide_run(folder, [], torch.float64, train={"precision": "fp64"}, zero={"stage": stage})
     held = sum(parameter.untyped_storage().nbytes() for parameter in trainer.modules[0].parameters())
     return held, meshwright.state_dicts(trainer)[0], list(trainer.modules[0].state_dict())
 
@@ -203,7 +203,9 @@ def test_the_weights_of_an_own_model_are_gathered_whole(tmp_path: Path) -> None:
     (held, third, _), (_, other, _) = run_ranks(2, state_dicts_of, str(tmp_path / "3"), 3)
     assert held == 0 and list(third) == names == list(first)
     for name, values in first.items():
-        assert torch.equal(values, third[name]) and torch.equal(values, other[name]) and torch.equal(values, same[name])
+        assert torch.equal(values, same[name]) and torch.equal(third[name], other[name])
+        # Not to the bit: a shard ends elsewhere, and the last elements of a vector loop may round differently.
+        torch.testing.assert_close(third[name], values, rtol=1e-12, atol=0.0)
         assert values.numel() > 0
 
 

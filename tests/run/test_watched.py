@@ -38,7 +38,7 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
     stand_ins: dict[str, Any] = {
         "open_model": lambda source: (None, {}), "config_with": lambda found, sections: config,
         "check": lambda *args: None, "enter": lambda *args: ("device", True),
-        "build_context": lambda *args: SimpleNamespace(mesh="mesh"), "build_modules": lambda *args: [],
+        "build_context": lambda *args: SimpleNamespace(mesh="mesh", config=config), "build_modules": lambda *args: [],
         "load_weights": lambda *args: seen.append("load"), "leave": lambda: seen.append("leave"),
         "watched": lambda *args: seen.append(str(args)) or Watch(),
     }  # fmt: skip
