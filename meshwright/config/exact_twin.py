@@ -21,11 +21,14 @@ from meshwright.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
-from meshwright.config.twin import PEAK_LR, small_batch, small_model, small_tune
+from meshwright.config.twin import PEAK_LR, SEQ, small_batch, small_model, small_tune
 from meshwright.errors import UserError, plural
 
 # The number of steps whose gradients are compared. One more step is run to count the bytes.
 STEPS = 3
+# Adam divides each gradient by its own size. With its usual eps of 1e-8, the rounding errors of nearly vanishing
+# gradients become differences in the weights that grow a hundredfold with each step.
+EPS = 1e-6
 # So small that even a twin's gradients fill several buckets.
 BUCKET_MIB = 0.05
 
@@ -118,7 +121,9 @@ def with_exact_features(config: Config) -> tuple[Config, list[str]]:
             emulate=type(c.comm.emulate)(),
         ),
         zero=replace(c.zero, offload=OffloadConfig()), recompute=replace(c.recompute, offload=False),
-        optimizer=replace(c.optimizer, lr=PEAK_LR, master_dtype="fp32", state_dtype="fp32"),
+        optimizer=replace(
+            c.optimizer, lr=PEAK_LR, eps=max(c.optimizer.eps, EPS), master_dtype="fp32", state_dtype="fp32"
+        ),
         lr=replace(c.lr, warmup=1, decay=0, min=0.0), loss_scale=LossScaleConfig(),
         faults=type(c.faults)(), checkpoint=CheckpointConfig(every=0), run=RunConfig(dir=c.run.dir, device="cpu"),
     )  # fmt: skip
@@ -189,12 +194,25 @@ def _context(config: Config, layout: LayoutConfig) -> ContextConfig:
     return replace(config.context, inner=inner if inner > 1 else layout.cp)
 
 
+def _with_short_samples(config: Config, world: int, changes: list[str]) -> Config:
+    """Return the config of a model that transformers builds with samples of at most SEQ tokens and a small batch.
+
+    The sizes of its weights stay. A module of the user's own keeps its samples too, because only it knows them."""
+    if not config.model.kind_facts.is_foreign or config.model.seq <= SEQ:
+        return config
+    micro, batch = small_batch(config, config.layout, world)
+    changes.append(f"model: seq {config.model.seq} -> {SEQ} (so that it fits this machine)")
+    train = replace(config.train, global_batch=batch, micro_batch=micro)
+    return replace(config, model=replace(config.model, seq=SEQ), train=train)
+
+
 def full_size(config: Config, world: int, exact: bool) -> Checked:
     """Return the config at its real sizes for `world` ranks, with few steps. With `exact` it is in float64 and all
     features are exact. Dropout and the batch-size ramp are left out either way."""
     changes: list[str] = []
     if exact:
         config, changes = with_exact_features(config)
+        config = _with_short_samples(config, world, changes)
     else:
         if config.drops:
             changes.append("dropout: off (the layouts draw different numbers)")
