@@ -7,7 +7,12 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
+from meshwright.config.comm import ReduceConfig
+from meshwright.engine.sharding.compression.quantised import Rounding
+from meshwright.engine.sharding.compression.sparse import Sparse
 from meshwright.lab.algorithms import rounds_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import stage_calls, unit_collectives
@@ -69,3 +74,44 @@ def test_efficiency_is_no_function_of_the_number_alone() -> None:
     kept = {tp: each(64, tp) / each(8, 8) for tp in (8, 64)}
     assert min(1.0, 100 / math.sqrt(64)) == 1.0, "the claim for all layouts alike"
     assert kept[8] > 0.95 and kept[64] < 0.5, kept
+
+
+def test_a_bubble_beside_the_ideal_time_is_not_its_share_of_the_step() -> None:
+    """(p-1)/m compares the idle time with the busy time, so with few micro-batches it exceeds 1."""
+    pp, micro_batches = 8, 4
+    found = simulate(build("gpipe", pp, micro_batches, 1), lambda *_: 1.0, lambda *_: 2.0, 0.0).bubble
+    idle, busy = pp - 1, micro_batches
+    assert found == pytest.approx(idle / (busy + idle)) and idle / busy > 1 > found
+
+
+def test_column_parallel_outputs_are_gathered_along_features() -> None:
+    """Each rank has some features of all rows. Concatenated along rows, the result has the right number of elements and
+    the wrong meaning.
+    """
+    x, whole = torch.randn(8, 6), nn.Linear(6, 8, bias=False)
+    parts = [x @ shard.T for shard in whole.weight.chunk(2)]
+    assert torch.allclose(torch.cat(parts, dim=-1), whole(x), atol=1e-6)
+    assert not torch.allclose(torch.cat(parts, dim=0).view(8, 8), whole(x), atol=1e-6)
+
+
+def test_quantised_codes_are_decoded_before_they_are_summed() -> None:
+    """Ranks have scales of their own, and a sum of two codes leaves int8."""
+    codec, elements = Rounding("int8", 4), 4
+    ranks = [torch.tensor([[1.0, -0.5, 0.25, 1.0]]), torch.tensor([[100.0, 50.0, -25.0, 100.0]])]
+    messages = [codec.encode(x, None) for x in ranks]
+    decoded = sum(codec.decode(message, elements, torch.float32) for message in messages)
+    torch.testing.assert_close(decoded, ranks[0] + ranks[1], rtol=0.01, atol=0.5)
+    codes = [message[:, :elements].view(torch.int8) for message in messages]
+    assert (codes[0] + codes[1])[0, 0] == -2, "127 + 127 wraps"
+    mean_scale = (1.0 + 100.0) / 127 / 2
+    wrong = (codes[0].int() + codes[1].int()) * mean_scale
+    assert (wrong - ranks[0] - ranks[1]).abs().max() > 20
+
+
+def test_top_k_sends_k_elements_even_if_several_are_equal() -> None:
+    """`x > kth largest` drops the k-th element itself and, of equal elements, all of them."""
+    block, x = 16, torch.tensor([[3.0] + 15 * [1.0]])
+    codec = Sparse(ReduceConfig(kind="topk", ratio=0.5, block=block))
+    kept = codec.decode(codec.encode(x, None), block, torch.float32)
+    threshold = x.topk(block // 2).values[0, -1]
+    assert int((kept != 0).sum()) == block // 2 and int((x > threshold).sum()) == 1
