@@ -377,10 +377,11 @@ class LossScaleConfig:
 
     initial: float = 65536.0
     window: int = 1000  # good steps before the scale doubles
+    hysteresis: int = 1  # overflows since the scale last doubled, before it is halved
     min: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("loss_scale", self, "initial", "window", "min")
+        positive("loss_scale", self, "initial", "window", "hysteresis", "min")
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
 

@@ -426,6 +426,8 @@ class Trainer:
         value = scale.value if scale.active else None
         counters: dict[str, float | str | None] = {"updates": self.optimizer.updates, "loss_scale": value}
         counters["good_steps"] = scale.good_steps
+        if scale.config.hysteresis > 1:
+            counters["overflows"] = scale.overflows
         counters |= self.data_parallel.reducer.counters()
         if (data := iterated(self.train_batches.dataset)) is not None:
             counters[DATA] = data.state_before(self.consumed)
@@ -445,6 +447,7 @@ class Trainer:
         if self.loss_scale.active and counters["loss_scale"] is not None:
             self.loss_scale.value = float(counters["loss_scale"])
             self.loss_scale.good_steps = int(counters["good_steps"])
+            self.loss_scale.overflows = int(counters.get("overflows") or 0)
 
     def publish(self) -> None:
         """Copy the master weights to the model's weights, after other code has set the masters."""

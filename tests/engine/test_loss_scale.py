@@ -39,6 +39,22 @@ def test_a_window_made_shorter_than_the_good_steps_so_far() -> None:
     assert (scale.value, scale.good_steps) == (128.0, 0)
 
 
+def test_hysteresis_ignores_the_first_overflows_after_the_scale_has_doubled() -> None:
+    scale = LossScale(LossScaleConfig(initial=64.0, window=2, hysteresis=2), active=True)
+    found = []
+    for finite in (False, True, False, False, True, True, False, False):
+        scale.update(finite)
+        found.append(scale.value)
+    assert found == [64, 64, 32, 16, 16, 32, 32, 16]
+
+
+def test_a_resumed_run_remembers_its_overflows() -> None:
+    first, second = (make_trainer(fp16_config(loss_scale={"hysteresis": 3})) for _ in range(2))
+    first.loss_scale.update(False)
+    second.restore(1, 2, first.counters())
+    assert second.loss_scale.overflows == 1
+
+
 def test_never_below_the_minimum() -> None:
     scale = LossScale(LossScaleConfig(initial=4.0, window=3, min=2.0), active=True)
     for _ in range(5):

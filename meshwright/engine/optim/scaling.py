@@ -49,24 +49,28 @@ def gradient_scaling(count: Number, squares: Number, weight: float, clip: float)
 class LossScale:
     """Dynamic loss scaling: the factor `value` multiplies the loss before backward.
 
-    It is halved on overflow, when the step is skipped, and doubled after a window of good steps. In precisions other
-    than fp16 it is 1 and not active.
+    A step that overflows is skipped. The scale doubles after a window of good steps. `hysteresis` overflows since then
+    are needed before further ones halve it, so that a single bad batch does not. In precisions other than fp16 it is 1
+    and not active.
     """
 
     def __init__(self, config: LossScaleConfig, active: bool) -> None:
         self.config, self.active = config, active
         self.value = config.initial if active else 1.0
         self.good_steps = 0
+        self.overflows = 0
 
     def update(self, finite: bool) -> None:
         if not self.active:
             return
         if not finite:
-            self.value = max(self.config.min, self.value / 2)
+            self.overflows += 1
             self.good_steps = 0
+            if self.overflows >= self.config.hysteresis:
+                self.value = max(self.config.min, self.value / 2)
             return
         self.good_steps += 1
         # More than the window is possible: a run may be resumed with a shorter one.
         if self.good_steps >= self.config.window:
             self.value *= 2
-            self.good_steps = 0
+            self.good_steps = self.overflows = 0
