@@ -1,4 +1,4 @@
-"""The page docs/correctness.md names tests that exist."""
+"""The pages docs/correctness.md and docs/systems.md name tests that exist."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def test_the_named_tests_exist() -> None:
     # The page may name a parametrised test without its parameters.
     collected |= {name.partition("[")[0] for name in collected}
     assert [name for name in named if name not in collected] == [], done.stderr[-2000:]
+
+
+def test_the_named_test_files_exist() -> None:
+    text = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert len(named) >= 20
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
