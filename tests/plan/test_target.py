@@ -217,7 +217,7 @@ def test_plan_takes_that_precision(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.wide
 def test_scaling_searches_what_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--cluster", "h100-80g-dgx", "--global-batch", "16", "--devices", "16"]
+    words = ["--cluster", "h100-80g-dgx", "--global-batch", "16", "--devices", "8"]
     points = answer(capsys, ["scaling", "llama3-8b", *words, "--mode", "strong"])["strong"]
     (hybrid,) = (point for point in points if point["way"] == "hybrid")
     assert hybrid["layout"]["zero"] == 2, "a choice that a shorter search would leave out"
