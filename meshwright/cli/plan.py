@@ -23,7 +23,17 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.page import page, ranking_cells
 from meshwright.plan.rank import rank_json
-from meshwright.plan.search import SPACE_FIELDS, Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
+from meshwright.plan.search import (
+    MARGIN_PERCENT,
+    SPACE_FIELDS,
+    Candidate,
+    SearchSpace,
+    fixed_keys,
+    search,
+    space_of,
+    usable_gib,
+    why_nothing,
+)
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
 from meshwright.show.terminal import table
@@ -48,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch(parser)
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit into (default: the device's)")
     margin = "per cent of the device's memory to leave free (default 6; does not apply to --fit)"
-    parser.add_argument("--margin", type=float, default=6.0, metavar="PERCENT", help=margin)
+    parser.add_argument("--margin", type=float, default=MARGIN_PERCENT, metavar="PERCENT", help=margin)
     grids = "also try 2D, 2.5D and 3D grids of tensor-parallel ranks (the search takes longer)"
     parser.add_argument("--tp-grids", action="store_true", help=grids)
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
@@ -69,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
     if not 0 <= args.margin < 100:
         raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
-    limit = args.fit or cluster.device.memory_gib * (1 - args.margin / 100)
+    limit = args.fit or usable_gib(cluster, args.margin)
     space = _space(target.config, args.words)
     if args.tp_grids and "layout.tp_grid" not in fixed_keys(args.words):
         space = replace(space, grids=())

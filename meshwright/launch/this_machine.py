@@ -20,7 +20,15 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job, checked_job
 from meshwright.plan.measured import cluster_for
 from meshwright.plan.memory import Memory, largest
-from meshwright.plan.search import Candidate, SearchSpace, fixed_keys, search, space_of, why_nothing
+from meshwright.plan.search import (
+    MARGIN_PERCENT,
+    Candidate,
+    SearchSpace,
+    fixed_keys,
+    search,
+    space_of,
+    why_nothing,
+)
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds, size
 
@@ -131,7 +139,7 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
     )
 
 
-MARGIN = 0.94  # A layout may use this share of a device's memory.
+MARGIN = 1 - MARGIN_PERCENT / 100  # A layout may use this share of a device's memory, as for `plan`.
 
 
 def best_layout(config: Config, ranks: int, cluster: Cluster, limit_gib: float, fixed: Sequence[str] = ()) -> Candidate:

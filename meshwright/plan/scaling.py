@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search
+from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search, usable_gib
 from meshwright.spec.layout.layout import check_world
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
@@ -83,7 +83,7 @@ def sweep(
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
         sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
-            result = search(sized, cluster, space=space_for_way(way, devices), best_only=True)
+            result = search(sized, cluster, usable_gib(cluster), space_for_way(way, devices), best_only=True)
             points.append(ScalingPoint(way, devices, batch, result.candidates[0] if result.candidates else None))
     # Efficiency is the throughput per device relative to the best of any way on the fewest devices that fit.
     fits = [p for p in points if p.best]

@@ -272,6 +272,15 @@ def _mixture_seconds(job: Job, cluster: Cluster) -> float:
     return sum(count * (time.whole_forward + time.whole_backward) for count, time in times)
 
 
+# The share of a device's memory that plans leave free, in per cent: drivers and fragments vary between machines.
+MARGIN_PERCENT = 6.0
+
+
+def usable_gib(cluster: Cluster, margin: float = MARGIN_PERCENT) -> float:
+    """Return the memory that a plan may use of a device."""
+    return cluster.device.memory_gib * (1 - margin / 100)
+
+
 def search(
     base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False
 ) -> SearchResult:
