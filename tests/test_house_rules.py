@@ -33,8 +33,8 @@ DISTRIBUTED = {
 LEVELS = {
     "errors": 0, "outside": 1, "disk": 1, "plugins": 1, "device": 2, "data": 2, "spec.layout": 2, "spec.schedule": 3,
     "kernels": 3, "config": 4, "spec.model": 5, "spec.traffic": 6, "record": 7, "show": 7, "comm": 8, "nn": 9,
-    "models": 10, "engine": 11, "plan": 12, "checkpoint": 13, "interop": 14, "launch": 14, "faults": 15, "run": 16,
-    "infer": 17, "check": 18, "dryrun": 18, "watch": 18, "bench": 19, "lab": 19, "cli": 20, "library": 21,
+    "layers": 10, "models": 10, "engine": 11, "plan": 12, "checkpoint": 13, "interop": 14, "launch": 14, "faults": 15,
+    "run": 16, "infer": 17, "check": 18, "dryrun": 18, "watch": 18, "bench": 19, "lab": 19, "cli": 20, "library": 21,
     "__main__": 22,
 }  # fmt: skip
 

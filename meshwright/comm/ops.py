@@ -7,6 +7,7 @@ the tokens is a contiguous range of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -203,3 +204,8 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter_from(x: Tensor, group: Group) -> Tensor:
     """Return this rank's rows of the sum of all ranks' tensors. Backward all-gathers the gradient."""
     return x if group.alone else _ReduceScatter.apply(x, group.name, group.size)  # type: ignore[no-untyped-call]
+
+
+def last_dim(call: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
+    """Apply one of these functions, which work on rows (the first dimension), to the last dimension."""
+    return call(x.movedim(-1, 0).contiguous(), group).movedim(0, -1).contiguous()

@@ -294,6 +294,12 @@ class Linear(Adapted):
         return y if self.bias is None or self.adds_bias else y + self.bias
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sides, kind: str) -> Tensor:
+    """Return x W^T + b. The gradients go to autograd, not to sinks. `kind` is the precision of the products."""
+    y: Tensor = _Product.apply(x, weight, bias, None, sides, kind, None)
+    return y
+
+
 def norm_product(
     x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, settings: ProductSettings
 ) -> tuple[Tensor, Tensor]:

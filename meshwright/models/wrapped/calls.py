@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.group import Group
-from meshwright.comm.ops import copy_to, gather_rows, reduce_from, slice_rows
+from meshwright.comm.ops import copy_to, gather_rows, last_dim, reduce_from, slice_rows
 from meshwright.errors import UserError
 from meshwright.nn.unit import GATE, Gate, call_in_backward, show_mark
 from meshwright.spec.model.wrapped.parts import STYLES
@@ -39,11 +39,6 @@ def style_of(name: str, plan: Plan, parameter: bool = True) -> str:
     if style is not None and style not in STYLES:
         raise UserError(f"the plan's style '{style}' of {name} is not known here: use a layout with layout.tp=1")
     return style or ""
-
-
-def last_dim(call: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
-    """Apply a collective that works on rows (the first dimension) to the last dimension."""
-    return call(x.movedim(-1, 0).contiguous(), group).movedim(0, -1).contiguous()
 
 
 def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:

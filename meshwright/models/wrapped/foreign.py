@@ -13,6 +13,7 @@ from meshwright.comm.group import Group
 from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, Receives
 from meshwright.models.wrapped.calls import changed, gated, outer_modules, place, style_of
+from meshwright.nn.own_layers import ParallelLayer
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.unit import GATE, Gate, call_in_backward
 from meshwright.spec.layout.params import ParamRecord, slices_of
@@ -116,10 +117,12 @@ class WrappedModule(ForeignStage):
 
     def __init__(self, net: nn.Module, parallel: Parallel, at: Coordinate, plan: Mapping[str, str]) -> None:
         super().__init__(net)
-        if at.size("tp") > 1 and not plan:
+        layers = [module for module in net.modules() if isinstance(module, ParallelLayer)]
+        if at.size("tp") > 1 and not plan and not layers:
             raise UserError(
-                f"layout.tp={at.size('tp')} needs a plan, the style of each module that is cut, as in "
-                'plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}: give one, or set layout.tp=1'
+                f"layout.tp={at.size('tp')} needs layers of meshwright.layers, or a plan with the style of each module "
+                'that is cut, as in plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}: use one of them, or '
+                "set layout.tp=1"
             )
         made: dict[int, nn.Parameter] = {}
         for path, module in list(net.named_modules()):
@@ -127,12 +130,15 @@ class WrappedModule(ForeignStage):
                 if value is not None:
                     name = f"{path}.{key}" if path else key
                     if id(value) not in made:
-                        style = style_of(name, plan)
+                        own = module.styles.get(key) if isinstance(module, ParallelLayer) else None
+                        style = own or style_of(name, plan)
                         record = PlannedParameter(name, tuple(value.shape), style).record(at, name)
                         made[id(value)] = local_part(value.data, record, parallel, value.requires_grad)
                     module._parameters[key] = made[id(value)]
         net.to(parallel.device)
         place_all(net, plan, parallel.tp)
+        for layer in layers:
+            layer.join(parallel)
         self.divide()
 
 
