@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -36,31 +37,25 @@ class WeightMap(TypedDict):
     weight_map: dict[str, str]
 
 
-class HFFolder:
-    """A folder that transformers wrote, with its model section. Our global tensors are read from its files."""
+class NamedWeights:
+    """A model's weights under the names of a family. Our global tensors are read from them.
 
-    def __init__(self, folder: Path, seq: int = 0) -> None:
-        self.folder = folder
-        self.config = _json(folder / "config.json", folder)
-        self.family: Family = family_named(self.config.get("model_type"))
-        self.model: ModelConfig = self.family.model_of(self.config, seq)
-        self.file_of = opened_weights(folder, bool(self.config.get("quantization_config")))
-        if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
-            self.model = replace(self.model, tied_embeddings=False)
-        self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
+    Subclasses set `names`, the tensors that there are, and define `slice`.
+    """
+
+    described_by = "config.json"
+    names: Collection[str]
+
+    def __init__(self, folder: Path, config: dict[str, Any], family: Family, model: ModelConfig) -> None:
+        self.folder, self.config, self.family, self.model = folder, config, family, model
+        self.tensors: dict[str, Mapped] = family.tensors(model)
         self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.left_out: list[str] = []  # Tensors of additional layers that the model does not use.
         self.stored = self._locate()  # By a tensor's full name, its name in this folder.
 
-    def _has_own_head(self) -> bool:
-        """Return True if the output layer differs from the embedding, whatever config.json says. transformers calls
-        every T5 model tied, but loads both tensors from its files."""
-        names = [self.family.head, f"{self.family.names['embedding'][0]}.weight"]
-        if not all(name in self.file_of for name in names):
-            return False
-        head, table = (self.slice(name) for name in names)
-        rows = range(0, head.get_shape()[0], HEAD_ROWS)
-        return any(not torch.equal(head[at : at + HEAD_ROWS], table[at : at + HEAD_ROWS]) for at in rows)
+    def slice(self, name: str) -> Any:
+        """Return a handle on a stored tensor, from which slices can be read."""
+        raise NotImplementedError
 
     def _locate(self) -> dict[str, str]:
         """Find every tensor that the model needs and check its shape. Raise if the files hold tensors that the model
@@ -70,32 +65,29 @@ class HFFolder:
         for name, shape in shapes.items():
             # Some files leave out the prefix of the names.
             short = name.removeprefix(self.family.prefix)
-            actual = next((candidate for candidate in (name, short) if candidate in self.file_of), None)
+            actual = next((candidate for candidate in (name, short) if candidate in self.names), None)
             if actual is None:
-                raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its config.json")
-            if tuple(self.slice(actual).get_shape()) != shape:
+                raise UserError(f"{self.folder} lacks the tensor {name}: its files don't fit its {self.described_by}")
+            found = self.slice(actual).get_shape()
+            if tuple(found) != shape:
                 raise UserError(
-                    f"{name} in {self.folder} has shape {self.slice(actual).get_shape()}, and by config.json it has "
-                    f"{list(shape)}: its files don't fit its config.json"
+                    f"{name} in {self.folder} has shape {list(found)}, and by {self.described_by} it has "
+                    f"{list(shape)}: its files don't fit its {self.described_by}"
                 )
             stored[name] = actual
         head = self.family.head
-        if self.model.tied_embeddings and head in self.file_of:
+        if self.model.tied_embeddings and head in self.names:
             stored[head] = head
-        unread = set(self.file_of) - set(stored.values())
+        unread = set(self.names) - set(stored.values())
         self.left_out = sorted(name for name in unread if self.family.is_extra(name, self.config))
         unread -= set(self.left_out)
         strange = sorted(name for name in unread if not re.fullmatch(self.family.buffers, name))
         if strange:
             raise UserError(
-                f"{self.folder} holds {strange[0]}, which no {self.family.model_type} of its config.json has: the "
-                "model has parts that can't be imported"
+                f"{self.folder} holds {strange[0]}, which no {self.family.model_type} of its {self.described_by} has: "
+                "the model has parts that can't be imported"
             )
         return stored
-
-    def slice(self, name: str) -> Any:
-        """Return a handle on a stored tensor, from which slices can be read."""
-        return self.file_of[name].get_slice(name)
 
     def dtype(self, name: str) -> str:
         """Return the safetensors code of a tensor's dtype. Raise if it can't be imported."""
@@ -143,6 +135,33 @@ class HFFolder:
             for start, shape in blocks_of(box.shape, 4):
                 corner, at = (_sum(begin, start) for begin in (box.start, box.local_start))
                 local[slices_of(at, shape)] = self.block(record.name, corner, shape).to(local.dtype)
+
+
+class HFFolder(NamedWeights):
+    """A folder that transformers wrote, with its model section."""
+
+    def __init__(self, folder: Path, seq: int = 0) -> None:
+        config = _json(folder / "config.json", folder)
+        family = family_named(config.get("model_type"))
+        model = family.model_of(config, seq)
+        self.file_of = opened_weights(folder, bool(config.get("quantization_config")))
+        self.names = self.file_of
+        if family.decoder_layers and model.tied_embeddings and self._has_own_head(family):
+            model = replace(model, tied_embeddings=False)
+        super().__init__(folder, config, family, model)
+
+    def slice(self, name: str) -> Any:
+        return self.file_of[name].get_slice(name)
+
+    def _has_own_head(self, family: Family) -> bool:
+        """Return True if the output layer differs from the embedding, whatever config.json says. transformers calls
+        every T5 model tied, but loads both tensors from its files."""
+        names = [family.head, f"{family.names['embedding'][0]}.weight"]
+        if not all(name in self.file_of for name in names):
+            return False
+        head, table = (self.slice(name) for name in names)
+        rows = range(0, head.get_shape()[0], HEAD_ROWS)
+        return any(not torch.equal(head[at : at + HEAD_ROWS], table[at : at + HEAD_ROWS]) for at in rows)
 
 
 def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

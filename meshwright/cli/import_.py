@@ -1,4 +1,4 @@
-"""`meshwright import`: turn a Hugging Face folder into a checkpoint."""
+"""`meshwright import`: turn a folder of Hugging Face, Megatron-LM or DeepSpeed into a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,28 +7,38 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.config.numbers import length_argument
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 
 EXAMPLES = """example:
   meshwright import models/llama-8b --to imported/llama-8b
   meshwright train CONFIG.yaml run.dir=runs/tuned --from imported/llama-8b      (starts from its weights)
   meshwright import models/llama-8b --to imported/llama-8b --compare             (its logits against transformers')
   meshwright import models/mistral-7b --to imported/mistral --seq 4096
-  meshwright import models/llama-8b --to imported/mixture --upcycle count=8,top_k=2"""
+  meshwright import models/llama-8b --to imported/mixture --upcycle count=8,top_k=2
+  meshwright import megatron/checkpoints --to imported/gpt --vocab 50257       (tp and pp shards, and .distcp files)
+  meshwright import deepspeed/global_step500 --to imported/llama --like models/llama-8b"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="a folder that transformers saved a model in (safetensors)")
+    parser.add_argument("folder", metavar="DIR", help="a folder with a model of transformers, Megatron-LM or DeepSpeed")
+    parser.add_argument(
+        "--format", choices=("hf", "megatron", "deepspeed"), help="of the folder (default: by its files)"
+    )
     parser.add_argument("--to", required=True, metavar="CHECKPOINT", help="the checkpoint's folder, a new one")
     dtype = "dtype of the checkpoint (default: fp32, or fp64 if the folder has fp64)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="", help=dtype)
     context = "context length (default: the model's)"
     parser.add_argument("--seq", type=length_argument, default=0, metavar="N", help=context)
+    like = "a Hugging Face folder with the config.json of the same model, for a DeepSpeed folder and for --compare"
+    parser.add_argument("--like", type=Path, metavar="DIR", help=like)
+    vocab = "tokens of the vocabulary without the rows that Megatron-LM adds (default: as its arguments say)"
+    parser.add_argument("--vocab", type=int, default=0, metavar="N", help=vocab)
     upcycle = "make a dense model a mixture of experts, each a copy of the MLP: count=8,top_k=2[,ffn=...,every=...]"
     base = "for a folder of adapters that PEFT saved: the checkpoint or Hugging Face folder that they belong to"
     parser.add_argument("--base", metavar="DIR", help=base)
@@ -37,21 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.seq < 0:
-        raise UserError(f"--seq {args.seq} must be greater than zero")
+    if args.seq < 0 or args.vocab < 0:
+        raise UserError("--seq and --vocab must be greater than zero")
     check_compare(args)
     adapters = (Path(args.folder) / "adapter_config.json").is_file() or args.base
     if args.compare and (args.upcycle or adapters):
         raise UserError("--compare is for models that stay what they are: leave it out with --upcycle and for adapters")
-    from meshwright.interop.hf import import_folder
-
     if adapters:
         _import_adapters(args)
         return 0
-    model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq, args.upcycle))
-    found = compared(args, args.to, Path(args.folder))
+    model, report, twin = _imported(args)
+    found = compared(args, args.to, twin)
     if args.json:
-        print(json.dumps({"checkpoint": args.to, "model": model, **found}))
+        print(json.dumps({"checkpoint": args.to, "model": model, "report": report, **found}))
         return exit_code(found)
     print(f"{args.folder} is imported as {args.to}; the model section for a config:", file=sys.stderr)
     # A section whose key here is 0 has no effect, so it is not printed.
@@ -61,6 +69,32 @@ def run(args: argparse.Namespace) -> int:
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in used.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
     return exit_code(found)
+
+
+def _imported(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], Path]:
+    """Import the folder. Return its model section, what was taken of it and what not, and its Hugging Face twin."""
+    from meshwright.interop.deepspeed import is_deepspeed, read_deepspeed
+    from meshwright.interop.hf import import_folder, import_weights
+    from meshwright.interop.megatron import is_megatron, read_megatron
+
+    folder, to, like = Path(args.folder), Path(args.to), args.like
+    kind = args.format or ("megatron" if is_megatron(folder) else "deepspeed" if is_deepspeed(folder) else "hf")
+    for option, value, kinds in (("--like", like, ("megatron", "deepspeed")), ("--vocab", args.vocab, ("megatron",))):
+        if value and kind not in kinds:
+            raise UserError(f"{option} has no effect on a {kind} folder: leave it out")
+    if kind == "hf":
+        return asdict(import_folder(folder, to, args.dtype, args.seq, args.upcycle)), [], folder
+    if args.compare and like is None:
+        raise UserError(
+            f"--compare needs the same model in transformers' form, and {folder} is not: name it with --like"
+        )
+    weights = (
+        read_megatron(folder, args.vocab, args.seq) if kind == "megatron" else read_deepspeed(folder, like, args.seq)
+    )
+    model = import_weights(weights, like or folder, to, args.dtype, args.upcycle)
+    for line in weights.report:
+        notice(line)
+    return asdict(model), weights.report, like or folder
 
 
 def _import_adapters(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.hf_files import PRECISION_CODES, HFFolder
+from meshwright.checkpoint.hf_files import PRECISION_CODES, HFFolder, NamedWeights
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.merged import MergedWeights, config_in, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
@@ -76,13 +76,20 @@ def written_aside(to: Path) -> Iterator[Path]:
 
 
 def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle: str | None = None) -> ModelConfig:
-    """Turn a Hugging Face folder into the checkpoint `to` (only weights, step 0) and return its model section.
+    """Turn a Hugging Face folder into the checkpoint `to`, as `import_weights` does."""
+    return import_weights(HFFolder(source, seq), source, to, dtype, upcycle)
 
-    `dtype` is fp32, bf16, fp16 or fp64. Without it, tensors become float32, except that float64 stays float64.
-    `upcycle`, e.g. "count=8,top_k=2", turns a dense model into a mixture of experts (upcycle.py).
+
+def import_weights(
+    given: NamedWeights, beside: Path, to: Path, dtype: str = "", upcycle: str | None = None
+) -> ModelConfig:
+    """Write weights as the checkpoint `to` (only weights, step 0) and return its model section.
+
+    The tokenizer and other files that travel with a model are copied from the folder `beside`. `dtype` is fp32, bf16,
+    fp16 or fp64. Without it, tensors become float32, except that float64 stays float64. `upcycle`, e.g.
+    "count=8,top_k=2", turns a dense model into a mixture of experts (upcycle.py).
     """
-    folder = HFFolder(source, seq)
-    weights = folder if upcycle is None else Upcycled(folder, upcycle)
+    weights = given if upcycle is None else Upcycled(given, upcycle)
     with written_aside(to) as aside:
         index = Index(step=0, consumed=0, world=1, config=config_of(weights.model))
         entries: list[TensorEntry] = []
@@ -98,13 +105,14 @@ def import_folder(source: Path, to: Path, dtype: str = "", seq: int = 0, upcycle
         index.files[WEIGHTS_FILE] = (aside / WEIGHTS_FILE).stat().st_size
         index.blocks = [block._replace(crc32=crc) for block, crc in zip(index.blocks, sums, strict=True)]
         assert not index.incomplete(), f"not all elements of {index.incomplete()} were written"
-        fmt.write_json(aside / ORIGIN, _origin(folder))
-        copy_files(source, aside)
+        if given.family.model_type in FAMILIES:
+            fmt.write_json(aside / ORIGIN, _origin(given))
+        copy_files(beside, aside)
         fmt.write_index(aside, index)
     return weights.model
 
 
-def _origin(folder: HFFolder) -> dict[str, Any]:
+def _origin(folder: NamedWeights) -> dict[str, Any]:
     """Return the data of a folder that is stored next to its weights, and print which tensors were left out."""
     config = folder.config
     if folder.left_out:
@@ -122,7 +130,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return {"model": asdict(model), "data": {"prefixes": [NO_DATA]}}
 
 
-def _values(weights: HFFolder | Upcycled, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
+def _values(weights: NamedWeights | Upcycled, wanted: list[SavedBlock], entries: list[TensorEntry]) -> Iterator[Tensor]:
     """Yield the blocks' values in order."""
     for block, entry in zip(wanted, entries, strict=True):
         values = weights.block(block.tensor.removeprefix("param/"), block.start, block.shape)

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.hf_files import HFFolder
+from meshwright.checkpoint.hf_files import NamedWeights
 from meshwright.config.load import merged
 from meshwright.config.sections import ModelConfig, TrainConfig
 from meshwright.config.yaml_text import parse_yaml
@@ -30,7 +30,7 @@ WORDS = ("count", "top_k", "ffn", "every", "first_dense", "seed")
 class Upcycled:
     """A view of a dense model's folder as the folder of a mixture of experts."""
 
-    def __init__(self, folder: HFFolder, words: str) -> None:
+    def __init__(self, folder: NamedWeights, words: str) -> None:
         given = parse_words(words)
         self.seed = given.pop("seed", TrainConfig().seed)
         self.folder, self.model = folder, mixture_of(folder.model, given)
@@ -39,7 +39,7 @@ class Upcycled:
         self.shapes = {name: record.shape for name, record in self.records.items()}
 
     def stored_as(self, name: str, precision: str = "") -> str:
-        """Return the dtype code of a tensor, like `HFFolder.stored_as`. New tensors get the dtype of the norm before
+        """Return the dtype code of a tensor, like `NamedWeights.stored_as`. New tensors get that of the norm before
         them."""
         layer, _, _ = name.partition(".experts.")
         return self.folder.stored_as(name if name in self.folder.shapes else f"{layer}.norm2.weight", precision)

@@ -102,16 +102,20 @@ def in_order(counts: Sequence[int], sources: Sequence[str], first: int = 0) -> l
 
 
 def by_head(model: ModelConfig, source: str) -> list[SourceRows]:
-    """Map our rows to theirs if theirs are interleaved by head.
+    """Map our rows to theirs if theirs are interleaved by key-value head.
 
-    Ours are all queries, all keys and all values. Theirs are the query, key and value of head 0, of head 1, ...
+    Ours are all queries, all keys and all values. Theirs are, for each key-value head, its queries, its key and its
+    value.
     """
-    heads, d = model.heads, model.head_dim
-    return [
-        SourceRows((part * heads + head) * d, d, source, (head * 3 + part) * d)
-        for part in range(3)
-        for head in range(heads)
-    ]
+    d, queries = model.head_dim, model.heads // model.kv_heads
+    runs = []
+    for group in range(model.kv_heads):
+        at = group * (queries + 2) * d
+        runs.append(SourceRows(group * queries * d, queries * d, source, at))
+        for part in range(2):
+            ours = (model.heads + part * model.kv_heads + group) * d
+            runs.append(SourceRows(ours, d, source, at + (queries + part) * d))
+    return sorted(runs, key=lambda run: run.start)
 
 
 def heads_in_pairs(model: ModelConfig, sources: Sequence[str]) -> list[SourceRows]:
