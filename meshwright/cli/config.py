@@ -1,31 +1,40 @@
-"""`meshwright config`: show a config with everything resolved, or only check it."""
+"""`meshwright config`: show a config with everything resolved, only check it, or start one from another program's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from meshwright.config.load import load_config, to_mapping, to_yaml
+import yaml
+
+from meshwright.config.load import config_from, load_config, set_key, to_mapping, to_yaml
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import RULES, TRAINING_RULES, check
-from meshwright.errors import plural
+from meshwright.errors import notice, plural
+from meshwright.interop.configs import read_peer
 from meshwright.plan.effects import say_what_has_no_effect
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
   meshwright config show bloom-176b
-  meshwright config check examples/demo.yaml --devices 8"""
+  meshwright config check examples/demo.yaml --devices 8
+  meshwright config from ds_config.json model.preset=llama3-8b data.prefixes=data/text > mine.yaml
+  meshwright config from pretrain_gpt.sh > mine.yaml        (a script of Megatron-LM; or its arguments in quotes)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["show", "check"], help="print the resolved config, or check it")
-    parser.add_argument("config", metavar="CONFIG.yaml|RECIPE")
+    actions = "print the resolved config; check it; or start one from a DeepSpeed JSON or a script of Megatron-LM"
+    parser.add_argument("action", choices=["show", "check", "from"], help=actions)
+    parser.add_argument("config", metavar="CONFIG.yaml|RECIPE|THEIRS")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
     ranks = "number of devices, one rank each, to check against (default: the recipe's, or the smallest that fits)"
     parser.add_argument("--devices", "--world", dest="world", type=int, metavar="N", help=ranks)
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.action == "from":
+        _from_peer(args)
+        return
     config = load_config(args.config, args.overrides)
     recipe_devices = read_recipe(args.config).devices if args.config in recipe_names() else 0
     world = args.world if args.world is not None else recipe_devices or config.layout.least_world
@@ -40,3 +49,25 @@ def run(args: argparse.Namespace) -> None:
     say_what_has_no_effect(config, world)
     words = f"{args.config} is valid for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
     print(json.dumps(answer) if args.json else words)
+
+
+def _from_peer(args: argparse.Namespace) -> None:
+    """Print the keys that another program's config sets. What they became, and what was left, goes to stderr."""
+    found = read_peer(args.config)
+    sections = found.sections
+    for word in args.overrides:
+        set_key(sections, word)
+    for line in (*(f"taken: {each}" for each in found.taken), *(f"left out: {each}" for each in found.left)):
+        if not args.json:
+            notice(line)
+    lacks = [key for key in ("model", "data") if key not in sections]
+    if lacks:
+        notice(f"still needed: {' and '.join(lacks)}, e.g. model.preset=llama3-8b data.prefixes=data/text")
+    else:
+        # Wrong values and combinations are reported now, and not by the first command that reads the file.
+        config = config_from(sections)
+        check(config, args.world or config.layout.least_world, RULES)
+    if args.json:
+        print(json.dumps({"config": sections, "taken": found.taken, "left": found.left}))
+        return
+    print(yaml.safe_dump(sections, sort_keys=False), end="")

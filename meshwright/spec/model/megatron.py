@@ -104,7 +104,7 @@ def model_values(args: Mapping[str, Any], vocab: int = 0, seq: int = 0) -> dict[
     values: dict[str, Any] = {
         "layers": args["num_layers"], "hidden": args["hidden_size"], "heads": heads,
         "kv_heads": args.get("num_query_groups") or heads if grouped else heads,
-        "head_dim": args.get("kv_channels") or 0, "ffn": args.get("ffn_hidden_size") or _ffn(args),
+        "head_dim": args.get("kv_channels"), "ffn": args.get("ffn_hidden_size") or _ffn(args),
         "vocab": vocab or args.get("vocab_size") or args.get("padded_vocab_size"), "seq": length,
         "norm": norm, "norm_eps": args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5,
         "mlp": _mlp(args, bias), "position": position, "bias": bias,
