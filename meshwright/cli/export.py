@@ -1,5 +1,5 @@
-"""`meshwright export`: write a run's or a checkpoint's weights as a folder that transformers loads, or its adapters as
-a folder that PEFT loads."""
+"""`meshwright export`: write a run's or a checkpoint's weights as a folder that transformers or Megatron-LM loads, or
+its adapters as a folder that PEFT loads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ EXAMPLES = """example:
   meshwright export runs/demo --to exported/demo
   meshwright export runs/tuned@2000 --to exported/tuned --dtype bf16 --like models/llama-8b
   meshwright export runs/demo --to exported/demo --compare       (does transformers compute the same with it?)
+  meshwright export runs/demo --to exported/megatron --format megatron --tp 2 --pp 2
   python -c "import transformers as t; t.AutoModelForCausalLM.from_pretrained('exported/demo')\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
+    form = "hf: for transformers (the default); megatron: Megatron-LM's classic format, for --transformer-impl local"
+    parser.add_argument("--format", choices=("hf", "megatron"), default="hf", help=form)
+    for axis in ("tp", "pp"):
+        ranks = f"{axis} ranks of the Megatron-LM files (default: 1)"
+        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=ranks)
     add_options(parser)
     add_compare(parser)
 
@@ -39,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     check_compare(args)
     from meshwright.checkpoint.base import adapts
     from meshwright.interop.hf import export_folder
+    from meshwright.interop.megatron_export import export_megatron
     from meshwright.interop.peft import export_adapters
     from meshwright.record.checkpoint_format import find_checkpoint, read_index
 
@@ -48,6 +55,13 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.source} holds adapters: compare what `meshwright merge` writes of them")
         tell(args, export_adapters(folder, Path(args.to)))
         return 0
+    if args.format == "megatron":
+        if args.compare or args.like or args.family:
+            raise UserError("--compare, --like and --family are for --format hf: leave them out")
+        tell(args, export_megatron(folder, Path(args.to), args.dtype, args.tp, args.pp))
+        return 0
+    if (args.tp, args.pp) != (1, 1):
+        raise UserError("--tp and --pp are for --format megatron: leave them out")
     written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)
     found = compared(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
@@ -59,7 +73,10 @@ def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
     if args.json:
         print(json.dumps({"folder": args.to, **written}))
         return
-    beside = f" and {', '.join(written['beside'])}" if written["beside"] else "; no tokenizer is known"
+    if written["family"] == "megatron":
+        beside = ""
+    else:
+        beside = f" and {', '.join(written['beside'])}" if written["beside"] else "; no tokenizer is known"
     print(
         f"{args.to}: {written['family']} of step {written['step']}, {plural(written['tensors'], 'tensor')}, "
         f"{written['bytes'] / 1e6:,.1f} MB in {plural(len(written['files']), 'file')}{beside}"

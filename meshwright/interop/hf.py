@@ -194,7 +194,7 @@ def export_folder(
     reader = open_weights(checkpoint)
     model = config_in(reader.index).model
     if model.kind_facts.is_foreign:
-        return export_planned(reader, Path(like or model.hf), to, dtype)
+        return exportplanned_tensors(reader, Path(like or model.hf), to, dtype)
     origin = origin_of(like or checkpoint)
     if like is not None and origin is None:
         lacks = f"{like} has no config.json{hub_hint(like)}"
@@ -208,7 +208,7 @@ def export_folder(
     if base.get("model_type") != chosen.model_type:
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
-    planned = list(_planned(reader, chosen, model, stored, dtype))
+    planned = list(planned_tensors(reader, chosen, model, stored, dtype))
     config = chosen.config_of(model, base or None)
     with written_aside(to) as aside:
         beside = copy_files(beside_of, aside) or copy_tokenizer(prefixes, aside)
@@ -221,7 +221,7 @@ def export_folder(
             keys = [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"]
             config |= dict.fromkeys(keys, _dtype_word(planned))
         fmt.write_whole(aside / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        files = write_shards(aside, planned, lambda shard: _chunks(reader, shard))
+        files = write_shards(aside, planned, lambda shard: chunks_of(reader, shard))
     total = sum(each.entry.bytes for each in planned)
     return {
         "family": chosen.model_type, "step": reader.index.step, "tensors": len(planned), "bytes": total,
@@ -241,7 +241,7 @@ class PlannedTensor:
     box: Box
 
 
-def export_planned(reader: Reader | MergedWeights, like: Path, to: Path, dtype: str) -> dict[str, Any]:
+def exportplanned_tensors(reader: Reader | MergedWeights, like: Path, to: Path, dtype: str) -> dict[str, Any]:
     """Write the weights of a model that transformers builds, in the form of the folder that it comes from."""
     from meshwright.checkpoint.planned_files import PlannedFolder, named_shapes
 
@@ -291,7 +291,7 @@ def _prefixes(reader: Reader | MergedWeights) -> list[str]:
     return [str(prefix) for prefix in prefixes] if isinstance(prefixes, list) else []
 
 
-def _planned(
+def planned_tensors(
     reader: Reader | MergedWeights, family: Family, model: ModelConfig, stored: dict[str, list[str]], dtype: str
 ) -> Iterator[ExportedTensor]:
     """Yield the tensors to write. The output layer of a tied model is written if its origin had one."""
@@ -338,7 +338,7 @@ def write_shards(folder: Path, planned: Sequence[T], chunks: Callable[[list[T]],
     return names
 
 
-def _chunks(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
+def chunks_of(reader: Reader | MergedWeights, shard: list[ExportedTensor]) -> Iterator[Tensor]:
     """Yield the values of some tensors in order, a block of rows at a time."""
     for each in shard:
         dtype = TORCH_DTYPES[each.entry.dtype]

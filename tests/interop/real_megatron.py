@@ -31,7 +31,7 @@ def without_a_gpu() -> None:
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
 
 
-def build(llama: bool, tp: int, pp: int) -> tuple[Any, dict[str, Any]]:
+def build(llama: bool, tp: int, pp: int, vocab: int = VOCAB) -> tuple[Any, dict[str, Any]]:
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -49,7 +49,7 @@ def build(llama: bool, tp: int, pp: int) -> tuple[Any, dict[str, Any]]:
     )  # fmt: skip
     position = "rope" if llama else "learned_absolute"
     model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm" if llama else None), VOCAB, SEQ,
+        config, get_gpt_layer_local_spec(normalization="RMSNorm" if llama else None), vocab, SEQ,
         pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
         position_embedding_type=position, share_embeddings_and_output_weights=not llama,
     )  # fmt: skip
@@ -98,11 +98,12 @@ def main(rank: int, out: Path, kind: str, tp: int, pp: int, port: int) -> None:
     ps.initialize_model_parallel(tp, pp)
     torch.manual_seed(7 + (rank // tp))
     loads = kind.startswith("load-")
-    model, args = build(kind.endswith("llama"), tp, pp)
     if loads:
         state = torch.load(out / "classic" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+        model, args = build(kind.endswith("llama"), tp, pp, state["args"].padded_vocab_size)
         model.load_state_dict(state["model"], strict=True)
     else:
+        model, args = build(kind.endswith("llama"), tp, pp)
         with torch.no_grad():
             for name, each in model.named_parameters():
                 if each.dim() == 1:

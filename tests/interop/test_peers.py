@@ -16,6 +16,7 @@ import torch
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.interop.torch_files import TorchFile
+from tests.checkpoint.runs import tensors
 from tests.interop.hf_models import logits, make, run_models
 from tests.interop.peer_files import write_classic, write_deepspeed, write_distributed, write_old
 
@@ -162,3 +163,35 @@ def test_a_storage_that_is_too_short_is_refused(tmp_path: Path) -> None:
     longer = type(tensor)(tensor.storage, tensor.dtype, 0, (9,), (1,))
     with pytest.raises(UserError, match="lies outside of its storage"):
         longer.read()
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "tp", "pp"), [("llama2", {"num_key_value_heads": 2}, 2, 2), ("gpt2", {}, 4, 2)]
+)
+def test_an_export_comes_back_as_it_was(
+    name: str, changed: dict[str, int], tp: int, pp: int, tmp_path: Path, capsys: Any
+) -> None:
+    make(name, **changed).save_pretrained(tmp_path / "hf")
+    assert main(["import", str(tmp_path / "hf"), "--to", str(tmp_path / "ours")]) == 0
+    axes = ["--tp", str(tp), "--pp", str(pp)]
+    assert main(["export", str(tmp_path / "ours"), "--to", str(tmp_path / "out"), "--format", "megatron", *axes]) == 0
+    last = TorchFile(tmp_path / "out" / "release" / f"mp_rank_00_{pp - 1:03d}" / "model_optim_rng.pt").value
+    assert last["model"]["output_layer.weight"].shape == (128, 32) and len(list(tmp_path.glob("out/*/*"))) == tp * pp
+    assert main(["import", str(tmp_path / "out"), "--to", str(tmp_path / "again")]) == 0
+    before, after = tensors(tmp_path / "ours"), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(values, after[key]) for key, values in before.items())
+
+
+def test_what_megatron_can_not_express_is_not_exported(tmp_path: Path, capsys: Any) -> None:
+    for name in ("bloom", "llama2"):
+        make(name).save_pretrained(tmp_path / name)
+        assert main(["import", str(tmp_path / name), "--to", str(tmp_path / f"our-{name}")]) == 0
+    out = ["--to", str(tmp_path / "out"), "--format", "megatron"]
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "our-bloom"), *out]) == 2
+    assert "Megatron-LM's GPT can't have model." in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "our-llama2"), *out, "--tp", "3"]) == 2
+    assert "--tp 3 does not divide model.heads=4: try 1, 2 or 4" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "our-llama2"), "--to", str(tmp_path / "out"), "--tp", "2"]) == 2
+    assert "--tp and --pp are for --format megatron" in capsys.readouterr().err

@@ -7,6 +7,7 @@ msgpack ninja pydantic pydantic-core annotated-types typing-inspection einops`, 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_stages_are_put_together(tmp_path: Path) -> None:
     classic, whole = (tensors(imported(tmp_path / form, tmp_path / f"ours-{form}")) for form in ("classic", "dist"))
     assert classic.keys() == whole.keys() and len(classic) > 40
     assert all(np.array_equal(classic[name], whole[name]) for name in classic)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 2), ("gpt", 1)])
+def test_megatron_core_loads_what_we_export(kind: str, tp: int, tmp_path: Path) -> None:
+    run_peer("real_megatron.py", tmp_path, kind, 1, 1)
+    wanted = torch.load(tmp_path / "logits.pt", weights_only=True).numpy()
+    ours = imported(tmp_path / "classic", tmp_path / "ours")
+    assert main(["export", str(ours), "--to", str(tmp_path / "out"), "--format", "megatron", "--tp", str(tp)]) == 0
+    shutil.copytree(tmp_path / "out" / "release", tmp_path / "again" / "classic")
+    run_peer("real_megatron.py", tmp_path / "again", f"load-{kind}", tp, 1)
+    found = torch.load(tmp_path / "again" / "logits.pt", weights_only=True).numpy()[..., :VOCAB]
+    assert np.abs(found - wanted).max() <= CLOSE * np.abs(wanted).max()
 
 
 @needs_deepspeed

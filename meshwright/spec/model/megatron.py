@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.spec.model.hf.family import Family, model_section
+from meshwright.spec.model.hf.family import Family, computed, model_section
 
 NAMES = {
     "embedding": "embedding.word_embeddings",
@@ -143,3 +143,30 @@ def _rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_scaling": {"kind": "llama3", "factor": factor, **kept}}
     divisor = args.get("rotary_seq_len_interpolation_factor")
     return {"rope_scaling": {"kind": "linear", "factor": float(divisor)}} if divisor not in (None, 1) else {}
+
+
+def args_of(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-LM's arguments for a model. Raise if they can't express it."""
+    rope = model.position == "rope"
+    args: dict[str, Any] = {
+        "num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads,
+        "group_query_attention": model.kv_heads != model.heads, "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim, "ffn_hidden_size": model.ffn, "vocab_size": model.vocab,
+        "seq_length": model.seq, "max_position_embeddings": model.seq, "layernorm_epsilon": model.norm_eps,
+        "norm_epsilon": model.norm_eps, "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "swiglu": model.mlp == "swiglu", "bias_gelu_fusion": model.mlp == "gelu_tanh" and model.bias,
+        "openai_gelu": model.mlp == "gelu_tanh" and not model.bias, "add_bias_linear": model.bias,
+        "add_qkv_bias": model.qkv_bias, "qk_layernorm": model.qk_norm,
+        "position_embedding_type": {"learned": "learned_absolute"}.get(model.position, model.position),
+        "untie_embeddings_and_output_weights": not model.tied_embeddings, "init_method_std": model.init_std,
+        "hidden_dropout": model.dropout, "attention_dropout": model.attention_dropout,
+    }  # fmt: skip
+    if rope:
+        scaling = model.rope_scaling
+        args |= {"rotary_base": model.rope_theta, "rotary_percent": model.rotary_fraction}
+        args |= {"use_rope_scaling": scaling.kind == "llama3", "rope_scaling_factor": scaling.factor}
+        args["rotary_seq_len_interpolation_factor"] = scaling.factor if scaling.kind == "linear" else None
+    wanted, found = computed(model), computed(model_of(args))
+    if misfits := [f"{key}={value}" for key, value in wanted.items() if found[key] != value]:
+        raise UserError(f"Megatron-LM's GPT can't have model.{' or model.'.join(misfits)}: export it as another format")
+    return args
