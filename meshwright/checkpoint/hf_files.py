@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -29,6 +29,10 @@ HEAD_ROWS = 4096
 
 # The safetensors codes of the precisions that weights may have.
 PRECISION_CODES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+# The names of scales end in this, where those of their weights end in .weight.
+SCALES = ".weight_scale_inv"
 
 
 class WeightMap(TypedDict):
@@ -144,14 +148,23 @@ class HFFolder(NamedWeights):
         config = _json(folder / "config.json", folder)
         family = family_named(config.get("model_type"))
         model = family.model_of(config, seq)
-        self.file_of = opened_weights(folder, bool(config.get("quantization_config")))
-        self.names = self.file_of
+        self._block = fp8_block(config.get("quantization_config"))
+        self.file_of = opened_weights(folder, bool(config.get("quantization_config")) and not self._block)
+        self.names: Collection[str] = self.file_of.keys()
+        if self._block:
+            # Weights are read in full precision, so what is made of them is not quantised.
+            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            self.names = [name for name in self.file_of if not name.endswith(SCALES)]
         if family.decoder_layers and model.tied_embeddings and self._has_own_head(family):
             model = replace(model, tied_embeddings=False)
         super().__init__(folder, config, family, model)
 
     def slice(self, name: str) -> Any:
-        return self.file_of[name].get_slice(name)
+        values = self.file_of[name].get_slice(name)
+        scales = name + SCALES.removeprefix(".weight")
+        if scales not in self.file_of or not self._block:
+            return values
+        return ScaledBlocks(values, self.file_of[scales].get_slice(scales), self._block)
 
     def _has_own_head(self, family: Family) -> bool:
         """Return True if the output layer differs from the embedding, whatever config.json says. transformers calls
@@ -162,6 +175,48 @@ class HFFolder(NamedWeights):
         head, table = (self.slice(name) for name in names)
         rows = range(0, head.get_shape()[0], HEAD_ROWS)
         return any(not torch.equal(head[at : at + HEAD_ROWS], table[at : at + HEAD_ROWS]) for at in rows)
+
+
+def fp8_block(quantised: Any) -> tuple[int, int] | None:
+    """Return the rows and columns of the blocks that share a scale, for weights in DeepSeek's fp8 form; else None."""
+    block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+    if not block or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
+        return None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise UserError(f"weight_block_size={block!r} in config.json must be two numbers above zero: correct it")
+    return block[0], block[1]
+
+
+@dataclass(frozen=True)
+class ScaledBlocks:
+    """A handle on a matrix of float8 numbers, each to be multiplied by the scale of its block, in float32."""
+
+    values: Any
+    scales: Any
+    block: tuple[int, int]
+
+    def get_shape(self) -> list[int]:
+        shape = list(self.values.get_shape())
+        wanted = [-(-size // block) for size, block in zip(shape, self.block, strict=True)]
+        if len(shape) != 2 or list(self.scales.get_shape()) != wanted or self.values.get_dtype() != "F8_E4M3":
+            found = f"a matrix of shape {shape} and type {self.values.get_dtype()} has scales of shape"
+            blocks = f"which don't fit blocks of {self.block[0]} x {self.block[1]}"
+            raise UserError(f"{found} {list(self.scales.get_shape())}, {blocks}: get the folder again")
+        return shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, where: Any) -> Tensor:
+        if not isinstance(where, slice):
+            return self[:][where]
+        low, high, _ = where.indices(self.get_shape()[0])
+        rows, columns = self.block
+        values = self.values[low:high].float()
+        # The scales of the blocks that these rows are in, one for each row and column.
+        scales = self.scales[low // rows : -(-high // rows)].float().repeat_interleave(rows, 0)
+        scales = scales[low % rows :][: high - low].repeat_interleave(columns, 1)[:, : values.shape[1]]
+        return values.mul_(scales)
 
 
 def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
