@@ -212,7 +212,7 @@ class ScaledBlocks:
             return self[:][where]
         low, high, _ = where.indices(self.get_shape()[0])
         rows, columns = self.block
-        values = self.values[low:high].float()
+        values: Tensor = self.values[low:high].float()
         # The scales of the blocks that these rows are in, one for each row and column.
         scales = self.scales[low // rows : -(-high // rows)].float().repeat_interleave(rows, 0)
         scales = scales[low % rows :][: high - low].repeat_interleave(columns, 1)[:, : values.shape[1]]
