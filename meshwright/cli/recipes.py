@@ -8,11 +8,12 @@ import json
 
 from meshwright.config.recipes import recipe_names
 from meshwright.errors import UserError, nearest
-from meshwright.plan.recipes import NOTE, SHORT, as_json, compared, markdown, short_row
+from meshwright.plan.recipes import LAYOUTS, NOTE, SHORT, as_json, compared, layout_row, markdown, short_row
 from meshwright.show.terminal import table
 
 EXAMPLES = """example:
   meshwright recipes
+  meshwright recipes --layouts
   meshwright config show bloom-176b
   meshwright train bloom-176b --tiny
   meshwright recipes --markdown > docs/recipes.md
@@ -24,6 +25,8 @@ recipe's name."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="the recipes to show (default: all)")
     parser.add_argument("--markdown", action="store_true", help="print them as a page, with sources and differences")
+    layouts = "print the devices of each run and how they are divided, instead of its speed"
+    parser.add_argument("--layouts", action="store_true", help=layouts)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,6 +37,12 @@ def run(args: argparse.Namespace) -> None:
     names = args.names or recipe_names()
     if args.markdown:
         print(markdown(names), end="")
+        return
+    if args.layouts:
+        rows = [layout_row(name) for name in names]
+        print(
+            json.dumps([dict(zip(LAYOUTS, row, strict=True)) for row in rows]) if args.json else table([LAYOUTS, *rows])
+        )
         return
     found = [compared(name) for name in names]
     if args.json:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UserError, plural
-from meshwright.interop.shards import Spread, SpreadWeights
+from meshwright.interop.shards import Spread, SpreadWeights, unknown_forms
 from meshwright.interop.torch_files import StoredTensor, TorchFile, numbered, tensors_of
 from meshwright.outside import read_json
 from meshwright.spec.model.hf import family_named
@@ -46,7 +46,8 @@ def read_deepspeed(source: Path, like: Path | None = None, seq: int = 0) -> Spre
             f"{folder} was saved by DeepSpeed's pipeline engine, whose files can't be imported: load it there and save "
             "it without the engine"
         )
-    parts, report = _parts(folder)
+    with unknown_forms(folder):
+        parts, report = _parts(folder)
     names = {name.removeprefix("module.").removeprefix("_orig_mod."): part for name, part in parts.items()}
     weights = SpreadWeights(folder, config, family, family.model_of(config, seq), names)
     weights.report = [f"taken: {plural(len(weights.stored), 'tensor')}, {report[0]}", *report[1:]]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UserError, plural
-from meshwright.interop.shards import Spread, SpreadWeights, joined
+from meshwright.interop.shards import Spread, SpreadWeights, joined, unknown_forms
 from meshwright.interop.torch_files import StoredTensor, TorchFile, broken, interpret, numbered, plain, tensors_of
 from meshwright.spec.model.megatron import FAMILY, current_name, cut_of, model_of
 
@@ -41,7 +41,8 @@ def is_megatron(folder: Path) -> bool:
 def read_megatron(source: Path, vocab: int = 0, seq: int = 0) -> SpreadWeights:
     """Return the weights of a checkpoint. `vocab`, if not 0, is the number of tokens without padding."""
     folder = _newest(source)
-    args, parts, report = _distributed(folder) if (folder / PLACES).is_file() else _classic(folder)
+    with unknown_forms(folder):
+        args, parts, report = _distributed(folder) if (folder / PLACES).is_file() else _classic(folder)
     if not args:
         raise UserError(
             f"{folder} holds no arguments of a training script, which describe the model: name one that does"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,20 @@ from meshwright.spec.model.hf.family import Family
 
 # Whole tensors that are kept while blocks of them are read. Ours may be made of three of theirs, in turn.
 KEPT = 4
+
+
+@contextmanager
+def unknown_forms(folder: Path) -> Iterator[None]:
+    """Turn the errors of values that are not what a format says they are into one that names the folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{folder} holds values in an unknown form ({why}): save it again with a current version"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,20 @@ def short_row(comparison: Comparison) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+LAYOUTS = ("recipe", "devices", "dp", "tp", "pp", "ZeRO", "precision", "layout of")
+
+
+def layout_row(name: str) -> tuple[str, ...]:
+    """Return the cells of a recipe in the table of layouts, with the number of devices and how the run divides them."""
+    recipe = read_recipe(name)
+    config = target_of(name, placed=False).config
+    layout = config.layout
+    dp = recipe.devices // layout.least_world
+    numbers = (recipe.devices, dp, layout.tp, layout.pp, config.zero.stage)
+    origin = "its source" if recipe.layout == "published" else "Meshwright"
+    return (name, *map(str, numbers), config.train.precision, origin)
+
+
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison of a recipe as JSON."""
     recipe, cost = comparison.recipe, comparison.cost

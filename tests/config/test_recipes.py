@@ -99,6 +99,15 @@ def test_the_page_is_current() -> None:
     assert page == markdown(), "write it again: meshwright recipes --markdown > docs/recipes.md"
 
 
+def test_layouts_are_those_of_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--layouts"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["recipe", *NAMES]
+    rows = {line[0]: line[1:7] for line in lines}
+    assert rows["mt-nlg-530b"] == ["3360", "12", "8", "35", "0", "bf16"]
+    assert rows["codegeex-13b"][:5] == ["1536", "192", "8", "1", "2"]
+
+
 def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -157,6 +157,22 @@ def test_bad_input(harm: Any, words: list[str], sentence: str, tmp_path: Path, c
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize(
+    "value", [[1, 2], {"model": 3, "args": 4}, {"module": [], "checkpoint_version": "x", "args": {}}], ids=str
+)
+@pytest.mark.parametrize("kind", ["megatron", "deepspeed"])
+def test_values_of_another_form_are_refused(kind: str, value: Any, tmp_path: Path, capsys: Any) -> None:
+    make("llama2").config.save_pretrained(tmp_path)
+    names = {"megatron": ["mp_rank_00/model_optim_rng.pt"], "deepspeed": ["mp_rank_00_model_states.pt",
+             "zero_pp_rank_0_mp_rank_00_optim_states.pt"]}  # fmt: skip
+    (tmp_path / "mp_rank_00").mkdir()
+    for name in names[kind]:
+        torch.save(value, tmp_path / name)
+    assert main(["import", str(tmp_path), "--to", str(tmp_path / "ours")]) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1 and "Traceback" not in said
+
+
 def test_a_storage_that_is_too_short_is_refused(tmp_path: Path) -> None:
     torch.save(torch.arange(8.0), tmp_path / "file.pt")
     tensor = TorchFile(tmp_path / "file.pt").value
