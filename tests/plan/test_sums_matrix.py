@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from meshwright.config.comm import KINDS, GatherConfig, ReduceConfig, Summing
+from meshwright.config.comm import REDUCE_KINDS, GatherConfig, ReduceConfig, Summing
 from meshwright.config.rules import RULES, first_broken_rule
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
@@ -21,7 +21,7 @@ SMALL = {"layers": 2, "hidden": 24, "heads": 4, "vocab": 53, "seq": 8}
 EXPERTS = SMALL | {"experts": {"count": 4, "ffn": 16, "capacity": 1.0}}
 LINKS = {"links": {"link_gb_s": 1.0, "network_gb_s": 0.1, "latency_us": 5.0}}
 
-REDUCE: dict[str, Sections] = {f"reduce {kind}": {"reduce": {"kind": kind}} for kind in KINDS}
+REDUCE: dict[str, Sections] = {f"reduce {kind}": {"reduce": {"kind": kind}} for kind in REDUCE_KINDS}
 REDUCE["reduce topk, wide blocks"] = {"reduce": {"kind": "topk", "ratio": 0.05, "block": 512}}
 REDUCE["reduce int8, kept"] = {"reduce": {"kind": "int8", "block": 64, "error_feedback": True}}
 OWN: dict[str, Sections] = {f"own {kind}": {"algorithm": kind} | LINKS for kind in (*ALGORITHMS, "auto")}

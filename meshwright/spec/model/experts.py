@@ -85,6 +85,10 @@ class Exchange(NamedTuple):
     row_bytes: int
     back: bool = False
 
+    @property
+    def forward(self) -> bool:
+        return self.phase == "forward"
+
 
 @dataclass(frozen=True)
 class ExpertsPart(Part):
