@@ -18,6 +18,7 @@ from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seco
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.layout import CUT_EXPERTS, whole_axis
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
@@ -82,6 +83,8 @@ class Setting:
     precision: str
     recompute: Recomputed
     per_node: tuple[tuple[str, int], ...]  # The ranks of a group on one node, by axis.
+    # The share of the adapters' rate that switches leave, by (axis, op). Missing ones are 1.
+    left: tuple[tuple[tuple[str, str], float], ...] = ()
     forwards: int = 1  # Forwards per micro-batch: two if the frozen weights run in addition to the trained ones.
 
     __hash__ = hash_once
@@ -90,7 +93,8 @@ class Setting:
     def dense(self) -> Setting:
         """The same setting without the axes of experts, on which no other unit depends."""
         axes = tuple(each for each in self.per_node if whole_axis(each[0]) not in CUT_EXPERTS)
-        return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
+        left = tuple(each for each in self.left if whole_axis(each[0][0]) not in CUT_EXPERTS)
+        return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes, left=left)
 
     def on_node(self, axis: str) -> int:
         """Return the number of ranks of a group along the axis that are on one node."""
@@ -104,8 +108,17 @@ def setting_of(job: Job, cluster: Cluster, recompute: Recomputed | None = None) 
     return Setting(
         job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
         c.recompute.part if recompute is None else recompute,
-        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), 1 + c.compares,
+        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), _rates_left(cluster, job, axes),
+        1 + c.compares,
     )  # fmt: skip
+
+
+def _rates_left(cluster: Cluster, job: Job, axes: list[str]) -> tuple[tuple[tuple[str, str], float], ...]:
+    """Return the shares of the adapters' rate that switches leave, by (axis, op), where they take any."""
+    if not cluster.network.is_oversubscribed:
+        return ()
+    shares = {(axis, op): adapter_rate_left(cluster, job, axis, op) for axis in axes for op in OPERATIONS}
+    return tuple((key, share) for key, share in shares.items() if share < 1.0)
 
 
 def unit_time(unit: Unit, where: Setting) -> UnitTime:
@@ -200,7 +213,8 @@ def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: b
         if call.axis in axes and (with_repeated or not call.repeated):
             payload = call.payload * (where.batch.imbalance if call.routed else 1.0)
             size, per_node = where.at.size(call.axis), where.on_node(call.axis)
-            seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node)
+            left = dict(where.left).get((call.axis, call.op), 1.0) if where.left else 1.0
+            seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node, left)
             times[call.phase] += seconds
             again += seconds if call.forward and not call.replayed else 0.0
     return _Phases(times["forward"], times["backward"], again)
