@@ -50,6 +50,11 @@ class DeviceKind:
         self.name = name
 
     @property
+    def type(self) -> str:
+        """The type of its `torch.device`."""
+        return self.name
+
+    @property
     def module(self) -> Any:
         """torch's module for this kind (such as `torch.cuda`), or None if it has no streams."""
         return None
@@ -71,6 +76,10 @@ class DeviceKind:
 
 class Host(DeviceKind):
     """The CPU."""
+
+    @property
+    def type(self) -> str:
+        return "cpu"
 
 
 class Meta(DeviceKind):
@@ -166,12 +175,12 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        return self.kind == "cpu"
+        return is_host(self.torch)
 
     @property
     def is_meta(self) -> bool:
         """True in a dry run, where nothing is computed."""
-        return self.kind == "meta"
+        return is_meta(self.torch)
 
     @staticmethod
     def find(wanted: str = "auto") -> Device:
@@ -202,7 +211,8 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        return torch.device(self.kind) if self.module is None else torch.device(self.kind, self.index)
+        type_ = kind_named(self.kind).type
+        return torch.device(type_) if self.module is None else torch.device(type_, self.index)
 
     @property
     def module(self) -> Any:

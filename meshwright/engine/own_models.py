@@ -107,7 +107,7 @@ def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: Forwa
         return forward_step
 
     def cast(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
-        with torch.autocast(ctx.device.kind, PRECISION_DTYPES[ctx.config.train.precision]):
+        with torch.autocast(ctx.device.torch.type, PRECISION_DTYPES[ctx.config.train.precision]):
             return forward_step(ctx, module, batch, received)
 
     return cast
