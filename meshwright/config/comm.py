@@ -26,7 +26,8 @@ class ReduceKind:
     the section of the config (see `Codec` in engine/sharding/compression/exchange.py). `message_bytes` is a function of
     (config, elements, bytes of an element) that returns the bytes of a compressed slice, or its path.
 
-    A kind without a codec has a `reducer` of its own, the path of a function of a `Request`.
+    A kind without a codec has a `reducer` of its own, the path of a function of a `Request`, and a `plan` of it, the
+    path of a function of the section of the config that needs no torch (see `ReducerPlan`).
     """
 
     codec: str = ""
@@ -35,6 +36,7 @@ class ReduceKind:
     biased: bool = False  # it is wrong on average, so `error_feedback: auto` means error feedback
     rounds: bool = False  # its codec rounds at random if it is given noise
     reducer: str = "meshwright.engine.sharding.compression.make:exchange"
+    plan: str = "meshwright.engine.sharding.compression.sizes:CompressionPlan"
     compresses: bool = True
     sends_factors: bool = False  # it sums narrow factors of matrices, so it needs whole matrices
 

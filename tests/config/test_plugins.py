@@ -96,6 +96,25 @@ def test_a_plugin_brings_a_compression_that_is_planned(folder: Path) -> None:
         small_config(comm={"reduce": {"kind": "halves", "rank": 2}})
 
 
+def test_a_plugin_brings_a_reducer_with_its_plan(folder: Path) -> None:
+    (folder / "plugin_f.py").write_text(
+        "from meshwright.config.comm import REDUCE_KINDS, ReduceKind\n"
+        "from meshwright.engine.sharding.reducers import PlainReducer\n"
+        "REDUCE_KINDS.register('twice', ReduceKind(reducer='plugin_f:made', plan='plugin_f:Twice'))\n"
+        "class Twice(PlainReducer):\n"
+        "    def __init__(self, config):\n"
+        "        self.config = config\n"
+        "    def calls(self, op, elements, element_bytes, ranks, records=(), on_node=1):\n"
+        "        return [(op, elements * element_bytes)] * 2\n"
+        "def made(asked):\n"
+        "    return Twice(asked.reduce)\n"
+    )
+    asked = gradient_sums(small_config(comm={"reduce": {"kind": "twice"}}, run={"plugins": ["plugin_f"]}), 1)
+    for reducer in (asked.plan, asked.make()):
+        assert type(reducer).__name__ == "Twice"
+        assert reducer.calls("all_reduce", 8, 4, 2) == [("all_reduce", 32)] * 2
+
+
 def test_a_plugin_brings_a_kind_of_device(folder: Path) -> None:
     (folder / "plugin_e.py").write_text(
         "from meshwright.device import Host\n"

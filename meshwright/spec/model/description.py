@@ -248,7 +248,7 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     """Describe the mixture of experts that replaces an MLP. Its products have no biases."""
     e = model.experts
     routing = Routing(
-        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
+        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias,
         e.aux_loss, e.aux_level, e.z_loss, e.capacity,
     )  # fmt: skip
     shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None

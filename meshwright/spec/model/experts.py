@@ -46,7 +46,6 @@ class Routing:
     groups: int = 1
     groups_used: int = 1
     bias: bool = False
-    bias_step: float = 0.0
     aux_loss: float = 0.0
     aux_level: str = "sequence"
     z_loss: float = 0.0

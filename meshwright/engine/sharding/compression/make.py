@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.config.comm import CommConfig, ReduceConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.compression.sizes import CompressionPlan, UndecidedPlan
+from meshwright.engine.sharding.compression.sizes import UndecidedPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerPlan
 from meshwright.plugins import load_object
 
@@ -30,7 +30,10 @@ class Request(NamedTuple):
             return own
         if self.reduce.adaptive:
             return UndecidedPlan(self.reduce)
-        return CompressionPlan(self.reduce) if self.reduce.compresses else PLAIN_REDUCER
+        if not self.reduce.compresses:
+            return PLAIN_REDUCER
+        plan: ReducerPlan = load_object(self.reduce.facts.plan)(self.reduce)
+        return plan
 
     def make(self) -> Reducer:
         if (own := self._of_lab()) is not None:
