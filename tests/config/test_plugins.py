@@ -80,7 +80,7 @@ def test_a_plugin_brings_a_schedule_of_the_learning_rate(folder: Path) -> None:
     with pytest.raises(UserError, match="lr.schedule=steps is not one of cosine, linear, constant, wsd"):
         small_config(**sections)
     config = small_config(**sections, run={"plugins": ["plugin_c"]})
-    assert [learning_rate(config, step) for step in range(1, 9)] == [1e-3] * 4 + [1e-5] * 4
+    assert [learning_rate(config, step) for step in range(1, 9)] == [1e-3] * 3 + [1e-5] * 5
 
 
 def test_a_plugin_brings_a_compression_that_is_planned(folder: Path) -> None:
