@@ -106,10 +106,13 @@ class Cuda(Accelerator):
     has_flash_attention = True
 
     def why_not(self, precision: str, index: int) -> str:
-        needed, fix = {"fp8": ((8, 9), "bf16"), "bf16": ((8, 0), "fp16 or fp32")}.get(precision, ((0, 0), ""))
-        if torch.cuda.get_device_capability(index) >= needed:
+        newest = {"fp8": ((8, 9), "bf16"), "bf16": ((8, 0), "fp16 or fp32")}
+        # Asking creates a context on the device, so only these precisions do.
+        if precision not in newest:
             return ""
-        return f"is not supported by this GPU: use {fix}"
+        needed, fix = newest[precision]
+        old = torch.cuda.get_device_capability(index) < needed
+        return f"is not supported by this GPU: use {fix}" if old else ""
 
     def group_options(self) -> Any:
         return torch.distributed.ProcessGroupNCCL.Options()
