@@ -215,7 +215,7 @@ class Device:
     @property
     def torch(self) -> torch.device:
         type_ = kind_named(self.kind).type
-        return torch.device(type_) if self.module is None else torch.device(type_, self.index)
+        return torch.device(type_, self.index) if DEVICE_KINDS[self.kind].is_accelerator else torch.device(type_)
 
     @property
     def module(self) -> Any:
@@ -516,9 +516,10 @@ def host_memory_bytes() -> float:
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
     """Raise UserError for settings that would make ranks fail on this machine, before a launcher starts them."""
-    if not kind_named(kind if kind != AUTO else _accelerator_kind() or "cpu").module:
+    name = (_accelerator_kind() or "cpu") if kind == AUTO else kind
+    if not DEVICE_KINDS[name].is_accelerator:
         if ranks > 1:
-            Device("cpu").check_backend(backend)
+            Device(name).check_backend(backend)
         return
     device = Device.find(kind)
     device.check_precision(precision)
