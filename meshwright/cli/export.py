@@ -63,19 +63,20 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.interop.peft import export_adapters
     from meshwright.record.checkpoint_format import find_checkpoint, read_index
 
-    if args.format == "megatron" and (args.compare or args.like or args.family or args.quantise):
+    megatron = args.format == "megatron"
+    if megatron and (args.compare or args.like or args.family or args.quantise):
         raise UserError("--compare, --like, --family and --quantise are for --format hf: leave them out")
-    if args.format != "megatron" and (args.tp, args.pp) != (1, 1):
+    if not megatron and (args.tp, args.pp) != (1, 1):
         raise UserError("--tp and --pp are for --format megatron: leave them out")
     if args.quantise:
         return quantised(args)
     folder = find_checkpoint(args.source)
     if adapts(read_index(folder).config):
-        if args.compare or args.format == "megatron":
+        if args.compare or megatron:
             raise UserError(f"{args.source} holds adapters: run `meshwright merge` first, and use what it writes")
         tell(args, export_adapters(folder, Path(args.to)))
         return 0
-    if args.format == "megatron":
+    if megatron:
         tell(args, export_megatron(folder, Path(args.to), args.dtype, args.tp, args.pp))
         return 0
     written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)

@@ -241,6 +241,19 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
+    def step(self, name: str, argument: Any) -> None:
+        """Run one instruction."""
+        if name in VALUES:
+            self.stack.append(argument)
+        elif name in FIXED:
+            self.stack.append(FIXED[name]())
+        elif name in COLLECTED:
+            self.stack.append(COLLECTED[name](self.marked()))
+        elif name in INSTRUCTIONS:
+            INSTRUCTIONS[name](self, argument)
+        else:
+            raise ValueError(f"it holds the instruction {name}, which torch.save does not write")
+
     def marked(self) -> list[Any]:
         """Take the values after the last mark off the stack."""
         at = max(n for n, each in enumerate(self.stack) if isinstance(each, _Mark))
@@ -248,86 +261,74 @@ class _Machine:
         del self.stack[at:]
         return found
 
-    def step(self, name: str, argument: Any) -> None:
-        if name in ("PROTO", "FRAME"):
-            return
-        if name in VALUES:
-            self.stack.append(argument)
-        elif name in FIXED:
-            self.stack.append(FIXED[name]())
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            self.memo[argument] = self.stack[-1]
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = self.stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[argument])
-        elif name in COLLECTED:
-            self.stack.append(COLLECTED[name](self.marked()))
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            values = tuple(self.stack[-count:])
-            self.stack[-count:] = [values]
-        elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"):
-            self._fill(name)
-        elif name == "GLOBAL":
-            self.stack.append(_checked(Named(*argument.split(" ", 1))))
-        else:
-            self._object(name)
+    def last(self, count: int) -> list[Any]:
+        """Take some values off the stack."""
+        found = self.stack[-count:]
+        del self.stack[-count:]
+        return found
 
-    def _fill(self, name: str) -> None:
-        """Add values to the container below them."""
-        if name in ("APPENDS", "SETITEMS", "ADDITEMS"):
-            values = self.marked()
-        else:
-            count = 1 if name == "APPEND" else 2
-            values = self.stack[-count:]
-            del self.stack[-count:]
+    def remember(self, number: int | None) -> None:
+        self.memo[len(self.memo) if number is None else number] = self.stack[-1]
+
+    def extend(self, values: list[Any]) -> None:
         into = self.stack[-1]
-        if name.startswith("SETITEM"):
-            pairs = zip(values[::2], values[1::2], strict=True)
-            (into.items if isinstance(into, Opaque) else into).update(pairs)
-        elif name == "ADDITEMS":
-            into.update(values)
         # Lists of a class of their own are of no use to us.
-        elif not isinstance(into, Opaque):
+        if not isinstance(into, Opaque):
             into.extend(values)
 
-    def _object(self, name: str) -> None:
-        """Run an instruction that makes or changes an object."""
-        stack = self.stack
-        if name == "STACK_GLOBAL":
-            module, attribute = stack[-2:]
-            stack[-2:] = [_checked(Named(str(module), str(attribute)))]
-        elif name in ("REDUCE", "NEWOBJ"):
-            called, args = stack[-2:]
-            stack[-2:] = [_call(called, args)]
-        elif name == "NEWOBJ_EX":
-            called, args, _ = stack[-3:]
-            stack[-3:] = [_call(called, args)]
-        elif name == "BUILD":
-            state = stack.pop()
-            # Attributes of containers, such as the versions of a module's state, are not needed.
-            if isinstance(stack[-1], Opaque):
-                stack[-1].state = state
-        elif name == "BINPERSID":
-            stack.append(self._storage(stack.pop()))
-        elif name == "POP":
-            stack.pop()
-        elif name == "POP_MARK":
-            self.marked()
-        elif name == "DUP":
-            stack.append(stack[-1])
-        elif name == "MARK":
-            stack.append(_Mark())
-        else:
-            raise ValueError(f"it holds the instruction {name}, which torch.save does not write")
+    def update(self, values: list[Any]) -> None:
+        into, pairs = self.stack[-1], zip(values[::2], values[1::2], strict=True)
+        (into.items if isinstance(into, Opaque) else into).update(pairs)
 
-    def _storage(self, reference: Any) -> Storage:
+    def add(self, values: list[Any]) -> None:
+        self.stack[-1].update(values)
+
+    def name(self, module: Any, attribute: Any) -> None:
+        self.stack.append(_checked(Named(str(module), str(attribute))))
+
+    def call(self, called: Any, args: Any, *_: Any) -> None:
+        self.stack.append(_call(called, args))
+
+    def set_state(self, state: Any) -> None:
+        # Attributes of containers, such as the versions of a module's state, are not needed.
+        if isinstance(self.stack[-1], Opaque):
+            self.stack[-1].state = state
+
+    def store(self, reference: Any) -> None:
         kind, of, key, *_ = reference
         named = isinstance(of, Named) and of.module.startswith("torch") and of.name in DTYPES
         if kind != "storage" or not named or not isinstance(key, str) or self.file is None:
             raise ValueError("it refers to an unknown kind of storage")
-        return Storage(self.file, key, DTYPES[of.name])
+        self.stack.append(Storage(self.file, key, DTYPES[of.name]))
+
+
+Instruction = Callable[[_Machine, Any], Any]
+INSTRUCTIONS: dict[str, Instruction] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), lambda machine, number: machine.remember(number)),
+    **dict.fromkeys(
+        ("GET", "BINGET", "LONG_BINGET"), lambda machine, number: machine.stack.append(machine.memo[number])
+    ),
+    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine.last(1))),
+    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine.last(2))),
+    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine.last(3))),
+    "APPEND": lambda machine, _: machine.extend(machine.last(1)),
+    "APPENDS": lambda machine, _: machine.extend(machine.marked()),
+    "SETITEM": lambda machine, _: machine.update(machine.last(2)),
+    "SETITEMS": lambda machine, _: machine.update(machine.marked()),
+    "ADDITEMS": lambda machine, _: machine.add(machine.marked()),
+    "GLOBAL": lambda machine, names: machine.name(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.name(*machine.last(2)),
+    "REDUCE": lambda machine, _: machine.call(*machine.last(2)),
+    "NEWOBJ": lambda machine, _: machine.call(*machine.last(2)),
+    "NEWOBJ_EX": lambda machine, _: machine.call(*machine.last(3)),
+    "BUILD": lambda machine, _: machine.set_state(machine.stack.pop()),
+    "BINPERSID": lambda machine, _: machine.store(machine.stack.pop()),
+    "POP": lambda machine, _: machine.stack.pop(),
+    "POP_MARK": lambda machine, _: machine.marked(),
+    "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
+    "MARK": lambda machine, _: machine.stack.append(_Mark()),
+}
 
 
 VALUES = frozenset({
