@@ -4,19 +4,23 @@ torch."""
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import cluster_arguments, planned_from_args, print_result
 from meshwright.config.numbers import count_argument
 from meshwright.disk import write
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
 from meshwright.show import html
 from meshwright.show.chart import Chart, check_svg, stacked, svg
+from meshwright.show.progress import searching
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
@@ -59,12 +63,16 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
     if (args.global_batch or 1) * max(counts) >= LARGEST:
         raise UserError(f"--global-batch {args.global_batch} is more samples than anybody has: use a smaller one")
+    modes = ("weak", "strong") if args.mode == "both" else (args.mode,)
     found: dict[str, list[ScalingPoint]] = {}
-    for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
-        batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
-        host, node = cluster.device.units == 1, cluster.node.devices
-        base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
-        found[mode] = sweep(base, cluster, counts, mode == "weak")
+    total, done = len(modes) * len(counts) * len(WAYS), itertools.count(1)
+    with searching("searching layouts") as show:
+        for mode in modes:
+            batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
+            host, node = cluster.device.units == 1, cluster.node.devices
+            base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
+            seen = partial(_show_point, lambda words: show(next(done), total, words), mode)
+            found[mode] = sweep(base, cluster, counts, mode == "weak", found=seen)
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
@@ -72,6 +80,12 @@ def run(args: argparse.Namespace) -> None:
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
     write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
     print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
+
+
+def _show_point(show: Callable[[str], None], mode: str, point: ScalingPoint) -> None:
+    """Show a point as soon as it is found."""
+    speed = f"{point.tokens_per_s:,.0f} tokens/s" if point.best else "not possible"
+    show(f"{mode} scaling, {point.way} on {plural(point.devices, 'device')}: {speed}")
 
 
 def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:
