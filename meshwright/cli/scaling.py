@@ -16,9 +16,12 @@ from meshwright.disk import write
 from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
+from meshwright.plan.question import assumptions_of, command, model_facts, software_facts
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
-from meshwright.show import html
+from meshwright.plan.target import Target
+from meshwright.show import page_file
 from meshwright.show.chart import Chart, check_svg, stacked, svg
 from meshwright.show.progress import searching
 from meshwright.show.terminal import table
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
     write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
-    write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
+    write(args.html, lambda: page(target, base, cluster, found))
     print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
 
 
@@ -127,21 +130,26 @@ def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
     return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
 
 
-def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) -> str:
-    """Return all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
-    layouts."""
-    sections = {"Throughput": html.drawing(svg(throughput))}
-    for mode, points in found.items():
-        name = f"{title}, {mode} scaling"
-        sections |= {
-            f"Overhead, {mode} scaling": html.drawing(stacked(overhead_charts(name, points))),
-            f"Efficiency, {mode} scaling": html.drawing(svg(efficiency_chart(name, points))),
-            f"Layouts, {mode} scaling": html.table(_rows(mode, points), words=(6,)),
-        }
-    intro = (
-        "All figures are predicted. Each point has the best layout of its kind. Efficiency: against the fewest devices."
-    )
-    return html.page(f"Scaling of {title}", [intro], sections)
+PAGE = page_file.PageScripts(page_file.FOLDER / "scaling.js")
+
+
+def page(target: Target, base: Job, cluster: Cluster, found: dict[str, list[ScalingPoint]]) -> str:
+    """Return the page of all points, with charts of throughput, efficiency and communication for each mode."""
+    counts = [point.devices for points in found.values() for point in points]
+    batches = {mode: sorted({point.global_batch for point in points}) for mode, points in found.items()}
+    facts = {
+        **model_facts(target, base), "devices": f"{min(counts)} to {max(counts)} x {cluster.device.name}",
+        **{f"{mode} scaling": f"global batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+           for mode, sizes in batches.items()},
+        **software_facts(base, cluster), **assumptions_of(base, cluster), "command": command(),
+    }  # fmt: skip
+    modes = {mode: [_json(p) | {"words": _words(p)} for p in points] for mode, points in found.items()}
+    title = f"Scaling of {target.name} on {cluster.name}"
+    return page_file.page(title, {"title": title, "facts": facts, "modes": modes}, PAGE)
+
+
+def _words(point: ScalingPoint) -> str:
+    return layout_words(layout_of_cost(point.best.cost)) if point.best else ""
 
 
 def _json(point: ScalingPoint) -> dict[str, Any]:
@@ -162,7 +170,7 @@ def _rows(mode: str, points: list[ScalingPoint]) -> list[tuple[str, ...]]:
         cells = ("-", "-", "-", "can't be or doesn't fit")
         if p.best:
             figures = (f"{p.tokens_per_s:,.0f}", percent(p.efficiency), percent(p.comm_share))
-            cells = (*figures, layout_words(layout_of_cost(p.best.cost)))
+            cells = (*figures, _words(p))
         rows.append((p.way, str(p.devices), str(p.global_batch), *cells))
     return rows
 

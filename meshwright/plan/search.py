@@ -329,6 +329,9 @@ def search(
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
     refined += rough[REFINE_TOP:KEPT]
     result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
+    # The first layout of the ranking with a tp and a pp is the best outcome of both.
+    for candidate in reversed(result.candidates):
+        found.outcome(candidate.job).best = candidate
     return result
 
 

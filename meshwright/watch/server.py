@@ -6,15 +6,11 @@ domain name resolves to this address (DNS rebinding) gets nothing. There are fou
 
 from __future__ import annotations
 
-import base64
 import gzip
-import hashlib
 import json
 import sys
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,48 +18,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from meshwright.errors import UserError
+from meshwright.show.page_file import PageScripts, page
 from meshwright.watch.report import RunReport
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("units.js", "chart.js", "drawings.js", "panels.js", "more_panels.js", "main.js")
-
-
-@lru_cache(maxsize=1)
-def _parts() -> tuple[str, str, str]:
-    script = "".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    html, style = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    return html, style, f'"use strict";\n{script}'
-
-
-def policy() -> str:
-    """Return the page's content security policy.
-
-    The page may run only its own script, recognised by its hash, and request data only from its own server.
-    """
-    digest = base64.b64encode(hashlib.sha256(_parts()[2].encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    )
-
-
-def in_script(value: Any) -> str:
-    """Return JSON that is safe inside a script element: it can't contain the tag that ends the element."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-
-
-def page(title: str, data: Any, live: bool) -> str:
-    html, style, script = _parts()
-    filled = {
-        "POLICY": escape(policy(), quote=True), "TITLE": escape(title), "STYLE": style, "SCRIPT": script,
-        "DATA": in_script(data), "LIVE": "live" if live else "file",
-    }  # fmt: skip
-    # Not a chain of `replace`: a value that contains a placeholder must not be filled in.
-    text, *parts = html.split("{{")
-    for part in parts:
-        name, _, rest = part.partition("}}")
-        text += filled[name] + rest
-    return text
+WATCH = PageScripts(FOLDER / "panels.js", FOLDER / "more_panels.js", FOLDER / "main.js")
 
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -102,7 +61,7 @@ def whole_page(runs: Runs) -> str:
         {str(rank): runs.flight(number, rank) for rank in document["ranks"].get("flight", [])[:64]}
         for number, document in enumerate(documents)
     ]
-    return page(runs.title, {"runs": documents, "plans": plans, "flights": flights}, live=False)
+    return page(runs.title, {"runs": documents, "plans": plans, "flights": flights}, WATCH)
 
 
 class Server(ThreadingHTTPServer):
@@ -139,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if url.path == "/":
                 data = {"runs": runs.documents()}
-                self._send(HTTPStatus.OK, "text/html", page(runs.title, data, live=True).encode())
+                self._send(HTTPStatus.OK, "text/html", page(runs.title, data, WATCH, live=True).encode())
             elif url.path == "/data.json":
                 self._send_json(lambda: runs.documents(), runs.version())
             elif url.path == "/plans.json":
@@ -180,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), "Cache-Control": "no-store",
-            "Content-Security-Policy": policy(), "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+            "Content-Security-Policy": WATCH.policy, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
         }  # fmt: skip
         headers |= {"Content-Encoding": "gzip"} if packed else {}

@@ -7,8 +7,6 @@ MESHWRIGHT_SCREENSHOTS=FOLDER keeps pictures of all states.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from meshwright.watch.report import RunReport
 from meshwright.watch.server import Runs, Server, whole_page
+from tests.support.browser import SIZES, Visit, chromium, looks_right
 from tests.watch.made import faulty, healthy, line_of, resumed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'meshwright[browser]'")
@@ -25,47 +24,10 @@ PANELS = (
     "loss", "events", "time", "speed", "bytes", "memory", "pipeline", "ranks", "layers", "norm", "rate", "spread",
     "sources", "about",
 )  # fmt: skip
-SIZES = {"desktop": (1360, 900), "phone": (390, 844)}
 MADE = {"healthy": healthy, "resumed": resumed, "faulty": faulty}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as found:
-        own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            chromium = found.chromium.launch(executable_path=own, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
-        yield chromium
-        chromium.close()
-
-
-class Visit:
-    """A tab that records its errors and the addresses that it requests."""
-
-    def __init__(self, browser: Any, size: str = "desktop", dark: bool = False) -> None:
-        wide, high = SIZES[size]
-        colours = "dark" if dark else "light"
-        self.context = browser.new_context(viewport={"width": wide, "height": high}, color_scheme=colours)
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: self.wrong.append(said.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog {dialog.message}"))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def __enter__(self) -> Visit:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.context.close()
-
-    def open(self, address: str) -> Any:
-        self.page.goto(address)
-        self.page.wait_for_selector("html[data-ready=yes]")
-        return self.page
+browser = pytest.fixture(scope="module")(chromium)
 
 
 @pytest.fixture
@@ -135,18 +97,12 @@ def test_dragging_zooms_all_charts_and_a_double_click_undoes_it(browser: Any, tm
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("state", MADE)
 def test_a_page_in_a_file_fits_and_asks_nobody(browser: Any, tmp_path: Path, state: str, size: str) -> None:
+    address = _file(tmp_path, state)
     for dark in (False, True):
-        with Visit(browser, size, dark) as visit:
-            page = visit.open(_file(tmp_path, state))
-            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0], "it scrolls sideways"
-            assert [one for one in PANELS if not page.locator(f"#{one}").is_visible()] == []
-            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (sum(map(int, ground.strip("rgb()").split(","))) < 200) == dark
-            assert page.evaluate("[...document.querySelectorAll('canvas')].filter(c => c.width < 50).length") == 0
-            assert visit.wrong == [] and [url for url in visit.asked if not url.startswith(("file:", "data:"))] == []
-            if folder := os.environ.get("MESHWRIGHT_SCREENSHOTS"):
-                name = f"{state}-{size}{'-dark' if dark else ''}.png"
-                page.screenshot(path=str(Path(folder) / name), full_page=True)
+        looks_right(browser, Path(address.removeprefix("file://")), state, size, dark)
+    with Visit(browser, size) as visit:
+        page = visit.open(address)
+        assert [one for one in PANELS if not page.locator(f"#{one}").is_visible()] == []
 
 
 def _file(folder: Path, state: str) -> str:

@@ -18,9 +18,10 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.engine.result import StepResult
+from meshwright.show.page_file import page
 from meshwright.watch.metrics_file import _FRONT, MOST_POINTS, MetricsFile, thinned
 from meshwright.watch.report import RunReport
-from meshwright.watch.server import Runs, Server, page, policy, whole_page
+from meshwright.watch.server import WATCH, Runs, Server, whole_page
 from tests.watch.made import WORLD, add_event, faulty, healthy, line_of, relaid, resumed
 
 
@@ -147,8 +148,8 @@ def test_what_is_shown_is_never_markup(tmp_path: Path) -> None:
     assert "<script>alert" not in text and "</script><img" not in text and "<img" not in text
     assert text.count("<script") == 2 and "&lt;script&gt;" in text
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
-    assert "default-src 'none'" in policy() and "unsafe-inline'" not in policy().split("style-src")[0]
-    assert page("{{DATA}}", {}, live=False).count("{{DATA}}") == 1  # a title is not filled in again
+    assert "default-src 'none'" in WATCH.policy and "unsafe-inline'" not in WATCH.policy.split("style-src")[0]
+    assert page("{{DATA}}", {}, WATCH).count("{{DATA}}") == 1  # a title is not filled in again
 
 
 @pytest.fixture

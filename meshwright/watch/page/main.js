@@ -8,32 +8,7 @@ view.flight = async (run, rank) => {
   try { return await (await fetch(`/flight.json?run=${run}&rank=${rank}`)).json(); } catch { return { calls: [] }; }
 };
 
-const bar = document.getElementById("bar"), main = document.getElementById("main");
 const chips = el("div", { class: "chips" }), note = el("span", { class: "note" }), top_ = el("div", {}), alerts = el("ul", { class: "alerts" }), tiles = el("div", { class: "tiles" });
-
-function logo() {
-  const dots = [[3, 3], [17, 3], [3, 17], [17, 17], [10, 10]].map(([x, y]) => el("circle", { cx: x, cy: y, r: 2.6, fill: "currentColor" }));
-  return el("svg", { viewBox: "0 0 20 20", width: 20, height: 20, style: { color: colour("accent") } }, el("path", { d: "M3 3h14v14H3zM3 3l14 14M17 3L3 17", fill: "none", stroke: "currentColor", "stroke-width": 1.1, opacity: 0.55 }), dots);
-}
-
-function themeButton() {
-  const order = ["", "dark", "light"], names = { "": "auto", dark: "dark", light: "light" };
-  let now = "";
-  try { now = localStorage.getItem("theme") || ""; } catch { /* a page opened as a file may have no storage */ }
-  const button = el("button", { type: "button", "aria-label": "colours", onclick: () => { now = order[(order.indexOf(now) + 1) % 3]; set(); update(); } });
-  function set() {
-    if (now) document.documentElement.dataset.theme = now; else delete document.documentElement.dataset.theme;
-    button.textContent = { "": "◐", dark: "●", light: "○" }[now];
-    button.title = `colours: ${names[now]}`;
-    try { localStorage.setItem("theme", now); } catch { /* the choice is then forgotten */ }
-  }
-  set();
-  return button;
-}
-
-function tile(name, value, unit, below, kind) {
-  return el("div", { class: "tile" }, el("div", { class: "k" }, name), el("div", { class: "v" }, value, unit && el("small", {}, unit)), el("div", { class: `n ${kind || ""}` }, below || "\u00a0"));
-}
 
 function drawChips() {
   if (view.runs.length < 2) { chips.replaceChildren(); return; }
@@ -103,10 +78,8 @@ async function poll() {
   setTimeout(poll, document.hidden ? 15000 : 2500);
 }
 
-bar.append(el("div", { class: "brand" }, logo(), el("b", {}, "Meshwright")), chips, el("span", { class: "room" }), note, themeButton());
-main.append(top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else"));
+frame([chips, el("span", { class: "room" }), note], [top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else")]);
 update();
 tell();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
 if (live) { poll(); setInterval(tell, 1000); }
 document.documentElement.dataset.ready = "yes";

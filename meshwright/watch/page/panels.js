@@ -1,35 +1,4 @@
-/* The panels. Each is made once and updated with the view: all runs, their plans, and the selected run. */
-const panels = [];
-
-function panel(id, title, size, explanation, make) {
-  const body = el("div", {}), sub = el("span", { class: "sub" }), tools = el("div", { class: "tools" });
-  const text = el("p", { class: "explain", hidden: true }, explanation);
-  const why = el("button", { class: "why", type: "button", "aria-label": `what ${title} shows`, onclick: () => { text.hidden = !text.hidden; } }, "?");
-  const node = el("section", { class: `panel ${size}`, id, "aria-label": title },
-    el("header", {}, el("h2", {}, title), sub, el("span", { class: "room" }), tools, why), text, body);
-  const update = make({ body, sub, tools, node });
-  panels.push({ id, node, update });
-}
-
-function toggle(name, on, change) {
-  const button = el("button", { type: "button", class: on ? "on" : "", "aria-pressed": String(on) }, name);
-  button.addEventListener("click", () => {
-    on = !on;
-    button.classList.toggle("on", on);
-    button.setAttribute("aria-pressed", String(on));
-    change(on);
-  });
-  return button;
-}
-
-function choice(names, chosen, change) {
-  const buttons = Object.entries(names).map(([key, name]) => el("button", { type: "button", class: key === chosen ? "on" : "", onclick: () => {
-    buttons.forEach((b, i) => b.classList.toggle("on", Object.keys(names)[i] === key));
-    change(key);
-  } }, name));
-  return buttons;
-}
-
+/* The panels of a run. Each is made once and updated with the view: all runs, their plans, and the selected run. */
 const X_NAMES = { step: "step", tokens: "tokens", time: "time" };
 const X_FORMATS = { step: whole, tokens: count, time: clock };
 
