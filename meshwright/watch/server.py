@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from meshwright.errors import UserError
+from meshwright.record.run_folder import is_run, runs_in
 from meshwright.show.page_file import PageScripts, page
 from meshwright.watch.report import RunReport
 
@@ -28,15 +30,54 @@ WATCH = PageScripts(FOLDER / "panels.js", FOLDER / "more_panels.js", FOLDER / "m
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
-class Runs:
-    """The runs shown on a page. A lock lets one request at a time read their folders."""
+MOST_RUNS = 32  # The newest runs of a folder that are shown.
 
-    def __init__(self, reports: Sequence[RunReport]) -> None:
-        self.reports, self._lock = list(reports), threading.Lock()
+
+class Runs:
+    """The runs shown on a page. A lock lets one request at a time read their folders.
+
+    `collections` are folders of runs. Runs that begin there later are added, always at the end.
+    """
+
+    def __init__(
+        self, reports: Sequence[RunReport], collections: Sequence[Path] = (), cluster: str | None = None
+    ) -> None:
+        self.reports, self.collections, self.cluster = list(reports), tuple(collections), cluster
+        self._lock = threading.Lock()
+        self._find()
+
+    @classmethod
+    def of(cls, folders: Sequence[Path], cluster: str | None = None) -> Runs:
+        """Return the runs in these folders: each is a run, or holds runs."""
+        collections = [folder for folder in folders if not is_run(folder) and runs_in(folder)]
+        return cls(
+            [RunReport(folder, cluster) for folder in folders if folder not in collections], collections, cluster
+        )
+
+    def _find(self) -> None:
+        """Add the runs that have begun in the collections."""
+        known = {report.path for report in self.reports}
+        for folder in (folder for place in self.collections for folder in runs_in(place)[:MOST_RUNS]):
+            if folder not in known and len(self.reports) < MOST_RUNS:
+                # One damaged run must not hide the others.
+                with suppress(UserError, OSError):
+                    self.reports.append(RunReport(folder, self.cluster))
 
     def documents(self) -> list[dict[str, Any]]:
+        """Return the document of every run, with the settings in which they differ."""
         with self._lock:
-            return [report.document() for report in self.reports]
+            self._find()
+            found = [report.document() for report in self.reports]
+        settings = [document["settings"] for document in found]
+        keys = dict.fromkeys(key for each in settings for key in each)
+        differing = [key for key in keys if len({each.get(key) for each in settings}) > 1 and key != "run.dir"]
+        for document, each in zip(found, settings, strict=True):
+            document["settings"] = {key: each.get(key, "") for key in differing}
+        return found
+
+    def plan(self, run: int) -> dict[str, Any]:
+        with self._lock:
+            return self.reports[run].plan()
 
     def plans(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -50,6 +91,8 @@ class Runs:
 
     @property
     def title(self) -> str:
+        if self.collections:
+            return ", ".join(folder.resolve().name for folder in self.collections)
         return ", ".join(report.path.resolve().name for report in self.reports)
 
 
@@ -101,18 +144,18 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.OK, "text/html", page(runs.title, data, WATCH, live=True).encode())
             elif url.path == "/data.json":
                 self._send_json(lambda: runs.documents(), runs.version())
-            elif url.path == "/plans.json":
-                self._send_json(lambda: runs.plans(), None)
-            elif url.path == "/flight.json":
+            elif url.path in ("/plan.json", "/flight.json"):
                 try:
                     query = {name: int(values[0]) for name, values in parse_qs(url.query).items()}
-                    run, rank = query["run"], max(0, query["rank"])
+                    run, rank = query["run"], max(0, query.get("rank", 0))
                 except (KeyError, ValueError):
                     run, rank = -1, 0
-                if 0 <= run < len(runs.reports):
-                    self._send_json(lambda: runs.flight(run, rank), None)
-                else:
+                if not 0 <= run < len(runs.reports):
                     self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
+                elif url.path == "/plan.json":
+                    self._send_json(lambda: runs.plan(run), None)
+                else:
+                    self._send_json(lambda: runs.flight(run, rank), None)
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
         except (UserError, OSError) as error:

@@ -45,7 +45,7 @@ def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None
         page.wait_for_selector("#bytes td.bad")  # the plan arrives after the first picture
         assert "differs by −4.00 KiB, first seen at step" in page.locator("#bytes").inner_text()
         assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # the hint for this very machine
-        assert "against the plan for laptop" in page.locator("#time").inner_text()
+        assert "planned for laptop, which stands for any CPU" in page.locator("#time").inner_text()
         said = page.evaluate("[1000, 1023, 1023 * 1024, 5e9].map(bytes).concat([1e-3, 0.9996e-3].map(seconds))")
         assert said == ["0.977 KiB", "0.999 KiB", "0.999 MiB", "4.66 GiB", "1 ms", "1000 µs"]
         assert page.evaluate("logTicks(0.9, 1.6).length") >= 2
@@ -62,11 +62,44 @@ def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None
         page.wait_for_selector("#ranks td.bad")
         assert "waits 15 s" in page.locator("#ranks").inner_text()
         page.locator(".chip").nth(1).click()
-        assert page.locator("h1").inner_text() == "b" and page.locator(".pill").inner_text() == "finished"
+        assert page.locator("h1").inner_text() == "b" and page.locator(".top .pill").inner_text() == "finished"
+        page.wait_for_selector("#bytes td.ok")  # the plan of a run is asked for when the run is chosen
         assert page.locator("#bytes td.bad").count() == 0 and page.locator("#bytes td.ok").count() >= 4
         for _ in range(3):
             page.locator("#bar button[aria-label=colours]").click()
         assert visit.wrong == [] and {url.split("/")[2] for url in visit.asked} == {served.address.split("/")[2]}
+
+
+def test_runs_are_listed_with_the_settings_in_which_they_differ(browser: Any, tmp_path: Path) -> None:
+    for name in "abcdef":
+        healthy(tmp_path / name)
+        config = tmp_path / name / "config.yaml"
+        config.write_text(config.read_text().replace("pp: 2", "pp: 1") if name == "b" else config.read_text())
+        (tmp_path / name / "trace.json").unlink()
+    page_file = tmp_path / "all.html"
+    page_file.write_text(whole_page(Runs.of([tmp_path])))
+    with Visit(browser) as visit:
+        page = visit.open(f"file://{page_file}")
+        assert page.locator("#runs tr").count() >= 7 and "6, of which 4 are drawn" in page.locator("#runs").inner_text()
+        for name in "ab":
+            page.locator(f"#runs input[aria-label='draw {name}']").set_checked(True)
+        assert "layout.pp" in page.locator("#runs .settings").inner_text()
+        page.locator("#runs button.run", has_text="b").click()
+        assert page.locator("h1").inner_text() == "b" and not page.locator("#pipeline").is_visible()
+        assert page.locator("#machine").is_visible() and visit.wrong == []
+
+
+def test_values_beyond_the_edge_are_marked(browser: Any, tmp_path: Path) -> None:
+    folder = healthy(tmp_path / "spikes")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[30]["phases"] = lines[30]["phases"] | {"forward": 30.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page_file = tmp_path / "page.html"
+    page_file.write_text(whole_page(Runs([RunReport(folder)])))
+    with Visit(browser) as visit:
+        page = visit.open(f"file://{page_file}")
+        clipped = "[...shared.charts].find((chart) => chart.options.label === 'seconds by phase').clipped"
+        assert page.evaluate(clipped) == 1
 
 
 def test_a_new_step_appears_by_itself(browser: Any, served: Server) -> None:

@@ -203,19 +203,19 @@ def test_the_command_writes_a_page_or_says_why_not(
     assert "<title>run · Meshwright</title>" in (tmp_path / "page.html").read_text()
     assert main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["progress"]["steps"] == 60
-    assert main(["watch", str(tmp_path)]) == 2
-    assert f"holds no run: name one of the runs in {tmp_path}, such as {run}" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--json"]) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["run"]
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert f"nowhere is not there: name one of the runs in {tmp_path}, such as {run}" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     healthy(tmp_path / "runs" / "second")
-    assert main(["watch", "secnd"]) == 2  # searched beside it, then where runs usually are
+    assert main(["watch", "secnd", "--json"]) == 2  # searched beside it, then where runs usually are
     assert "secnd is not there: name one of the runs in ., such as run" in capsys.readouterr().err
-    assert main(["watch", "no/secnd"]) == 2
+    assert main(["watch", "no/secnd", "--json"]) == 2
     assert "name one of the runs in runs, such as runs/second" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert main(["watch", "no/secnd"]) == 2
+    assert main(["watch", "no/secnd", "--json"]) == 2
     assert "secnd is not there: name the folder that run.dir named" in capsys.readouterr().err
     assert main(["watch", str(run), "--port", "99999"]) == 2
     assert main(["watch", str(run), "--cluster", "nowhere", "--html", str(tmp_path / "x")]) == 2

@@ -2,6 +2,12 @@
 const given = JSON.parse(document.getElementById("data").textContent);
 const live = document.documentElement.dataset.mode === "live";
 const view = { runs: given.runs, plans: given.plans || [], focus: 0, hidden: new Set(), live, version: null, heard: Date.now(), lost: false };
+/* Curves of more than a few runs are hard to tell apart, so the older ones are hidden until they are asked for. */
+const SHOWN_AT_FIRST = 4;
+[...view.runs.keys()].sort((a, b) => (view.runs[b].notes.started || 0) - (view.runs[a].notes.started || 0)).slice(SHOWN_AT_FIRST).forEach((number) => view.hidden.add(number));
+if (view.hidden.has(0)) view.focus = [...view.runs.keys()].find((number) => !view.hidden.has(number));
+view.show = (number, on) => { if (on) view.hidden.delete(number); else view.hidden.add(number); update(); };
+view.choose = async (number) => { view.focus = number; view.hidden.delete(number); update(); if (live && !view.plans[number]) { await getPlan(); update(); } };
 
 view.flight = async (run, rank) => {
   if (!live) return (given.flights[run] || {})[rank] || { calls: [] };
@@ -13,7 +19,7 @@ const chips = el("div", { class: "chips" }), note = el("span", { class: "note" }
 function drawChips() {
   if (view.runs.length < 2) { chips.replaceChildren(); return; }
   chips.replaceChildren(...view.runs.map((run, number) => el("button", { type: "button", class: `chip ${number === view.focus ? "on" : ""}`, title: `${run.folder} (double-click hides it)`,
-    onclick: () => { view.focus = number; view.hidden.delete(number); update(); }, ondblclick: () => { view.hidden.add(number); update(); } },
+    onclick: () => view.choose(number), ondblclick: () => view.show(number, false) },
   el("i", { class: "dot", style: { background: view.hidden.has(number) ? "transparent" : runColour(number), border: `2px solid ${runColour(number)}` } }), el("span", {}, run.name))));
 }
 
@@ -40,10 +46,10 @@ function drawTiles(run, plan) {
     tile("validation", v ? fixed(v.loss, 4) : dash, null, v ? `at step ${whole(v.step)}` : "none yet"),
     tile("speed", count(p.tokens_per_s), "tokens/s", `${p.counted ? `${p.counted} · ` : ""}${run.layout.world > 1 ? `${count(p.tokens_per_s / run.layout.world)} per rank` : `${count(p.tokens)} tokens so far`}`),
     finite(p.mfu) ? tile("MFU", percent(p.mfu), null, `${flops(p.tflops).join(" ")} of the model`) : tile("model", ...flops(p.tflops), finite(p.tflops) ? "MFU: the peak is unknown" : "not recorded"),
-    tile("step time", seconds(p.step_time_s), null, plan && plan.step ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
+    tile("step time", seconds(p.step_time_s), null, plan && plan.step && !plan.hint ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
     tile("time to finish", p.step >= p.steps ? "done" : run.state.kind === "running" ? clock(p.seconds_left) : dash, null, `${count(p.tokens)} of ${count((p.tokens / Math.max(1, p.samples)) * p.all_samples)} tokens`),
     finite(cost) ? tile("cost to finish", `$${count(cost)}`, null, `$${count(gone)} so far, at $${count(p.price_hour)}/h`) : null,
-    tile("memory", bytes(peak), null, plan && plan.memory ? `planned ${bytes(plan.memory.peak)}` : "the fullest rank"),
+    tile("memory", bytes(peak), null, run.layout.device === "cpu" ? "the largest process" : plan && plan.memory ? `planned ${bytes(plan.memory.peak)}` : "the fullest rank"),
   ].filter(Boolean));
 }
 
@@ -66,12 +72,17 @@ function tell() {
   note.textContent = view.lost ? "the server is gone" : `updated ${Math.max(0, Math.round((Date.now() - view.heard) / 1000))} s ago`;
 }
 
+async function getPlan() {
+  const number = view.focus, plan = await fetch(`/plan.json?run=${number}`);
+  if (plan.ok) view.plans[number] = await plan.json();
+}
+
 async function poll() {
   try {
     const answer = await fetch("/data.json", { headers: view.version ? { "If-None-Match": view.version } : {} });
     view.lost = !(answer.ok || answer.status === 304);
     if (answer.ok) { view.runs = await answer.json(); view.version = answer.headers.get("ETag"); }
-    if (answer.ok || view.plans.length === 0) { const plans = await fetch("/plans.json"); if (plans.ok) view.plans = await plans.json(); }
+    if (answer.ok || !view.plans[view.focus]) await getPlan();
     if (answer.ok) { view.heard = Date.now(); update(); } else if (answer.status === 304) { view.heard = Date.now(); drawTop(view.run); }
   } catch { view.lost = true; }
   tell();
