@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024 --tokens 15T --html plan.html
   meshwright plan llama3-8b --cluster h100-80g-dgx --devices 16 --global-batch 64 --why layout.tp=8 layout.pp=2
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
+  meshwright plan llama3-8b --devices 64 --global-batch 256 --cluster h100-80g-dgx --cluster l40s-48g --network 25gbe
 
 A key of the layout that is given here stays fixed, e.g. layout.tp=8, layout.ep=8, recompute.mode=full, zero.stage=1 or
 pipeline.schedule=1f1b; those of a config file are searched like the rest. Layouts that `train` would refuse are not
@@ -64,7 +66,7 @@ ranked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cluster_arguments(parser)
+    cluster_arguments(parser, several=True)
     add_devices(parser)
     add_batch(parser)
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit into (default: the device's)")
@@ -82,23 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
-    devices, tokens = devices_for(target, args.devices), tokens_from(args)
-    if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
-        raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
-    if not 0 <= args.margin < 100:
-        raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
-    asked = _Asked(target, cluster, stack, devices, args.fit or usable_gib(cluster, args.margin), args.tp_grids)
-    base, space, result = asked.searched(args.words)
-    if not result.candidates:
-        fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
-        raise why_nothing(base, cluster, result, asked.limit, space, fixed)
+    names: list[str] = args.cluster or []
+    if len(names) > 1:
+        _compare(args, names)
+        return
+    asked, base, result = _searched(args, names[0] if names else None)
+    target, cluster, tokens = asked.target, asked.cluster, tokens_from(args)
     shown = without_twins(result.candidates)[: args.top]
     answers = [_why_not(args, asked, words, shown[0]) for words in args.why]
     reasons = why_best(result.candidates, result.layouts, result.fitting)
     if result.broken:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
-    known = known_run(target, cluster, stack, base)
+    known = known_run(target, cluster, base.stack, base)
     if known:
         reasons.append(_of_known(target.name, known, shown[0]))
     write(args.out, lambda: yaml_of(shown[0]))
@@ -112,6 +109,23 @@ def run(args: argparse.Namespace) -> None:
         notice(
             "next: --out FILE writes this layout as a config for train, --html FILE a page with pictures and sliders"
         )
+
+
+def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Asked, Job, SearchResult]:
+    """Search the layouts on one cluster. If none fits, raise an error that says why."""
+    args = argparse.Namespace(**{**vars(args), "cluster": cluster_name})
+    target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
+    devices = devices_for(target, args.devices)
+    if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
+        raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
+    if not 0 <= args.margin < 100:
+        raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
+    asked = _Asked(target, cluster, stack, devices, args.fit or usable_gib(cluster, args.margin), args.tp_grids)
+    base, space, result = asked.searched(args.words)
+    if not result.candidates:
+        fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
+        raise why_nothing(base, cluster, result, asked.limit, space, fixed)
+    return asked, base, result
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,46 @@ def _why_not(args: argparse.Namespace, asked: _Asked, words: list[str], best: Ca
 def _so_far(best: Candidate | None) -> str:
     """Describe the best layout of an unfinished search."""
     return f"best so far {seconds(best.cost.step_s)}: {layout_words(layout_of_cost(best.cost))}" if best else ""
+
+
+def _compare(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Print the best layout on each cluster, the fastest first, and why there is none on the others."""
+    if args.out or args.html or args.why:
+        why = "--out, --html and --why are about one plan"
+        raise UserError(f"{why}: name one --cluster, or leave them out to compare clusters")
+    best: dict[str, Candidate] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            asked, _, result = _searched(args, name)
+        except UserError as error:
+            reasons[name] = str(error)
+        else:
+            best[asked.cluster.name] = result.candidates[0]
+    if not best:
+        raise UserError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    ranked = dict(sorted(best.items(), key=lambda item: item[1].cost.step_s))
+    if args.json:
+        rows = {name: {**_candidate(each), "usd_per_billion_tokens": _dollars(each)} for name, each in ranked.items()}
+        print(json.dumps({"clusters": rows, "without_a_layout": reasons}))
+        return
+    heads = ("cluster", "layout", "step", "tokens/s", "MFU", "GiB", "USD/B tokens")
+    print(table([heads, *(_compared_cells(name, each) for name, each in ranked.items())]))
+    for name, reason in reasons.items():
+        print(f"{name}: {reason}")
+
+
+def _dollars(candidate: Candidate) -> float:
+    """Return the US dollars of a billion tokens, at the price in the cluster file."""
+    return whole_run(candidate.cost, 1e9)["cost_usd"]
+
+
+def _compared_cells(name: str, candidate: Candidate) -> tuple[str, ...]:
+    cost = candidate.cost
+    speed = f"{cost.tokens_per_s_device * cost.job.world:,.0f}"
+    words = layout_words(layout_of_cost(cost))
+    memory, dollars = f"{candidate.memory_gib:.1f}", f"{_dollars(candidate):,.2f}"
+    return name, words, seconds(cost.step_s), speed, f"{100 * cost.mfu:.1f} %", memory, dollars
 
 
 def without_twins(candidates: list[Candidate]) -> list[Candidate]:

@@ -77,6 +77,9 @@ def assumptions_of(base: Job, cluster: Cluster) -> dict[str, str]:
                            "from the cluster file: set your own there",
         "whole run": "every step takes the predicted time: no failures, no saving, no validation",
     }  # fmt: skip
+    if cluster.network.is_oversubscribed:
+        nodes, less = cluster.network.switch_nodes, cluster.network.oversubscription
+        found["switches"] = f"{nodes} nodes share a switch, which reaches the others at 1/{less:g} of their rate"
     if base.config.model.experts.count:
         found["experts"] = "every expert gets the same number of tokens (`cost --imbalance` plans others)"
     return found
