@@ -31,11 +31,12 @@ def slider_cells(shown: Sequence[Candidate], limit_gib: float, tokens: float | N
     best = shown[0]
     base, cluster = best.job, best.cost.cluster
     sizes = [int(base.world * factor) for factor in DEVICE_FACTORS if base.world * factor >= 1]
-    sizes = [size for size in dict.fromkeys(sizes) if size == base.world or size % min(base.node_size, size) == 0]
+    node = cluster.node.devices
+    sizes = [size for size in dict.fromkeys(sizes) if size == base.world or size % min(node, size) == 0]
     networks = [replaced_network(cluster, factor) for factor in NETWORK_FACTORS]
     cells = []
     for devices in sizes:
-        fitting = [job for job in _jobs(shown, devices) if needed_gib(job, cluster) <= limit_gib]
+        fitting = [job for job in _jobs(shown, devices, min(node, devices)) if needed_gib(job, cluster) <= limit_gib]
         here = devices == base.world
         # The plan's own cell has the plan's own figures, which are timed by the schedule's table.
         cells.append([
@@ -54,16 +55,16 @@ def replaced_network(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, network=replace(cluster.network, node_gb_s=rate))
 
 
-def _jobs(shown: Sequence[Candidate], devices: int) -> list[Job]:
+def _jobs(shown: Sequence[Candidate], devices: int, node: int) -> list[Job]:
     """Return the first divisions into axes of the ranking, with some ZeRO stages, that the devices and the batch
-    allow."""
+    allow. A node has `node` of these devices."""
     divisions: dict[tuple[int, ...], Job] = {}
     for job in (candidate.job for candidate in shown):
         divisions.setdefault((job.layout.tp, job.layout.pp, job.layout.cp, job.layout.ep), job)
     found = []
     for job in list(divisions.values())[:MOST_LAYOUTS]:
         for zero in dict.fromkeys((job.config.zero.stage, 1, 3)):
-            sized = replace(job.replaced(zero={"stage": zero}), world=devices)
+            sized = replace(job.replaced(zero={"stage": zero}), world=devices, cluster_node=node)
             if _is_possible(sized):
                 found.append(sized)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from meshwright.device import Device
 from meshwright.engine.hooks import Hook
@@ -31,5 +32,6 @@ class MachineNotes(Hook):
             return
         self.last = now
         line = {"step": result.step, "time": now, **self.load.read(now), **self.device.sensors()}
-        with (self.folder.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
+        # These figures are not worth the end of a run, for example on a full disk.
+        with suppress(OSError), (self.folder.path / MACHINE_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -2,7 +2,6 @@
 const scaling = JSON.parse(document.getElementById("data").textContent);
 const WAY_PAINTS = { hybrid: "ink", data: "accent", tensor: "p-reduce", pipeline: "p-optimizer" };
 const AXIS_PAINTS = { tp: "p-reduce", cp: "warn", ep: "bad", etp: "p-data", dp: "accent", edp: "p-backward", pp: "p-optimizer", embedding: "p-backward" };
-const decimal = (value) => { for (const [size, unit] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (value >= size) return `${trimmed(value / size)} ${unit}`; return `${trimmed(value)} B`; };
 const nameOf = (p) => (p.way === "hybrid" ? el("b", {}, "best\u00a0mix") : p.way);
 const hybridFirst = (ways) => [...ways].sort((a, b) => (b === "hybrid") - (a === "hybrid"));
 

@@ -105,7 +105,7 @@ panel("spread", "Spread over ranks", "", "How long the quickest, the middle and 
 
 panel("machine", "Machine", "", "The machine of the rank that writes the run, and that rank's device, about every ten seconds: the used shares of cores, memory and device, the device's temperature and power, and the network's traffic.", ({ body, sub, node }) => {
   const shares = new LineChart({ height: 150, label: "used shares", zero: true, xName: "time", xFormat: clock, format: (v) => percent(v, 0) });
-  const rates = new LineChart({ height: 110, label: "network", zero: true, xName: "time", xFormat: clock, format: (v) => `${trimmed(v / 1e6)} MB/s` }), keys = el("div", {}), names = el("div", {});
+  const rates = new LineChart({ height: 110, label: "network", zero: true, xName: "time", xFormat: clock, format: (v) => `${decimal(v)}/s` }), keys = el("div", {}), names = el("div", {});
   body.append(shares.node, keys, rates.node, names);
   return (view) => {
     const m = view.run.machine;
