@@ -38,13 +38,13 @@ def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[C
 
 @contextmanager
 def searching(label: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """Show how far a search is while the body runs, and its best result so far.
+    """Show on a terminal how far a search is while the body runs, and its best result so far.
 
     Yields a function to call with the number of things done, the number of all, and the best result in words.
     """
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
-        yield _log_search(label, stream)
+        yield lambda done, total, best: None
         return
     from rich import progress as bars
 
@@ -55,21 +55,6 @@ def searching(label: str, stream: TextIO | None = None) -> Iterator[Callable[[in
     with bars.Progress(*columns, console=console_for(stream), transient=True) as drawn:
         task = drawn.add_task(label, total=1, best="")
         yield lambda done, total, best: drawn.update(task, completed=done, total=max(total, 1), best=best)
-
-
-def _log_search(label: str, stream: TextIO) -> Callable[[int, int, str], None]:
-    """Return the function that writes a line every ten seconds."""
-    last = time.monotonic()
-
-    def update(done: int, total: int, best: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LOG_SECONDS:
-            last = now
-            stream.write(f"{label} {percent(done / max(total, 1), 0)}" + (f", {best}" if best else "") + "\n")
-            stream.flush()
-
-    return update
 
 
 def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
