@@ -56,6 +56,8 @@ class Runs:
 
     def _find(self) -> None:
         """Add the runs that have begun in the collections."""
+        if not self.collections:
+            return
         known = {report.path for report in self.reports}
         for folder in (folder for place in self.collections for folder in runs_in(place)[:MOST_RUNS]):
             if folder not in known and len(self.reports) < MOST_RUNS:
