@@ -106,10 +106,13 @@ class Cuda(Accelerator):
     has_flash_attention = True
 
     def why_not(self, precision: str, index: int) -> str:
-        needed, fix = {"fp8": ((8, 9), "bf16"), "bf16": ((8, 0), "fp16 or fp32")}.get(precision, ((0, 0), ""))
-        if torch.cuda.get_device_capability(index) >= needed:
+        newest = {"fp8": ((8, 9), "bf16"), "bf16": ((8, 0), "fp16 or fp32")}
+        # Asking creates a context on the device, so only these precisions do.
+        if precision not in newest:
             return ""
-        return f"is not supported by this GPU: use {fix}"
+        needed, fix = newest[precision]
+        old = torch.cuda.get_device_capability(index) < needed
+        return f"is not supported by this GPU: use {fix}" if old else ""
 
     def group_options(self) -> Any:
         return torch.distributed.ProcessGroupNCCL.Options()
@@ -228,7 +231,7 @@ class Device:
     @property
     def torch(self) -> torch.device:
         type_ = kind_named(self.kind).type
-        return torch.device(type_) if self.module is None else torch.device(type_, self.index)
+        return torch.device(type_, self.index) if DEVICE_KINDS[self.kind].is_accelerator else torch.device(type_)
 
     @property
     def module(self) -> Any:
@@ -529,9 +532,10 @@ def host_memory_bytes() -> float:
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
     """Raise UserError for settings that would make ranks fail on this machine, before a launcher starts them."""
-    if not kind_named(kind if kind != AUTO else _accelerator_kind() or "cpu").module:
+    name = (_accelerator_kind() or "cpu") if kind == AUTO else kind
+    if not DEVICE_KINDS[name].is_accelerator:
         if ranks > 1:
-            Device("cpu").check_backend(backend)
+            Device(name).check_backend(backend)
         return
     device = Device.find(kind)
     device.check_precision(precision)
