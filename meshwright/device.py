@@ -212,6 +212,22 @@ class Device:
         if self.module is not None:
             self.module.set_device(self.index)
 
+    def sensors(self) -> dict[str, float]:
+        """Return the used shares of an accelerator's memory and time, its temperature in degrees Celsius and its power
+        in watts, as far as the system tells them."""
+        module, found = self.module, {}
+        if module is None:
+            return {}
+        # Each of these needs a driver library that may be missing, and raises errors of its own then.
+        with suppress(Exception):
+            free, total = module.mem_get_info(self.index)
+            found["device_memory"] = 1.0 - free / total
+        for name, ask, unit in (("device_busy", "utilization", 100.0), ("device_celsius", "temperature", 1.0),
+                                ("device_watts", "power_draw", 1000.0)):  # fmt: skip
+            with suppress(Exception):
+                found[name] = float(getattr(module, ask)(self.index)) / unit
+        return found
+
     @property
     def torch(self) -> torch.device:
         type_ = kind_named(self.kind).type

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.config.numbers import count_argument, length_argument
+from meshwright.config.numbers import count_argument, length_argument, number_from
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError, notice
 from meshwright.plan.account import experts_json, experts_words
@@ -62,6 +62,21 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     batch = "sequences of a step (train.global_batch)"
     parser.add_argument("--global-batch", type=count_argument, metavar="B", help=batch)
     parser.add_argument("--seq", type=length_argument, metavar="S", help="tokens of a sequence (default: the model's)")
+
+
+def add_tokens(parser: argparse.ArgumentParser) -> None:
+    whole = "tokens of the whole run, to predict its days, energy and price too"
+    parser.add_argument("--tokens", metavar="N", help=whole)
+
+
+def tokens_from(args: argparse.Namespace) -> float | None:
+    """Return the tokens of the whole run, or None if they are not given."""
+    if args.tokens is None:
+        return None
+    value = number_from(args.tokens)
+    if value is None or not 0 < value < float("inf"):
+        raise UserError(f"--tokens {args.tokens} must be a number above zero, e.g. 300B or 300e9")
+    return value
 
 
 def words_of(args: argparse.Namespace) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshwright.cli.common_args import print_result, step_arguments, step_from_args
-from meshwright.config.numbers import number_from
+from meshwright.cli.common_args import add_tokens, print_result, step_arguments, step_from_args, tokens_from
 from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
@@ -30,7 +29,7 @@ EXAMPLES = """example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
-    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, to predict its days and price too")
+    add_tokens(parser)
     busiest = "mixture of experts: the busiest rank's rows over the mean (default 1: balanced experts)"
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=busiest)
     grids = "1D, 2D, 2.5D and 3D tensor parallelism of this many ranks side by side, for one block"
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         return
     check_imbalance(f"--imbalance {args.imbalance:g}", args.imbalance)
     cost = predict_cost(with_imbalance(job, args.imbalance) if args.imbalance > 1 else job, cluster)
-    tokens = _number(args.tokens) if args.tokens else None
+    tokens = tokens_from(args)
     print_result(args, as_json(cost, tokens), report(cost, tokens))
 
 
@@ -60,10 +59,3 @@ def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
     found, refused = compare(job, cluster)
     ways = {"ways": [one.as_json() for one in found], "refused": refused}
     print_result(args, ways, comparison(job, found, refused))
-
-
-def _number(text: str) -> float:
-    value = number_from(text)
-    if value is None or not 0 < value < float("inf"):
-        raise UserError(f"--tokens {text} must be a number above zero, e.g. 300B or 300e9")
-    return value

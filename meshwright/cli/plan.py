@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, planned_from_args, words_of
+from meshwright.cli.common_args import (
+    add_batch,
+    add_devices,
+    add_tokens,
+    cluster_arguments,
+    planned_from_args,
+    tokens_from,
+    words_of,
+)
 from meshwright.config.memory import RecomputeConfig
 from meshwright.config.rules import context_is_shared, features_fit, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.disk import write
-from meshwright.errors import UserError
-from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words, whole_run
+from meshwright.errors import UserError, notice
+from meshwright.plan.account import experts_json, layout_of_cost, layout_words, whole_run
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.page import page, ranking_cells
+from meshwright.plan.question import Question, question_of
 from meshwright.plan.rank import rank_json
 from meshwright.plan.search import (
     MARGIN_PERCENT,
@@ -39,8 +46,9 @@ from meshwright.plan.search import (
 )
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
+from meshwright.show.progress import searching
 from meshwright.show.terminal import table
-from meshwright.show.units import percent, seconds
+from meshwright.show.units import count, percent, seconds
 from meshwright.spec.model.graph import active_parameters, parameter_count
 
 # The keys that narrow the search. If no layout is found, the error names those that were given.
@@ -48,6 +56,8 @@ NARROWING_KEYS = (*SPACE_FIELDS, "zero.shard_group", "train.ramp", "run.eval_sam
 EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 3360 --global-batch 1920 --html plan.html
+  meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024 --tokens 15T --html plan.html
+  meshwright plan llama3-8b --cluster h100-80g-dgx --devices 16 --global-batch 64 --why layout.tp=8 layout.pp=2
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
   meshwright plan llama3-8b --devices 64 --global-batch 256 --cluster h100-80g-dgx --cluster l40s-48g --network 25gbe
 
@@ -66,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grids = "also try 2D, 2.5D and 3D grids of tensor-parallel ranks (the search takes longer)"
     parser.add_argument("--tp-grids", action="store_true", help=grids)
     parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to show (default 10)")
-    out = "the best layout's config (default NAME-plan.yaml, or the next free number; with --json none)"
+    add_tokens(parser)
+    why = "also answer for the best layout with these keys, e.g. --why layout.tp=8 layout.pp=2"
+    parser.add_argument("--why", nargs="+", action="append", default=[], metavar="key=value", help=why)
+    out = "write the best layout's config there"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
 
@@ -76,70 +89,120 @@ def run(args: argparse.Namespace) -> None:
     if len(names) > 1:
         _compare(args, names)
         return
-    found = _searched(args, names[0] if names else None)
-    target, base, cluster, limit, result = found.target, found.base, found.cluster, found.limit, found.result
+    asked, base, result = _searched(args, names[0] if names else None)
+    target, cluster, tokens = asked.target, asked.cluster, tokens_from(args)
     shown = without_twins(result.candidates)[: args.top]
+    answers = [_why_not(args, asked, words, shown[0]) for words in args.why]
     reasons = why_best(result.candidates, result.layouts, result.fitting)
     if result.broken:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(target, cluster, base.stack, base)
     if known:
         reasons.append(_of_known(target.name, known, shown[0]))
-    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: signed(yaml_of(shown[0])))
-    title = f"{target.name} on {base.world} x {cluster.device.name}"
-    write(args.html, lambda: page(title, reasons, shown, limit))
-    print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
+    write(args.out, lambda: yaml_of(shown[0]))
+    question = question_of(target, base, cluster, asked.limit, tokens)
+    write(args.html, lambda: page(question, reasons, shown, result.outcomes, answers))
+    if args.json:
+        print(json.dumps(_json(shown, known, tokens) | ({"why": answers} if answers else {})))
+        return
+    print(_text(question, shown, reasons, answers))
+    if args.out is None:
+        notice(
+            "next: --out FILE writes this layout as a config for train, --html FILE a page with pictures and sliders"
+        )
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A finished search: what was searched for, on which cluster, within how many GiB per device."""
-
-    target: Target
-    base: Job
-    cluster: Cluster
-    limit: float
-    result: SearchResult
-
-
-def _searched(args: argparse.Namespace, cluster_name: str | None) -> Searched:
+def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Asked, Job, SearchResult]:
     """Search the layouts on one cluster. If none fits, raise an error that says why."""
     args = argparse.Namespace(**{**vars(args), "cluster": cluster_name})
     target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
-    for word in args.words:
-        # A split in a config file is ignored. One on the command line is refused, since the user expects an effect.
-        if word.startswith("pipeline.split="):
-            raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
-    base = Job(target.config, devices, stack, min(cluster.node.devices, devices), host=cluster.device.units == 1)
     if not 0 <= args.margin < 100:
         raise UserError(f"--margin {args.margin:g} must be per cent of the device's memory, e.g. --margin 6")
-    limit = args.fit or usable_gib(cluster, args.margin)
-    space = _space(target.config, args.words)
-    if args.tp_grids and "layout.tp_grid" not in fixed_keys(args.words):
-        space = replace(space, grids=())
-    result = search(base, cluster, limit, space)
+    asked = _Asked(target, cluster, stack, devices, args.fit or usable_gib(cluster, args.margin), args.tp_grids)
+    base, space, result = asked.searched(args.words)
     if not result.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
-        raise why_nothing(base, cluster, result, limit, space, fixed)
-    return Searched(target, base, cluster, limit, result)
+        raise why_nothing(base, cluster, result, asked.limit, space, fixed)
+    return asked, base, result
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all searches of one command have in common."""
+
+    target: Target
+    cluster: Cluster
+    stack: Stack
+    devices: int
+    limit: float
+    grids: bool
+
+    def searched(self, words: list[str], config: Config | None = None) -> tuple[Job, SearchSpace, SearchResult]:
+        """Search the layouts with the keys of the layout that `words` fix."""
+        for word in words:
+            # A split in a config file is ignored. One on the command line is refused, since the user expects an effect.
+            if word.startswith("pipeline.split="):
+                raise UserError(f"{word} would have no effect: leave it out, the search splits the layers itself")
+        node, host = min(self.cluster.node.devices, self.devices), self.cluster.device.units == 1
+        base = Job(config or self.target.config, self.devices, self.stack, node, host=host)
+        space = _space(base.config, words)
+        if self.grids and "layout.tp_grid" not in fixed_keys(words):
+            space = replace(space, grids=())
+        with searching("searching layouts") as show:
+            result = search(base, self.cluster, self.limit, space, watch=lambda n, of, best: show(n, of, _so_far(best)))
+        return base, space, result
+
+
+def _why_not(args: argparse.Namespace, asked: _Asked, words: list[str], best: Candidate) -> dict[str, str]:
+    """Return what the user asks about, and the best layout with these keys, or the reason why there is none."""
+    text = " ".join(words)
+    free = [word for word in words if word.partition("=")[0] not in SPACE_FIELDS]
+    if free:
+        raise UserError(f"--why {free[0]}: ask about keys that the search chooses, such as {', '.join(SPACE_FIELDS)}")
+    given = [*args.words, *words]
+    target = target_of(args.target, [*words_of(args), *words], as_run=False)
+    config = replace(target.config, train=replace(target.config.train, precision=best.job.config.train.precision))
+    try:
+        _, _, result = asked.searched(given, config)
+    except UserError as error:
+        return {"words": text, "answer": f"This can't be planned: {error}."}
+    if result.candidates:
+        found = result.candidates[0]
+        slower = found.cost.step_s / best.cost.step_s - 1
+        answer = f"The best such layout takes {seconds(found.cost.step_s)}, {percent(slower)} more"
+        answer += f" ({layout_words(layout_of_cost(found.cost))})"
+        return {"words": text, "answer": f"{answer}: it loses {against(best.cost, found.cost)}."}
+    if result.nearest:
+        gib, job = result.nearest
+        nearest = f"the nearest, with dp={job.layout.dp}, micro-batch {job.config.train.micro_batch} and "
+        nearest += f"ZeRO {job.config.zero.stage}, needs {gib:.1f} GiB of {asked.limit:.1f}"
+        return {"words": text, "answer": f"No such layout fits: {nearest}."}
+    refused = result.refused or "none divides the devices, the batch and the model"
+    return {"words": text, "answer": f"No such layout is possible: {refused}."}
+
+
+def _so_far(best: Candidate | None) -> str:
+    """Describe the best layout of an unfinished search."""
+    return f"best so far {seconds(best.cost.step_s)}: {layout_words(layout_of_cost(best.cost))}" if best else ""
 
 
 def _compare(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Print the best layout on each cluster, the fastest first, and why there is none on the others."""
-    if args.out or args.html:
-        raise UserError("--out and --html write one plan: name one --cluster, or leave them out to compare clusters")
+    if args.out or args.html or args.why:
+        why = "--out, --html and --why are about one plan"
+        raise UserError(f"{why}: name one --cluster, or leave them out to compare clusters")
     best: dict[str, Candidate] = {}
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            found = _searched(args, name)
+            asked, _, result = _searched(args, name)
         except UserError as error:
             reasons[name] = str(error)
         else:
-            best[found.cluster.name] = found.result.candidates[0]
+            best[asked.cluster.name] = result.candidates[0]
     if not best:
         raise UserError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     ranked = dict(sorted(best.items(), key=lambda item: item[1].cost.step_s))
@@ -167,11 +230,18 @@ def _compared_cells(name: str, candidate: Candidate) -> tuple[str, ...]:
 
 
 def without_twins(candidates: list[Candidate]) -> list[Candidate]:
-    """Return the candidates, but only the first of those whose figures all look the same. They may for example differ
-    only in the order of the axes inside a node."""
-    # The first cell, the layout, is not compared. In a dict the last value of a key wins, so the candidates come in
-    # reverse for the first one to win.
-    return list({ranking_cells(candidate)[1:]: candidate for candidate in reversed(candidates)}.values())[::-1]
+    """Return the candidates, but only the first of those that look the same: with the same figures, or with the same
+    layout except for the chunks, the schedule, the split and the order of the axes."""
+    alike = ("chunks", "order", "schedule", "split")
+    seen: set[object] = set()
+    kept = []
+    for candidate in candidates:
+        layout = layout_of_cost(candidate.cost)
+        keys = {ranking_cells(candidate)[1:], str({key: layout[key] for key in layout if key not in alike})}
+        if not keys & seen:
+            kept.append(candidate)
+        seen |= keys
+    return kept
 
 
 # Context parallelism is tried from this sequence length on: the search then takes about three times as long.
@@ -217,29 +287,6 @@ def _of_known(name: str, known: Candidate, best: Candidate) -> str:
     return text + (f": it loses {against(best.cost, known.cost)}." if slower > 0.02 else ".")
 
 
-SIGNATURE = "# Replaced by the next plan unless somebody changes it: "
-
-
-def signed(text: str) -> str:
-    """Return the text with a checksum of itself at its end, which tells a file that the user has edited."""
-    return f"{text}{SIGNATURE}{zlib.crc32(text.encode('utf-8')):08x}\n"
-
-
-def _free(stem: str) -> Path:
-    """Return the first of NAME.yaml, NAME-2.yaml and so on that does not exist or that the user has not edited."""
-    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
-    return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _unchanged(path))
-
-
-def _unchanged(path: Path) -> bool:
-    """Return whether a file is as an earlier plan wrote it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    return text == signed(text.partition(SIGNATURE)[0])
-
-
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as --json prints it."""
     cost = candidate.cost
@@ -255,20 +302,31 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _json(shown: list[Candidate], known: Candidate | None) -> dict[str, Any]:
+def _json(shown: list[Candidate], known: Candidate | None, tokens: float | None) -> dict[str, Any]:
     document = {"best": _candidate(shown[0]), "candidates": [_candidate(candidate) for candidate in shown]}
+    if tokens:
+        document["run"] = whole_run(shown[0].cost, tokens)
     if known:
         document["published"] = _candidate(known)
     return document
 
 
-def _text(shown: list[Candidate], reasons: list[str]) -> str:
+def _text(question: Question, shown: list[Candidate], reasons: list[str], answers: list[dict[str, str]]) -> str:
     rows = [("layout", "step", "tokens/s/device", "MFU", "bubble", "GiB"), *map(ranking_cells, shown)]
-    best = shown[0].cost
+    best, facts = shown[0].cost, question.facts
     device = device_memory(best.job, best.cluster, best.memory)
     memory = f"Memory of the best layout: {device.total:.1f} GiB of a device = {device.words()}."
-    lines = [f"{parameters_words(shown[0].job)}.", *reasons, "", table(rows), "", memory, ""]
-    lines.append("Why the next ones are slower:")
+    asked = (
+        f"{facts['model']}; {facts['sequence']} x {facts['global batch']}; {facts['devices']} ({facts['cluster']}); "
+    )
+    lines = [f"{asked}{facts['precision']}, {facts['software']}.", "", *reasons]
+    if question.tokens:
+        run = whole_run(best, question.tokens)
+        lines.append(
+            f"{count(question.tokens)} tokens take {run['days']:.1f} days, {run['device_hours']:,.0f} device hours, "
+            f"{run['energy_mwh']:,.0f} MWh of the devices and {run['cost_usd']:,.0f} USD at the cluster file's price."
+        )
+    lines += ["", table(rows), "", memory, "", "Why the next ones are slower:"]
     for candidate in shown[1:5]:
         lines.append(f"  {layout_words(layout_of_cost(candidate.cost))}: {against(shown[0].cost, candidate.cost)}")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"Why not {one['words']}? {one['answer']}" for one in answers])

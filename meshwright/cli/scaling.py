@@ -4,19 +4,26 @@ torch."""
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import cluster_arguments, planned_from_args, print_result
 from meshwright.config.numbers import count_argument
 from meshwright.disk import write
-from meshwright.errors import UserError
+from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.account import layout_of_cost, layout_words
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
+from meshwright.plan.question import assumptions_of, command, model_facts, software_facts
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
-from meshwright.show import html
+from meshwright.plan.target import Target
+from meshwright.show import page_file
 from meshwright.show.chart import Chart, check_svg, stacked, svg
+from meshwright.show.progress import searching
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
@@ -59,19 +66,29 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--global-batch {args.global_batch} must be at least 1")
     if (args.global_batch or 1) * max(counts) >= LARGEST:
         raise UserError(f"--global-batch {args.global_batch} is more samples than anybody has: use a smaller one")
+    modes = ("weak", "strong") if args.mode == "both" else (args.mode,)
     found: dict[str, list[ScalingPoint]] = {}
-    for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
-        batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
-        host, node = cluster.device.units == 1, cluster.node.devices
-        base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
-        found[mode] = sweep(base, cluster, counts, mode == "weak")
+    total, done = len(modes) * len(counts) * len(WAYS), itertools.count(1)
+    with searching("searching layouts") as show:
+        for mode in modes:
+            batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
+            host, node = cluster.device.units == 1, cluster.node.devices
+            base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
+            seen = partial(_show_point, lambda words: show(next(done), total, words), mode)
+            found[mode] = sweep(base, cluster, counts, mode == "weak", found=seen)
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
     write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
-    write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
+    write(args.html, lambda: page(target, base, cluster, found))
     print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
+
+
+def _show_point(show: Callable[[str], None], mode: str, point: ScalingPoint) -> None:
+    """Show a point as soon as it is found."""
+    speed = f"{point.tokens_per_s:,.0f} tokens/s" if point.best else "not possible"
+    show(f"{mode} scaling, {point.way} on {plural(point.devices, 'device')}: {speed}")
 
 
 def _lines(found: dict[str, list[ScalingPoint]]) -> dict[str, list[tuple[float, float]]]:
@@ -113,21 +130,26 @@ def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
     return Chart(f"{title}: efficiency", "devices", "%", lines, "{:,.0f}".format, linear=True)
 
 
-def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) -> str:
-    """Return all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
-    layouts."""
-    sections = {"Throughput": html.drawing(svg(throughput))}
-    for mode, points in found.items():
-        name = f"{title}, {mode} scaling"
-        sections |= {
-            f"Overhead, {mode} scaling": html.drawing(stacked(overhead_charts(name, points))),
-            f"Efficiency, {mode} scaling": html.drawing(svg(efficiency_chart(name, points))),
-            f"Layouts, {mode} scaling": html.table(_rows(mode, points), words=(6,)),
-        }
-    intro = (
-        "All figures are predicted. Each point has the best layout of its kind. Efficiency: against the fewest devices."
-    )
-    return html.page(f"Scaling of {title}", [intro], sections)
+PAGE = page_file.PageScripts(page_file.FOLDER / "scaling.js")
+
+
+def page(target: Target, base: Job, cluster: Cluster, found: dict[str, list[ScalingPoint]]) -> str:
+    """Return the page of all points, with charts of throughput, efficiency and communication for each mode."""
+    counts = [point.devices for points in found.values() for point in points]
+    batches = {mode: sorted({point.global_batch for point in points}) for mode, points in found.items()}
+    facts = {
+        **model_facts(target, base), "devices": f"{min(counts)} to {max(counts)} x {cluster.device.name}",
+        **{f"{mode} scaling": f"global batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+           for mode, sizes in batches.items()},
+        **software_facts(base, cluster), **assumptions_of(base, cluster), "command": command(),
+    }  # fmt: skip
+    modes = {mode: [_json(p) | {"words": _words(p)} for p in points] for mode, points in found.items()}
+    title = f"Scaling of {target.name} on {cluster.name}"
+    return page_file.page(title, {"title": title, "facts": facts, "modes": modes}, PAGE)
+
+
+def _words(point: ScalingPoint) -> str:
+    return layout_words(layout_of_cost(point.best.cost)) if point.best else ""
 
 
 def _json(point: ScalingPoint) -> dict[str, Any]:
@@ -148,7 +170,7 @@ def _rows(mode: str, points: list[ScalingPoint]) -> list[tuple[str, ...]]:
         cells = ("-", "-", "-", "can't be or doesn't fit")
         if p.best:
             figures = (f"{p.tokens_per_s:,.0f}", percent(p.efficiency), percent(p.comm_share))
-            cells = (*figures, layout_words(layout_of_cost(p.best.cost)))
+            cells = (*figures, _words(p))
         rows.append((p.way, str(p.devices), str(p.global_batch), *cells))
     return rows
 

@@ -55,7 +55,12 @@ def page(found: dict[str, Any]) -> list[str]:
     kind = "complete" if found["complete"] else state["kind"]
     rows = [("state", f"{kind} ({state['text']})" if state["text"] else kind)]
     done = found["step"] / found["steps"] if found["steps"] else 0.0
-    left = f", about {clock(found['seconds_left'])} left" if found["seconds_left"] else ""
+    left = ""
+    if found["seconds_left"]:
+        time = clock(found["seconds_left"])
+        # Nobody works on a run that has ended, so its remaining steps take time only if it continues.
+        alive = found["state"]["kind"] in ("running", "silent")
+        left = f", about {time} left" if alive else f", the rest would take about {time}"
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
     if lost := found["not_saved"]:
         these = "none of which was" if lost == found["step"] else f"the last {lost:,} of which were not"

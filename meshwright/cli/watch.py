@@ -5,27 +5,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 import webbrowser
 from pathlib import Path
 
 from meshwright.disk import write
 from meshwright.errors import UserError, notice
-from meshwright.watch.report import RunReport
+from meshwright.record.run_folder import is_run, no_run, runs_in
 from meshwright.watch.server import Runs, Server, whole_page
 
 EXAMPLES = """example:
   meshwright watch runs/mine                          (a page that follows the run; Ctrl-C ends it)
-  meshwright watch runs/first runs/second             (their curves over each other)
+  meshwright watch runs/first runs/second             (their curves over each other, and what differs in their configs)
+  meshwright watch runs                               (a list of all runs in this folder)
   meshwright watch runs/mine --html run.html          (one file that you can send)
   meshwright watch runs/mine --cluster here.yaml      (planned times too, by a profile of `meshwright comm bench`)
 
 On a cluster, watch from your own machine: ssh -L 8420:127.0.0.1:8420 HOST meshwright watch runs/mine"""
 
 PORT = 8420
+LOOK_EVERY_S = 0.5  # How often it is looked whether a run has begun.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its run.dir)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its run.dir), or of several")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no server, and end")
     parser.add_argument("--port", type=int, metavar="N", help=f"port to listen on (default {PORT}, or a free one)")
     cluster = "plan with this cluster (default: by the device's name, where it is known)"
@@ -34,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    runs = Runs([RunReport(folder, args.cluster) for folder in args.runs])
+    folders = [Path(folder) for folder in args.runs]
+    if not (args.json or args.html):
+        for folder in folders:
+            wait_for(folder)
+    runs = Runs.of(folders, args.cluster)
     if args.json:
         print(json.dumps({"runs": runs.documents(), "plans": runs.plans()}, allow_nan=False))
         return
@@ -51,6 +58,14 @@ def run(args: argparse.Namespace) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             return
+
+
+def wait_for(folder: Path) -> None:
+    """Wait until a run has begun in a folder."""
+    if not (is_run(folder) or runs_in(folder)):
+        notice(f"{no_run(folder)}; waiting for a run to begin in {folder} (Ctrl-C ends it)")
+        while not (is_run(folder) or runs_in(folder)):
+            time.sleep(LOOK_EVERY_S)
 
 
 def _server(runs: Runs, port: int | None) -> Server:

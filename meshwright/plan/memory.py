@@ -6,6 +6,7 @@ checks them). Other programs store the same tensors in other ways, which their s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -293,9 +294,18 @@ def _different_ranks(job: Job) -> list[int]:
     return sorted({*last, *last.values()})
 
 
-def largest(job: Job) -> Memory:
-    """Return the memory of the pipeline rank with the highest peak."""
-    return max((rank_memory(job, rank) for rank in _different_ranks(job)), key=lambda memory: memory.peak)
+def largest(job: Job, enough: float = math.inf) -> Memory:
+    """Return the memory of the pipeline rank with the highest peak, or of the first one whose peak is above `enough`
+    bytes."""
+    most: Memory | None = None
+    for rank in _different_ranks(job):
+        memory = rank_memory(job, rank)
+        if most is None or memory.peak > most.peak:
+            most = memory
+        if memory.peak > enough:
+            break
+    assert most is not None
+    return most
 
 
 def states_gib(job: Job) -> float:
@@ -336,8 +346,13 @@ def device_memory(job: Job, cluster: Cluster, memory: Memory | None = None) -> D
     return DeviceMemory(memory.peak / GIB, reserve / GIB, context_gib(job, cluster))
 
 
-def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None) -> float:
-    """Return the GiB of device memory that a step needs, including the context and communication buffers."""
+def needed_gib(job: Job, cluster: Cluster, memory: Memory | None = None, enough_gib: float = math.inf) -> float:
+    """Return the GiB of device memory that a step needs, including the context and communication buffers.
+
+    Above `enough_gib`, the result may be less than the need, which then is above it too.
+    """
+    if memory is None:
+        memory = largest(job, (enough_gib - context_gib(job, cluster)) * GIB)
     return device_memory(job, cluster, memory).total
 
 

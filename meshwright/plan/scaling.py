@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
@@ -71,9 +72,14 @@ def space_for_way(way: str, devices: int) -> SearchSpace:
 
 
 def sweep(
-    base: Job, cluster: Cluster, counts: list[int], weak: bool, ways: tuple[str, ...] = WAYS
+    base: Job,
+    cluster: Cluster,
+    counts: list[int],
+    weak: bool,
+    ways: tuple[str, ...] = WAYS,
+    found: Callable[[ScalingPoint], None] = lambda point: None,
 ) -> list[ScalingPoint]:
-    """Search every way of scaling on every number of devices.
+    """Search every way of scaling on every number of devices, and call `found` with each point.
 
     With `weak` scaling, the batch grows with the devices, and `base` has the batch of the smallest count. With strong
     scaling, the batch stays the same.
@@ -85,6 +91,7 @@ def sweep(
         for way in ways:
             result = search(sized, cluster, usable_gib(cluster), space_for_way(way, devices), best_only=True)
             points.append(ScalingPoint(way, devices, batch, result.candidates[0] if result.candidates else None))
+            found(points[-1])
     # Efficiency is the throughput per device relative to the best of any way on the fewest devices that fit.
     fits = [p for p in points if p.best]
     if not fits:

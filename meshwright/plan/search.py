@@ -5,22 +5,22 @@ ranks them by predicted step time. Two rules keep it fast without losing good la
 
 - With all else equal, recomputing less is never slower. So the first recompute mode that fits is taken. If a schedule
   fits without recomputation, slower schedules of the same layout are not tried.
-- A layout is skipped if its compute and bubble alone take much longer than the best whole step, or longer than every
-  step of a full ranking.
+- Layouts are examined in the order of the least seconds that they can take: those of their blocks and the bubble.
+  Those with much more than the best whole step, or more than every step of a full ranking, are only counted.
 
 Experts are divided in powers of two, and divided less only if that is faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from math import prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.config.memory import Place, RecomputeConfig, Recomputed
 from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, first_broken_rule
@@ -62,6 +62,16 @@ class Candidate:
 
 
 @dataclass
+class Outcome:
+    """The result for all layouts with the same tp and pp."""
+
+    best: Candidate | None = None
+    least_seconds: float = float("inf")  # No layout that keeps the rules takes less.
+    least_gib: float = float("inf")  # No layout that was found not to fit needs less.
+    refused: str = ""  # The first rule that one of them breaks.
+
+
+@dataclass
 class SearchResult:
     """The ranking, best first, and the size of the search."""
 
@@ -71,6 +81,7 @@ class SearchResult:
     nearest: tuple[float, Job] | None = None  # The least GiB needed by a layout that doesn't fit, and its job.
     broken: int = 0  # Combinations that break a config rule, which are not counted above.
     refused: str = ""  # The rule that the most promising one of these breaks.
+    outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)  # By tp and pp.
 
 
 def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
@@ -274,6 +285,9 @@ def _mixture_seconds(job: Job, cluster: Cluster) -> float:
     return sum(count * (time.whole_forward + time.whole_backward) for count, time in times)
 
 
+# Called with the number of shapes that are done, the number of all shapes, and the best candidate so far.
+Watch = Callable[[int, int, Candidate | None], None]
+
 # The share of a device's memory that plans leave free, in per cent: drivers and fragments vary between machines.
 MARGIN_PERCENT = 6.0
 
@@ -284,12 +298,17 @@ def usable_gib(cluster: Cluster, margin: float = MARGIN_PERCENT) -> float:
 
 
 def search(
-    base: Job, cluster: Cluster, fit_gib: float = 0.0, space: SearchSpace | None = None, best_only: bool = False
+    base: Job,
+    cluster: Cluster,
+    fit_gib: float = 0.0,
+    space: SearchSpace | None = None,
+    best_only: bool = False,
+    watch: Watch = lambda done, total, best: None,
 ) -> SearchResult:
     """Rank all layouts for the model, batch and devices of `base`.
 
     `fit_gib` limits the memory; 0 means the device's memory. Layouts that break a rule are not ranked. With
-    `best_only`, layouts that can't be the best are not even counted.
+    `best_only`, layouts that can't be the best are not even counted. `watch` hears of the progress.
     """
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
@@ -297,51 +316,144 @@ def search(
     if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
         return replace(result, refused=why)
 
-    best = float("inf")
-    rough: list[Candidate] = []
-    shortest: list[float] = []  # A heap of the negative step times of the best KEPT candidates, the longest first.
-    too_large: set[object] = set()  # Layouts that did not fit. Larger micro-batches come later and won't fit either.
-    served: set[object] = set()  # Layouts that fit with a faster schedule without recomputation.
-    for shape in sorted(shapes(base, space, cluster), key=_promise):
-        bound, c = _least_seconds(shape, cluster), shape.config
-        if best_only and bound > BEST_ONLY_RATIO * best:
-            continue
+    found = _Found(cluster, limit, space, result)
+    order = _fastest_first(base, space, cluster)
+    for number, (bound, shape) in enumerate(order):
+        if best_only and bound.with_waits > BEST_ONLY_RATIO * found.best:
+            break
         for zero in _stages(shape, space):
-            why = _refused(shape, zero)
-            if why:
-                result.broken += len(space.recompute)
-                result.refused = result.refused or why
-                continue
-            result.layouts += len(space.recompute)
-            if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
-                continue
-            key = (_without_batch(shape), zero)
-            alike = (c.layout, c.train.micro_batch, zero)
-            if key in too_large or alike in served:
-                continue
-            # Once something fits, `nearest` is no longer needed. The states alone then reject a layout cheaply.
-            if rough and states_gib(shape.replaced(zero={"stage": zero})) > limit:
-                continue
-            fitting = _first_that_fits(shape, zero, cluster, limit, space, result)
-            if fitting is None:
-                too_large.add(key)
-                continue
-            result.fitting += 1
-            recomputes = fitting[0].config.recompute.mode != space.recompute[0]
-            # A schedule without a formula comes first whatever its speed, so it does not rule out others.
-            if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
-                served.add(alike)
-            rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
-            best = min(best, rough[-1].cost.step_s)
-            heappush(shortest, -rough[-1].cost.step_s)
-            if len(shortest) > KEPT:
-                heappop(shortest)
+            if found.is_counted(shape, zero, bound) and not found.is_too_slow(bound):
+                found.add(shape, zero)
+        watch(number + 1, len(order), found.fastest)
+    found.measure_the_nearest()
 
-    rough.sort(key=lambda candidate: candidate.cost.step_s)
+    rough = sorted(found.rough, key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
     refined += rough[REFINE_TOP:KEPT]
     result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
+    # The first layout of the ranking with a tp and a pp is the best outcome of both.
+    for candidate in reversed(result.candidates):
+        found.outcome(candidate.job).best = candidate
     return result
+
+
+def _fastest_first(base: Job, space: SearchSpace, cluster: Cluster) -> list[tuple[Bound, Job]]:
+    """Return all shapes with the least seconds that each can take, in the order of these.
+
+    So the search ends its work at the first shape that can't be among the fastest any more.
+    """
+    found = [(_least_seconds(shape, cluster), shape) for shape in shapes(base, space, cluster)]
+    return sorted(found, key=lambda each: (each[0], _promise(each[1])))
+
+
+@dataclass
+class _Found:
+    """The candidates of a search so far, and what rules out others."""
+
+    cluster: Cluster
+    limit: float
+    space: SearchSpace
+    result: SearchResult
+    rough: list[Candidate] = field(default_factory=list)
+    fastest: Candidate | None = None
+    # A heap of the negative step times of the best KEPT candidates, the longest first.
+    shortest: list[float] = field(default_factory=list)
+    # The smallest micro-batch of a layout that did not fit. Larger ones don't fit either.
+    too_large: dict[object, int] = field(default_factory=dict)
+    # Layouts whose states alone are too large, with their smallest micro-batch.
+    too_heavy: dict[object, tuple[Job, int]] = field(default_factory=dict)
+    served: set[object] = field(default_factory=set)  # Layouts that fit with a faster schedule without recomputation.
+    refused_at: tuple[int, int, int] | None = None  # The promise of the shape that `result.refused` is about.
+
+    @property
+    def best(self) -> float:
+        """The least seconds of a step so far."""
+        return self.fastest.cost.step_s if self.fastest else float("inf")
+
+    def is_too_slow(self, bound: Bound) -> bool:
+        """Return whether a layout can't be in the ranking, or would be far down in it."""
+        beyond = len(self.shortest) == KEPT and bound.with_waits > -self.shortest[0]
+        return beyond or bound.computed > PRUNE_RATIO * self.best
+
+    def outcome(self, shape: Job) -> Outcome:
+        """The outcome of layouts with the shape's tp and pp."""
+        return self.result.outcomes.setdefault((shape.layout.tp, shape.layout.pp), Outcome())
+
+    def is_counted(self, shape: Job, zero: int, bound: Bound) -> bool:
+        """Count the recompute modes of a shape, and return whether its layout keeps the config's rules."""
+        modes, promise = len(self.space.recompute), _promise(shape)
+        why, outcome = _refused(shape, zero), self.outcome(shape)
+        if not why:
+            self.result.layouts += modes
+            outcome.least_seconds = min(outcome.least_seconds, bound.with_waits)
+            return True
+        outcome.refused = outcome.refused or why
+        self.result.broken += modes
+        if self.refused_at is None or promise < self.refused_at:
+            self.result.refused, self.refused_at = why, promise
+        return False
+
+    def add(self, shape: Job, zero: int) -> None:
+        """Add the shape to the candidates, with the fastest recomputation that fits, if any does."""
+        c = shape.config
+        key, alike = (_without_batch(shape), zero), (c.layout, c.train.micro_batch, zero)
+        if c.train.micro_batch >= self.too_large.get(key, MOST_DEVICES) or alike in self.served:
+            return
+        states, outcome = states_gib(shape.replaced(zero={"stage": zero})), self.outcome(shape)
+        if states > self.limit:
+            self.too_heavy[key] = (shape, zero)
+            outcome.least_gib = min(outcome.least_gib, states)
+        fitting = None if key in self.too_heavy else self._first_that_fits(shape, zero)
+        if fitting is None:
+            self.too_large[key] = c.train.micro_batch
+            return
+        self.result.fitting += 1
+        recomputes = fitting[0].config.recompute.mode != self.space.recompute[0]
+        # A schedule without a formula comes first whatever its speed, so it does not rule out others.
+        if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
+            self.served.add(alike)
+        candidate = Candidate(predict_cost(fitting[0], self.cluster, exact=False), fitting[1])
+        self.rough.append(candidate)
+        if candidate.cost.step_s < self.best:
+            self.fastest = candidate
+        if outcome.best is None or candidate.cost.step_s < outcome.best.cost.step_s:
+            outcome.best = candidate
+        heappush(self.shortest, -candidate.cost.step_s)
+        if len(self.shortest) > KEPT:
+            heappop(self.shortest)
+
+    def measure_the_nearest(self) -> None:
+        """Find the layout that is nearest to fitting, if none fits, among those whose states alone are too large."""
+        if not self.rough:
+            for shape, zero in self.too_heavy.values():
+                self._first_that_fits(shape, zero)
+
+    def _first_that_fits(self, shape: Job, zero: int) -> tuple[Job, float] | None:
+        """Return (job, GiB) for the fastest recompute setting that fits, or None if none fits."""
+        # The GiB of what does not fit are only needed while nothing does.
+        enough = self.limit if self.rough else float("inf")
+
+        def tried(keys: dict[str, Any]) -> tuple[Job, float]:
+            job = shape.replaced(zero={"stage": zero}, recompute=keys)
+            return job, needed_gib(job, self.cluster, enough_gib=enough)
+
+        def fits(job: Job, memory: float) -> bool:
+            return memory <= self.limit and host_gib(job) <= self.cluster.node.host_gib
+
+        first, *others = recompute_settings(self.space)
+        job, memory = tried(first)
+        # The last setting needs the least memory. If it does not fit, no other does.
+        if memory > self.limit and others:
+            job, memory = tried(others[-1])
+            if memory <= self.limit:
+                job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
+        if fits(job, memory):
+            return job, memory
+        if self.result.nearest is None or memory < self.result.nearest[0]:
+            self.result.nearest = (memory, job)
+        outcome = self.outcome(shape)
+        outcome.least_gib = min(outcome.least_gib, memory)
+        return None
 
 
 def _without_batch(shape: Job) -> object:
@@ -372,16 +484,30 @@ def _promise(shape: Job) -> tuple[int, int, int]:
     return (abs(c.layout.tp - LIKELY_TP) + abs(c.layout.pp - LIKELY_PP), c.layout.chunks, c.train.micro_batch)
 
 
-def _least_seconds(shape: Job, cluster: Cluster) -> float:
-    """Return a lower bound for a step of the shape: the compute of its blocks, evenly divided, with its bubble."""
+class Bound(NamedTuple):
+    """Seconds that a step of a shape takes at least."""
+
+    with_waits: float  # Of its blocks, evenly divided, and the bubble, with the communication inside blocks.
+    computed: float  # The same without communication, except exchanges with the ranks of other experts.
+
+
+def _least_seconds(shape: Job, cluster: Cluster) -> Bound:
+    """Return lower bounds for a step of the shape."""
     where = setting_of(shape, cluster, Recomputed.NOTHING)
-    forward = whole = weights = 0.0
+    forward = whole = weights = waited_forward = waited = 0.0
     for block, count in shape.model.kinds:
         time = unit_time(block, where)
         # Exchanges with the ranks of other experts are never hidden.
         exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in CUT_EXPERTS)
         forward, weights = forward + count * time.forward, weights + count * time.weights
         whole += count * (time.computed + exchanged)
+        waited_forward += count * time.whole_forward
+        waited += count * (time.whole_forward + time.whole_backward)
+    return Bound(_pipelined(shape, waited_forward, waited, weights), _pipelined(shape, forward, whole, weights))
+
+
+def _pipelined(shape: Job, forward: float, whole: float, weights: float) -> float:
+    """Return the seconds of a shape's pipeline whose stages divide these seconds of one micro-batch evenly."""
     pp, m, closed = shape.layout.pp, shape.micro_batches, KINDS[shape.config.pipeline.schedule].seconds
     if closed is None:
         return m * whole / pp
@@ -389,32 +515,6 @@ def _least_seconds(shape: Job, cluster: Cluster) -> float:
     full = -(-m // pp) * pp
     each = PhaseTimes(forward / pp, (whole - forward) / pp, weights / pp)
     return closed([each] * pp, full, shape.config.layout.chunks) - (full - m) * each.whole
-
-
-def _first_that_fits(
-    shape: Job, zero: int, cluster: Cluster, limit: float, space: SearchSpace, result: SearchResult
-) -> tuple[Job, float] | None:
-    """Return (job, GiB) for the fastest recompute setting that fits, or None if none fits."""
-
-    def tried(keys: dict[str, Any]) -> tuple[Job, float]:
-        job = shape.replaced(zero={"stage": zero}, recompute=keys)
-        return job, needed_gib(job, cluster)
-
-    def fits(job: Job, memory: float) -> bool:
-        return memory <= limit and host_gib(job) <= cluster.node.host_gib
-
-    first, *others = recompute_settings(space)
-    job, memory = tried(first)
-    # The last setting needs the least memory. If it does not fit, no other does.
-    if memory > limit and others:
-        job, memory = tried(others[-1])
-        if memory <= limit:
-            job, memory = next((each for each in map(tried, others[:-1]) if fits(*each)), (job, memory))
-    if fits(job, memory):
-        return job, memory
-    if result.nearest is None or memory < result.nearest[0]:
-        result.nearest = (memory, job)
-    return None
 
 
 @lru_cache(maxsize=64)

@@ -348,12 +348,22 @@ def read_config(path: Path, known: tuple[Config, str] | None = None) -> tuple[Co
     return own_config(raw), text
 
 
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return (path / "config.yaml").is_file()
+
+
+def runs_in(place: Path) -> list[Path]:
+    """Return the runs in a folder, the newest first."""
+    files = sorted(place.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)
+    return [file.parent for file in files]
+
+
 def no_run(path: Path) -> UserError:
     """Return the error for a folder that holds no run. It suggests runs in the folder, beside it, or in `runs`."""
     problem = "holds no run" if path.exists() else "is not there"
     for place in (path, path.parent, Path("runs")):
-        files = sorted(place.glob("*/config.yaml"), key=lambda file: -file.stat().st_mtime)
-        if runs := [str(file.parent) for file in files]:
+        if runs := [str(run) for run in runs_in(place)]:
             return UserError(f"{path} {problem}: name one of the runs in {place}, such as {either(runs[:3])}")
     return UserError(f"{path} {problem}: name the folder that run.dir named")
 

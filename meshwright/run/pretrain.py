@@ -64,6 +64,7 @@ from meshwright.run.loop import (
     Validating,
     train,
 )
+from meshwright.run.machine_notes import MachineNotes
 from meshwright.spec.layout.params import stream_seed
 from meshwright.spec.model.description import stages_of
 from meshwright.spec.model.graph import Stage
@@ -276,7 +277,8 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         all_hooks = [time_limit, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
-        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), garbage, *about.hooks]
+        all_hooks += [SlowRanks(ctx.layout, config.faults, notes), MachineNotes(folder, ctx.device), garbage]
+        all_hooks += about.hooks
         if folder:
             all_hooks.append(Recovering(config.run.dir, ready, loaded, resumed_from))
         validation.catch_up()

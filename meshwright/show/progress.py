@@ -36,6 +36,27 @@ def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[C
         yield partial(drawn.advance, drawn.add_task(label, total=max(total, 1)))
 
 
+@contextmanager
+def searching(label: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """Show on a terminal how far a search is while the body runs, and its best result so far.
+
+    Yields a function to call with the number of things done, the number of all, and the best result in words.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not is_terminal(stream):
+        yield lambda done, total, best: None
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn(),
+        bars.TextColumn("{task.fields[best]}", markup=False),
+    )  # fmt: skip
+    with bars.Progress(*columns, console=console_for(stream), transient=True) as drawn:
+        task = drawn.add_task(label, total=1, best="")
+        yield lambda done, total, best: drawn.update(task, completed=done, total=max(total, 1), best=best)
+
+
 def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
     """Return the function that counts bytes and writes a line every ten seconds."""
     done = 0

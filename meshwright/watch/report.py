@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.config.load import to_mapping
 from meshwright.config.step_schedules import consumed_after
 from meshwright.errors import UserError, plural
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import job_of
 from meshwright.plan.measured import cluster_for
+from meshwright.record.machine import MACHINE_FILE
 from meshwright.record.run_folder import own_model_in, read_config
 from meshwright.record.run_notes import layout_since, read_events
 from meshwright.record.speed import begins_of, pace_of
@@ -60,7 +62,7 @@ class RunReport:
         changes no file.
         """
         names = ("metrics.jsonl", "validation.jsonl", "layers.jsonl", "events.jsonl", "ranks.json", "run.json",
-                 "trace.json", "config.yaml", "flight/hang.json")  # fmt: skip
+                 "trace.json", "config.yaml", "flight/hang.json", MACHINE_FILE)  # fmt: skip
         stamps = []
         for name in names:
             try:
@@ -84,7 +86,7 @@ class RunReport:
             "progress": self._progress(view, lines[-1] if lines else {}, notes), "series": self._series(lines),
             "details": _details(lines, self._recent_lines()), "validations": self._validations(),
             "layers": self._layers(), "ranks": self._ranks(notes), "sources": self._sources(notes),
-            "trace": self._trace(),
+            "trace": self._trace(), "settings": self._settings(), "machine": self._machine(),
         }  # fmt: skip
         hang, progress = read_small(self.path / "flight" / "hang.json"), run["progress"]
         self._state_inputs = (view.events, hang, progress["last_time"], progress["step_time_s"] or 0.0)
@@ -117,7 +119,8 @@ class RunReport:
         described: dict[str, Any] = {
             "parameters": own["parameters"] if own else parameter_count(describe(m)),
             "model": str(own["name"]) if own else " · ".join([*kind_words(self.config), *words]),
-            "precision": self.config.train.precision, "device": str(notes.get("device") or self.config.run.device),
+            "precision": self.config.train.precision, "pp": self.config.layout.pp,
+            "device": str(notes.get("device") or self.config.run.device),
         }  # fmt: skip
         if layout is not None:
             described |= {"world": layout.world, "words": layout_line(self.config, layout)}
@@ -250,6 +253,19 @@ class RunReport:
         elif trace:
             trace["bubble"] = planned.bubble_of(trace["spans"], self.config.layout.pp)
         return trace
+
+    def _settings(self) -> dict[str, str]:
+        """Return every key of the config with its value as text."""
+        sections = {name: value for name, value in to_mapping(self.config).items() if isinstance(value, Mapping)}
+        return {f"{name}.{key}": str(value) for name, section in sections.items() for key, value in section.items()}
+
+    def _machine(self) -> dict[str, list[float | None]]:
+        """Return the recorded figures of the machine and of one device by name, in columns."""
+        lines = [line for line in map(numbers, read_lines(self.path / MACHINE_FILE)) if "time" in line]
+        chosen = [lines[round(i)] for i in np.linspace(0, len(lines) - 1, min(DETAILED, len(lines)))]
+        return {
+            name: [line.get(name) for line in chosen] for name in dict.fromkeys(key for line in chosen for key in line)
+        }
 
     def _since(self) -> int:
         return layout_since(read_events(self.path))

@@ -6,15 +6,12 @@ domain name resolves to this address (DNS rebinding) gets nothing. There are fou
 
 from __future__ import annotations
 
-import base64
 import gzip
-import hashlib
 import json
 import sys
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
-from html import escape
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,62 +19,67 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from meshwright.errors import UserError
+from meshwright.record.run_folder import is_run, runs_in
+from meshwright.show.page_file import PageScripts, page
 from meshwright.watch.report import RunReport
 
 FOLDER = Path(__file__).parent / "page"
-SCRIPTS = ("units.js", "chart.js", "drawings.js", "panels.js", "more_panels.js", "main.js")
-
-
-@lru_cache(maxsize=1)
-def _parts() -> tuple[str, str, str]:
-    script = "".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    html, style = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css"))
-    return html, style, f'"use strict";\n{script}'
-
-
-def policy() -> str:
-    """Return the page's content security policy.
-
-    The page may run only its own script, recognised by its hash, and request data only from its own server.
-    """
-    digest = base64.b64encode(hashlib.sha256(_parts()[2].encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    )
-
-
-def in_script(value: Any) -> str:
-    """Return JSON that is safe inside a script element: it can't contain the tag that ends the element."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-
-
-def page(title: str, data: Any, live: bool) -> str:
-    html, style, script = _parts()
-    filled = {
-        "POLICY": escape(policy(), quote=True), "TITLE": escape(title), "STYLE": style, "SCRIPT": script,
-        "DATA": in_script(data), "LIVE": "live" if live else "file",
-    }  # fmt: skip
-    # Not a chain of `replace`: a value that contains a placeholder must not be filled in.
-    text, *parts = html.split("{{")
-    for part in parts:
-        name, _, rest = part.partition("}}")
-        text += filled[name] + rest
-    return text
+WATCH = PageScripts(FOLDER / "panels.js", FOLDER / "more_panels.js", FOLDER / "main.js")
 
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
-class Runs:
-    """The runs shown on a page. A lock lets one request at a time read their folders."""
+MOST_RUNS = 32  # The newest runs of a folder that are shown.
 
-    def __init__(self, reports: Sequence[RunReport]) -> None:
-        self.reports, self._lock = list(reports), threading.Lock()
+
+class Runs:
+    """The runs shown on a page. A lock lets one request at a time read their folders.
+
+    `collections` are folders of runs. Runs that begin there later are added, always at the end.
+    """
+
+    def __init__(
+        self, reports: Sequence[RunReport], collections: Sequence[Path] = (), cluster: str | None = None
+    ) -> None:
+        self.reports, self.collections, self.cluster = list(reports), tuple(collections), cluster
+        self._lock = threading.Lock()
+        self._find()
+
+    @classmethod
+    def of(cls, folders: Sequence[Path], cluster: str | None = None) -> Runs:
+        """Return the runs in these folders: each is a run, or holds runs."""
+        collections = [folder for folder in folders if not is_run(folder) and runs_in(folder)]
+        return cls(
+            [RunReport(folder, cluster) for folder in folders if folder not in collections], collections, cluster
+        )
+
+    def _find(self) -> None:
+        """Add the runs that have begun in the collections."""
+        if not self.collections:
+            return
+        known = {report.path for report in self.reports}
+        for folder in (folder for place in self.collections for folder in runs_in(place)[:MOST_RUNS]):
+            if folder not in known and len(self.reports) < MOST_RUNS:
+                # One damaged run must not hide the others.
+                with suppress(UserError, OSError):
+                    self.reports.append(RunReport(folder, self.cluster))
 
     def documents(self) -> list[dict[str, Any]]:
+        """Return the document of every run, with the settings in which they differ."""
         with self._lock:
-            return [report.document() for report in self.reports]
+            self._find()
+            found = [report.document() for report in self.reports]
+        settings = [document["settings"] for document in found]
+        keys = dict.fromkeys(key for each in settings for key in each)
+        differing = [key for key in keys if len({each.get(key) for each in settings}) > 1 and key != "run.dir"]
+        for document, each in zip(found, settings, strict=True):
+            document["settings"] = {key: each.get(key, "") for key in differing}
+        return found
+
+    def plan(self, run: int) -> dict[str, Any]:
+        with self._lock:
+            return self.reports[run].plan()
 
     def plans(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -91,6 +93,8 @@ class Runs:
 
     @property
     def title(self) -> str:
+        if self.collections:
+            return ", ".join(folder.resolve().name for folder in self.collections)
         return ", ".join(report.path.resolve().name for report in self.reports)
 
 
@@ -102,7 +106,7 @@ def whole_page(runs: Runs) -> str:
         {str(rank): runs.flight(number, rank) for rank in document["ranks"].get("flight", [])[:64]}
         for number, document in enumerate(documents)
     ]
-    return page(runs.title, {"runs": documents, "plans": plans, "flights": flights}, live=False)
+    return page(runs.title, {"runs": documents, "plans": plans, "flights": flights}, WATCH)
 
 
 class Server(ThreadingHTTPServer):
@@ -139,21 +143,21 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if url.path == "/":
                 data = {"runs": runs.documents()}
-                self._send(HTTPStatus.OK, "text/html", page(runs.title, data, live=True).encode())
+                self._send(HTTPStatus.OK, "text/html", page(runs.title, data, WATCH, live=True).encode())
             elif url.path == "/data.json":
                 self._send_json(lambda: runs.documents(), runs.version())
-            elif url.path == "/plans.json":
-                self._send_json(lambda: runs.plans(), None)
-            elif url.path == "/flight.json":
+            elif url.path in ("/plan.json", "/flight.json"):
                 try:
                     query = {name: int(values[0]) for name, values in parse_qs(url.query).items()}
-                    run, rank = query["run"], max(0, query["rank"])
+                    run, rank = query["run"], max(0, query.get("rank", 0))
                 except (KeyError, ValueError):
                     run, rank = -1, 0
-                if 0 <= run < len(runs.reports):
-                    self._send_json(lambda: runs.flight(run, rank), None)
-                else:
+                if not 0 <= run < len(runs.reports):
                     self._send(HTTPStatus.BAD_REQUEST, "text/plain", b"the request names no run and rank\n")
+                elif url.path == "/plan.json":
+                    self._send_json(lambda: runs.plan(run), None)
+                else:
+                    self._send_json(lambda: runs.flight(run, rank), None)
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
         except (UserError, OSError) as error:
@@ -180,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), "Cache-Control": "no-store",
-            "Content-Security-Policy": policy(), "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+            "Content-Security-Policy": WATCH.policy, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
         }  # fmt: skip
         headers |= {"Content-Encoding": "gzip"} if packed else {}

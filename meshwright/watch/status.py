@@ -58,7 +58,8 @@ def status_of(report: RunReport, verify: bool = False) -> dict[str, Any]:
     status["checkpoint"] = newest_checkpoint(config, verify)
     # The steps after the newest checkpoint are lost unless a process still trains.
     status["not_saved"] = 0 if alive else max(0, status["step"] - saved_step(config))
-    status["seconds_left"] = view.seconds_left(again=status["not_saved"])
+    done = status["complete"] or run["state"]["kind"] == "finished"
+    status["seconds_left"] = None if done else view.seconds_left(again=status["not_saved"])
     status["planned"] = _planned(planned, progress["tokens_per_s"])
     status["hint"] = plan.get("hint") or plan.get("why_not")
     status["goodput"] = goodput(report, view.events, time.time() if alive else None, status["not_saved"])

@@ -25,6 +25,7 @@ from meshwright.plan.target import target_of
 from meshwright.plan.whatif import parse_change, step_of, step_spans
 from meshwright.show.chart import Chart, svg
 from meshwright.spec.schedule.trace import trace_json
+from tests.support.page_data import page_data
 
 H100, OWN = load_cluster("h100-80g-dgx"), STACKS["compiled"]
 
@@ -64,9 +65,9 @@ def test_every_shape_is_a_layout() -> None:
 
 @pytest.mark.wide
 def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, html = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    out = tmp_path / "plan.yaml"
     words = ["plan", "llama2-13b", "--cluster", "h100-80g-dgx", "--devices", "32", "--global-batch", "128"]
-    assert main([*words, "--out", str(out), "--html", str(html), "--json"]) == 0
+    assert main([*words, "--out", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     keys = {"layout", "step_time_s", "tokens_per_s_per_device", "mfu", "memory_gib", "bubble", "comm_s"}
     assert keys <= set(found["best"]) and found["best"] == found["candidates"][0]
@@ -76,12 +77,6 @@ def test_plan_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureF
     path = tmp_path / "train.yaml"
     path.write_text(yaml.safe_dump(trainable), encoding="utf-8")
     assert load_config(path).model.layers == 40
-    page = html.read_text(encoding="utf-8")
-    addresses = re.findall(r"(?:https?:)?//[^\s\"'<>)]+", page)
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\(", page)
-    for part in ("Ranking", "Memory", "Communication", "Pipeline"):
-        assert part in page
     assert main(["cost", str(out), "--cluster", "h100-80g-dgx", "--devices", "32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
 
@@ -214,11 +209,13 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["scaling", "llama2-7b", "--cluster", "h100-80g-dgx", "--devices", "8:16", "--json"]
     page = tmp_path / "scaling.html"
     assert main([*words, "--svg", str(drawing), "--html", str(page)]) == 0
-    shown = page.read_text(encoding="utf-8")
-    assert shown.count('class="drawing"') == 5
-    assert "Overhead, weak scaling" in shown and "Efficiency, strong scaling" in shown
-    assert "http" not in re.sub(r"http://www.w3.org/\S+", "", shown), "it needs no network"
     found = json.loads(capsys.readouterr().out)
+    shown = page_data(page)
+    assert {mode: len(points) for mode, points in shown["modes"].items()} == {"weak": 8, "strong": 8}
+    assert shown["modes"]["weak"][0]["tokens_per_s"] == found["weak"][0]["tokens_per_s"]
+    assert (
+        shown["facts"]["command"].startswith("meshwright ") and shown["facts"]["weak scaling"] == "global batch 8 to 16"
+    )
     assert set(found) == {"weak", "strong"}
     for points in found.values():
         best = {p["devices"]: p["tokens_per_s"] for p in points if p["way"] == "hybrid"}

@@ -79,6 +79,9 @@ def healthy(folder: Path, steps: int = 60, done: int | None = None) -> Path:
     ranks = {"step": done, "busy_s": [0.3 + 0.002 * n for n in range(WORLD)], "waited_s": [0.1] * WORLD,
              "peak_bytes": [3e8] * WORLD}  # fmt: skip
     (folder / "ranks.json").write_text(json.dumps(ranks))
+    rates = {"memory": 0.5, "sent_per_s": 1e6, "received_per_s": 2e6}
+    machine = [{"time": BEGAN + 10 * n, "step": 5 * n, "cores": 0.4 + 0.3 * math.sin(n)} | rates for n in range(1, 8)]
+    (folder / "machine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in machine))
     timeline = simulate(build("1f1b", 2, 4, 1), 0.03, 0.06, 0.01)
     (folder / "trace.json").write_text(trace_json(spans_of(timeline), "made, step 3", step=3))
     return folder

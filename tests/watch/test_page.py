@@ -7,8 +7,6 @@ MESHWRIGHT_SCREENSHOTS=FOLDER keeps pictures of all states.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from meshwright.watch.report import RunReport
 from meshwright.watch.server import Runs, Server, whole_page
+from tests.support.browser import SIZES, Visit, chromium, looks_right
 from tests.watch.made import faulty, healthy, line_of, resumed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'meshwright[browser]'")
@@ -25,47 +24,10 @@ PANELS = (
     "loss", "events", "time", "speed", "bytes", "memory", "pipeline", "ranks", "layers", "norm", "rate", "spread",
     "sources", "about",
 )  # fmt: skip
-SIZES = {"desktop": (1360, 900), "phone": (390, 844)}
 MADE = {"healthy": healthy, "resumed": resumed, "faulty": faulty}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as found:
-        own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        try:
-            chromium = found.chromium.launch(executable_path=own, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
-        yield chromium
-        chromium.close()
-
-
-class Visit:
-    """A tab that records its errors and the addresses that it requests."""
-
-    def __init__(self, browser: Any, size: str = "desktop", dark: bool = False) -> None:
-        wide, high = SIZES[size]
-        colours = "dark" if dark else "light"
-        self.context = browser.new_context(viewport={"width": wide, "height": high}, color_scheme=colours)
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: self.wrong.append(said.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(f"dialog {dialog.message}"))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-
-    def __enter__(self) -> Visit:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.context.close()
-
-    def open(self, address: str) -> Any:
-        self.page.goto(address)
-        self.page.wait_for_selector("html[data-ready=yes]")
-        return self.page
+browser = pytest.fixture(scope="module")(chromium)
 
 
 @pytest.fixture
@@ -83,7 +45,7 @@ def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None
         page.wait_for_selector("#bytes td.bad")  # the plan arrives after the first picture
         assert "differs by −4.00 KiB, first seen at step" in page.locator("#bytes").inner_text()
         assert "meshwright comm bench --nproc 8" in page.locator("#time").inner_text()  # the hint for this very machine
-        assert "against the plan for laptop" in page.locator("#time").inner_text()
+        assert "planned for laptop, which stands for any CPU" in page.locator("#time").inner_text()
         said = page.evaluate("[1000, 1023, 1023 * 1024, 5e9].map(bytes).concat([1e-3, 0.9996e-3].map(seconds))")
         assert said == ["0.977 KiB", "0.999 KiB", "0.999 MiB", "4.66 GiB", "1 ms", "1000 µs"]
         assert page.evaluate("logTicks(0.9, 1.6).length") >= 2
@@ -100,11 +62,44 @@ def test_every_panel_and_button_works_live(browser: Any, served: Server) -> None
         page.wait_for_selector("#ranks td.bad")
         assert "waits 15 s" in page.locator("#ranks").inner_text()
         page.locator(".chip").nth(1).click()
-        assert page.locator("h1").inner_text() == "b" and page.locator(".pill").inner_text() == "finished"
+        assert page.locator("h1").inner_text() == "b" and page.locator(".top .pill").inner_text() == "finished"
+        page.wait_for_selector("#bytes td.ok")  # the plan of a run is asked for when the run is chosen
         assert page.locator("#bytes td.bad").count() == 0 and page.locator("#bytes td.ok").count() >= 4
         for _ in range(3):
             page.locator("#bar button[aria-label=colours]").click()
         assert visit.wrong == [] and {url.split("/")[2] for url in visit.asked} == {served.address.split("/")[2]}
+
+
+def test_runs_are_listed_with_the_settings_in_which_they_differ(browser: Any, tmp_path: Path) -> None:
+    for name in "abcdef":
+        healthy(tmp_path / name)
+        config = tmp_path / name / "config.yaml"
+        config.write_text(config.read_text().replace("pp: 2", "pp: 1") if name == "b" else config.read_text())
+        (tmp_path / name / "trace.json").unlink()
+    page_file = tmp_path / "all.html"
+    page_file.write_text(whole_page(Runs.of([tmp_path])))
+    with Visit(browser) as visit:
+        page = visit.open(f"file://{page_file}")
+        assert page.locator("#runs tr").count() >= 7 and "6, of which 4 are drawn" in page.locator("#runs").inner_text()
+        for name in "ab":
+            page.locator(f"#runs input[aria-label='draw {name}']").set_checked(True)
+        assert "layout.pp" in page.locator("#runs .settings").inner_text()
+        page.locator("#runs button.run", has_text="b").click()
+        assert page.locator("h1").inner_text() == "b" and not page.locator("#pipeline").is_visible()
+        assert page.locator("#machine").is_visible() and visit.wrong == []
+
+
+def test_values_beyond_the_edge_are_marked(browser: Any, tmp_path: Path) -> None:
+    folder = healthy(tmp_path / "spikes")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[30]["phases"] = lines[30]["phases"] | {"forward": 30.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page_file = tmp_path / "page.html"
+    page_file.write_text(whole_page(Runs([RunReport(folder)])))
+    with Visit(browser) as visit:
+        page = visit.open(f"file://{page_file}")
+        clipped = "[...shared.charts].find((chart) => chart.options.label === 'seconds by phase').clipped"
+        assert page.evaluate(clipped) == 1
 
 
 def test_a_new_step_appears_by_itself(browser: Any, served: Server) -> None:
@@ -135,18 +130,12 @@ def test_dragging_zooms_all_charts_and_a_double_click_undoes_it(browser: Any, tm
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("state", MADE)
 def test_a_page_in_a_file_fits_and_asks_nobody(browser: Any, tmp_path: Path, state: str, size: str) -> None:
+    address = _file(tmp_path, state)
     for dark in (False, True):
-        with Visit(browser, size, dark) as visit:
-            page = visit.open(_file(tmp_path, state))
-            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0], "it scrolls sideways"
-            assert [one for one in PANELS if not page.locator(f"#{one}").is_visible()] == []
-            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert (sum(map(int, ground.strip("rgb()").split(","))) < 200) == dark
-            assert page.evaluate("[...document.querySelectorAll('canvas')].filter(c => c.width < 50).length") == 0
-            assert visit.wrong == [] and [url for url in visit.asked if not url.startswith(("file:", "data:"))] == []
-            if folder := os.environ.get("MESHWRIGHT_SCREENSHOTS"):
-                name = f"{state}-{size}{'-dark' if dark else ''}.png"
-                page.screenshot(path=str(Path(folder) / name), full_page=True)
+        looks_right(browser, Path(address.removeprefix("file://")), state, size, dark)
+    with Visit(browser, size) as visit:
+        page = visit.open(address)
+        assert [one for one in PANELS if not page.locator(f"#{one}").is_visible()] == []
 
 
 def _file(folder: Path, state: str) -> str:

@@ -18,9 +18,10 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.engine.result import StepResult
+from meshwright.show.page_file import page
 from meshwright.watch.metrics_file import _FRONT, MOST_POINTS, MetricsFile, thinned
 from meshwright.watch.report import RunReport
-from meshwright.watch.server import Runs, Server, page, policy, whole_page
+from meshwright.watch.server import WATCH, Runs, Server, whole_page
 from tests.watch.made import WORLD, add_event, faulty, healthy, line_of, relaid, resumed
 
 
@@ -147,8 +148,8 @@ def test_what_is_shown_is_never_markup(tmp_path: Path) -> None:
     assert "<script>alert" not in text and "</script><img" not in text and "<img" not in text
     assert text.count("<script") == 2 and "&lt;script&gt;" in text
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
-    assert "default-src 'none'" in policy() and "unsafe-inline'" not in policy().split("style-src")[0]
-    assert page("{{DATA}}", {}, live=False).count("{{DATA}}") == 1  # a title is not filled in again
+    assert "default-src 'none'" in WATCH.policy and "unsafe-inline'" not in WATCH.policy.split("style-src")[0]
+    assert page("{{DATA}}", {}, WATCH).count("{{DATA}}") == 1  # a title is not filled in again
 
 
 @pytest.fixture
@@ -202,19 +203,19 @@ def test_the_command_writes_a_page_or_says_why_not(
     assert "<title>run · Meshwright</title>" in (tmp_path / "page.html").read_text()
     assert main(["watch", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["progress"]["steps"] == 60
-    assert main(["watch", str(tmp_path)]) == 2
-    assert f"holds no run: name one of the runs in {tmp_path}, such as {run}" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--json"]) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["run"]
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert f"nowhere is not there: name one of the runs in {tmp_path}, such as {run}" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     healthy(tmp_path / "runs" / "second")
-    assert main(["watch", "secnd"]) == 2  # searched beside it, then where runs usually are
+    assert main(["watch", "secnd", "--json"]) == 2  # searched beside it, then where runs usually are
     assert "secnd is not there: name one of the runs in ., such as run" in capsys.readouterr().err
-    assert main(["watch", "no/secnd"]) == 2
+    assert main(["watch", "no/secnd", "--json"]) == 2
     assert "name one of the runs in runs, such as runs/second" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert main(["watch", "no/secnd"]) == 2
+    assert main(["watch", "no/secnd", "--json"]) == 2
     assert "secnd is not there: name the folder that run.dir named" in capsys.readouterr().err
     assert main(["watch", str(run), "--port", "99999"]) == 2
     assert main(["watch", str(run), "--cluster", "nowhere", "--html", str(tmp_path / "x")]) == 2

@@ -74,7 +74,9 @@ def test_what_was_not_saved_when_a_run_ended_counts_for_nothing(
     assert (found["not_saved"], found["seconds_left"]) == (50, pytest.approx(24.0))  # 60 steps of 0.4 s
     assert found["goodput"]["share"] == 0
     assert main(["status", str(run)]) == 0
-    assert "none of which was saved: the run continues from step 0" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "none of which was saved: the run continues from step 0" in shown
+    assert "the rest would take about 0:24" in shown and " left" not in shown
     add_checkpoint(run, 20)
     found = status(run, capsys)
     assert (found["not_saved"], found["goodput"]["share"]) == (30, pytest.approx(0.4))

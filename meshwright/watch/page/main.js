@@ -2,43 +2,24 @@
 const given = JSON.parse(document.getElementById("data").textContent);
 const live = document.documentElement.dataset.mode === "live";
 const view = { runs: given.runs, plans: given.plans || [], focus: 0, hidden: new Set(), live, version: null, heard: Date.now(), lost: false };
+/* Curves of more than a few runs are hard to tell apart, so the older ones are hidden until they are asked for. */
+const SHOWN_AT_FIRST = 4;
+[...view.runs.keys()].sort((a, b) => (view.runs[b].notes.started || 0) - (view.runs[a].notes.started || 0)).slice(SHOWN_AT_FIRST).forEach((number) => view.hidden.add(number));
+if (view.hidden.has(0)) view.focus = [...view.runs.keys()].find((number) => !view.hidden.has(number));
+view.show = (number, on) => { if (on) view.hidden.delete(number); else view.hidden.add(number); update(); };
+view.choose = async (number) => { view.focus = number; view.hidden.delete(number); update(); if (live && !view.plans[number]) { await getPlan(); update(); } };
 
 view.flight = async (run, rank) => {
   if (!live) return (given.flights[run] || {})[rank] || { calls: [] };
   try { return await (await fetch(`/flight.json?run=${run}&rank=${rank}`)).json(); } catch { return { calls: [] }; }
 };
 
-const bar = document.getElementById("bar"), main = document.getElementById("main");
 const chips = el("div", { class: "chips" }), note = el("span", { class: "note" }), top_ = el("div", {}), alerts = el("ul", { class: "alerts" }), tiles = el("div", { class: "tiles" });
-
-function logo() {
-  const dots = [[3, 3], [17, 3], [3, 17], [17, 17], [10, 10]].map(([x, y]) => el("circle", { cx: x, cy: y, r: 2.6, fill: "currentColor" }));
-  return el("svg", { viewBox: "0 0 20 20", width: 20, height: 20, style: { color: colour("accent") } }, el("path", { d: "M3 3h14v14H3zM3 3l14 14M17 3L3 17", fill: "none", stroke: "currentColor", "stroke-width": 1.1, opacity: 0.55 }), dots);
-}
-
-function themeButton() {
-  const order = ["", "dark", "light"], names = { "": "auto", dark: "dark", light: "light" };
-  let now = "";
-  try { now = localStorage.getItem("theme") || ""; } catch { /* a page opened as a file may have no storage */ }
-  const button = el("button", { type: "button", "aria-label": "colours", onclick: () => { now = order[(order.indexOf(now) + 1) % 3]; set(); update(); } });
-  function set() {
-    if (now) document.documentElement.dataset.theme = now; else delete document.documentElement.dataset.theme;
-    button.textContent = { "": "◐", dark: "●", light: "○" }[now];
-    button.title = `colours: ${names[now]}`;
-    try { localStorage.setItem("theme", now); } catch { /* the choice is then forgotten */ }
-  }
-  set();
-  return button;
-}
-
-function tile(name, value, unit, below, kind) {
-  return el("div", { class: "tile" }, el("div", { class: "k" }, name), el("div", { class: "v" }, value, unit && el("small", {}, unit)), el("div", { class: `n ${kind || ""}` }, below || "\u00a0"));
-}
 
 function drawChips() {
   if (view.runs.length < 2) { chips.replaceChildren(); return; }
   chips.replaceChildren(...view.runs.map((run, number) => el("button", { type: "button", class: `chip ${number === view.focus ? "on" : ""}`, title: `${run.folder} (double-click hides it)`,
-    onclick: () => { view.focus = number; view.hidden.delete(number); update(); }, ondblclick: () => { view.hidden.add(number); update(); } },
+    onclick: () => view.choose(number), ondblclick: () => view.show(number, false) },
   el("i", { class: "dot", style: { background: view.hidden.has(number) ? "transparent" : runColour(number), border: `2px solid ${runColour(number)}` } }), el("span", {}, run.name))));
 }
 
@@ -65,10 +46,10 @@ function drawTiles(run, plan) {
     tile("validation", v ? fixed(v.loss, 4) : dash, null, v ? `at step ${whole(v.step)}` : "none yet"),
     tile("speed", count(p.tokens_per_s), "tokens/s", `${p.counted ? `${p.counted} · ` : ""}${run.layout.world > 1 ? `${count(p.tokens_per_s / run.layout.world)} per rank` : `${count(p.tokens)} tokens so far`}`),
     finite(p.mfu) ? tile("MFU", percent(p.mfu), null, `${flops(p.tflops).join(" ")} of the model`) : tile("model", ...flops(p.tflops), finite(p.tflops) ? "MFU: the peak is unknown" : "not recorded"),
-    tile("step time", seconds(p.step_time_s), null, plan && plan.step ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
+    tile("step time", seconds(p.step_time_s), null, plan && plan.step && !plan.hint ? `planned ${seconds(plan.step.step_s)}` : `${clock(p.trained_s)} trained`),
     tile("time to finish", p.step >= p.steps ? "done" : run.state.kind === "running" ? clock(p.seconds_left) : dash, null, `${count(p.tokens)} of ${count((p.tokens / Math.max(1, p.samples)) * p.all_samples)} tokens`),
     finite(cost) ? tile("cost to finish", `$${count(cost)}`, null, `$${count(gone)} so far, at $${count(p.price_hour)}/h`) : null,
-    tile("memory", bytes(peak), null, plan && plan.memory ? `planned ${bytes(plan.memory.peak)}` : "the fullest rank"),
+    tile("memory", bytes(peak), null, run.layout.device === "cpu" ? "the largest process" : plan && plan.memory ? `planned ${bytes(plan.memory.peak)}` : "the fullest rank"),
   ].filter(Boolean));
 }
 
@@ -91,22 +72,25 @@ function tell() {
   note.textContent = view.lost ? "the server is gone" : `updated ${Math.max(0, Math.round((Date.now() - view.heard) / 1000))} s ago`;
 }
 
+async function getPlan() {
+  const number = view.focus, plan = await fetch(`/plan.json?run=${number}`);
+  if (plan.ok) view.plans[number] = await plan.json();
+}
+
 async function poll() {
   try {
     const answer = await fetch("/data.json", { headers: view.version ? { "If-None-Match": view.version } : {} });
     view.lost = !(answer.ok || answer.status === 304);
     if (answer.ok) { view.runs = await answer.json(); view.version = answer.headers.get("ETag"); }
-    if (answer.ok || view.plans.length === 0) { const plans = await fetch("/plans.json"); if (plans.ok) view.plans = await plans.json(); }
+    if (answer.ok || !view.plans[view.focus]) await getPlan();
     if (answer.ok) { view.heard = Date.now(); update(); } else if (answer.status === 304) { view.heard = Date.now(); drawTop(view.run); }
   } catch { view.lost = true; }
   tell();
   setTimeout(poll, document.hidden ? 15000 : 2500);
 }
 
-bar.append(el("div", { class: "brand" }, logo(), el("b", {}, "Meshwright")), chips, el("span", { class: "room" }), note, themeButton());
-main.append(top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else"));
+frame([chips, el("span", { class: "room" }), note], [top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else")]);
 update();
 tell();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
 if (live) { poll(); setInterval(tell, 1000); }
 document.documentElement.dataset.ready = "yes";

@@ -16,7 +16,7 @@ panel("ranks", "Ranks", "", "Each square is a rank, coloured by how long it comp
     grid.replaceChildren(...Array.from({ length: world || 0 }, (_, rank) => {
       const share = values.length && high > 0 ? (values[rank] - low) / Math.max(high - low, 0.6 * median(values)) : 0;
       return el("button", { type: "button", class: state.rank === rank ? "on" : "", "aria-label": `rank ${rank}`,
-        style: { background: values.length ? heat(0.08 + 0.72 * share) : colour("sunk"), color: share > 0.3 ? "#fff" : "" },
+        style: { background: values.length ? heat(0.08 + 0.72 * share) : colour("sunk"), color: values.length ? inkOn(heat(0.08 + 0.72 * share)) : "" },
         onclick: () => choose(rank), onpointermove: (event) => tip(event, [tipLine(`rank ${rank}${place(ranks, rank)}`, format(state.key, values[rank]))]),
         onpointerleave: () => tip(null, null) }, world <= 128 ? String(rank) : "");
     }));
@@ -100,6 +100,24 @@ panel("spread", "Spread over ranks", "", "How long the quickest, the middle and 
     chart.draw(series);
     keys.replaceChildren(legend(series.map((one) => [one.name, one.colour])));
     sub.textContent = busy ? `slowest now: rank ${busy.rank[busy.rank.length - 1]}` : "not measured on this device";
+  };
+});
+
+panel("machine", "Machine", "", "The machine of the rank that writes the run, and that rank's device, about every ten seconds: the used shares of cores, memory and device, the device's temperature and power, and the network's traffic.", ({ body, sub, node }) => {
+  const shares = new LineChart({ height: 150, label: "used shares", zero: true, xName: "time", xFormat: clock, format: (v) => percent(v, 0) });
+  const rates = new LineChart({ height: 110, label: "network", zero: true, xName: "time", xFormat: clock, format: (v) => `${decimal(v)}/s` }), keys = el("div", {}), names = el("div", {});
+  body.append(shares.node, keys, rates.node, names);
+  return (view) => {
+    const m = view.run.machine;
+    node.hidden = !(m.time && m.time.length);
+    if (node.hidden) return;
+    const x = m.time.map((t) => t - m.time[0]), line = (key, name, paint) => (m[key] ? { name, colour: colour(paint), x, y: m[key] } : null);
+    const used = [line("cores", "cores", "accent"), line("memory", "memory", "good"), line("device_busy", "device", "valid"), line("device_memory", "device memory", "p-backward")].filter(Boolean);
+    const moved = [line("received_per_s", "received", "accent"), line("sent_per_s", "sent", "valid")].filter(Boolean);
+    shares.draw(used); keys.replaceChildren(legend(used.map((one) => [one.name, one.colour])));
+    rates.draw(moved); names.replaceChildren(legend(moved.map((one) => [one.name, one.colour])));
+    const last = (key, format) => { const value = m[key] && m[key][m[key].length - 1]; return finite(value) ? format(value) : null; };
+    sub.textContent = [last("device_celsius", (v) => `${v.toFixed(0)} °C`), last("device_watts", (v) => `${v.toFixed(0)} W`)].filter(Boolean).join(" · ");
   };
 });
 

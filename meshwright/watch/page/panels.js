@@ -1,35 +1,4 @@
-/* The panels. Each is made once and updated with the view: all runs, their plans, and the selected run. */
-const panels = [];
-
-function panel(id, title, size, explanation, make) {
-  const body = el("div", {}), sub = el("span", { class: "sub" }), tools = el("div", { class: "tools" });
-  const text = el("p", { class: "explain", hidden: true }, explanation);
-  const why = el("button", { class: "why", type: "button", "aria-label": `what ${title} shows`, onclick: () => { text.hidden = !text.hidden; } }, "?");
-  const node = el("section", { class: `panel ${size}`, id, "aria-label": title },
-    el("header", {}, el("h2", {}, title), sub, el("span", { class: "room" }), tools, why), text, body);
-  const update = make({ body, sub, tools, node });
-  panels.push({ id, node, update });
-}
-
-function toggle(name, on, change) {
-  const button = el("button", { type: "button", class: on ? "on" : "", "aria-pressed": String(on) }, name);
-  button.addEventListener("click", () => {
-    on = !on;
-    button.classList.toggle("on", on);
-    button.setAttribute("aria-pressed", String(on));
-    change(on);
-  });
-  return button;
-}
-
-function choice(names, chosen, change) {
-  const buttons = Object.entries(names).map(([key, name]) => el("button", { type: "button", class: key === chosen ? "on" : "", onclick: () => {
-    buttons.forEach((b, i) => b.classList.toggle("on", Object.keys(names)[i] === key));
-    change(key);
-  } }, name));
-  return buttons;
-}
-
+/* The panels of a run. Each is made once and updated with the view: all runs, their plans, and the selected run. */
 const X_NAMES = { step: "step", tokens: "tokens", time: "time" };
 const X_FORMATS = { step: whole, tokens: count, time: clock };
 
@@ -49,6 +18,28 @@ function marksOf(run, kind) {
   for (const step of run.series.not_finite || []) marks.push({ x: at(step), kind: "cross", colour: colour("bad"), text: `step ${step}: the loss was not finite` });
   return marks.filter((mark) => finite(mark.x));
 }
+
+panel("runs", "Runs", "wide", "All runs of this page, the newest first. Click a name to see its panels, and the box to show or hide its curves. Below are the settings in which the shown runs differ.", ({ body, sub, node }) => {
+  const list = el("div", { class: "scroll", tabindex: 0 }), differ = el("div", { class: "scroll", tabindex: 0 }), head = el("p", { class: "sub", style: { margin: ".8rem 0 .2rem" } });
+  body.append(list, head, differ);
+  return (view) => {
+    node.hidden = view.runs.length < 2;
+    if (node.hidden) return;
+    const order = [...view.runs.keys()].sort((a, b) => (view.runs[b].notes.started || 0) - (view.runs[a].notes.started || 0)), shown = order.filter((n) => !view.hidden.has(n));
+    sub.textContent = `${view.runs.length}, of which ${shown.length} are drawn`;
+    const name = (number) => el("button", { type: "button", class: `run ${number === view.focus ? "on" : ""}`, onclick: () => view.choose(number) }, el("i", { class: "dot", style: { background: runColour(number) } }), ` ${view.runs[number].name}`);
+    list.replaceChildren(el("table", {}, el("tr", {}, ["run", "state", "step", "loss", "validation", "tokens/s", "layout", "started"].map((text) => el("th", {}, text))), order.map((number) => {
+      const run = view.runs[number], p = run.progress, v = run.validations[run.validations.length - 1];
+      const box = el("input", { type: "checkbox", checked: !view.hidden.has(number), "aria-label": `draw ${run.name}`, onchange: (event) => view.show(number, event.target.checked) });
+      return el("tr", {}, el("td", {}, box, name(number)), el("td", {}, el("span", { class: `pill ${run.state.kind}` }, run.state.kind)), el("td", {}, `${whole(p.step)} of ${whole(p.steps)}`), el("td", {}, fixed(p.loss, 4)),
+        el("td", {}, v ? fixed(v.loss, 4) : dash), el("td", {}, count(p.tokens_per_s)), el("td", {}, run.layout.words || dash), el("td", {}, when(run.notes.started)));
+    })));
+    const keys = Object.keys(view.runs[0].settings).filter((key) => new Set(shown.map((number) => view.runs[number].settings[key])).size > 1);
+    head.textContent = shown.length < 2 ? "" : keys.length ? `the ${keys.length} settings in which these ${shown.length} runs differ` : `the configs of these ${shown.length} runs are equal`;
+    differ.replaceChildren(keys.length && shown.length > 1 ? el("table", { class: "settings" }, el("tr", {}, el("th", {}, "setting"), shown.map((number) => el("th", {}, view.runs[number].name))),
+      keys.map((key) => el("tr", {}, el("td", {}, el("code", {}, key)), shown.map((number) => el("td", {}, view.runs[number].settings[key]))))) : "");
+  };
+});
 
 panel("loss", "Loss", "two", "The training loss of each step (the faint band is the least and the most of the steps between two points, the line a running mean) and the validation loss (dots). Dashed lines are resumes: steps after the last checkpoint were lost and trained again. Ticks below are checkpoints, crosses steps that were skipped or whose loss was not finite.\nDrag to zoom, double-click to see all again. With several runs their curves lie over each other.", ({ body, sub, tools }) => {
   const state = { share: 0.6, kind: "step", log: false };
@@ -97,7 +88,7 @@ panel("events", "Events", "third", "What happened to the run: starts, resumes, c
     : el("p", { class: "empty" }, "nothing was noted yet"));
 });
 
-panel("time", "Step time", "", "Where the seconds of a step go, as the ranks measured them (the mean over all), beside what the planner predicts for this config on this cluster. Phases are the program's own: forward and backward hold the time for which communication inside them is waited for.", ({ body, sub }) => {
+panel("time", "Step time", "", "Where the seconds of a step go, as the ranks measured them (the mean over all), beside what the planner predicts for this config on this cluster. Phases are the program's own: forward and backward hold the time for which communication inside them is waited for. A small triangle marks a step that is longer than the chart is high.", ({ body, sub }) => {
   const chart = new LineChart({ height: 190, label: "seconds by phase", stacked: true, zero: true, cut: 0.03, format: seconds });
   const bars = el("div", { class: "rows", style: { margin: ".2rem 0 .7rem" } }), keys = el("div", {});
   body.append(bars, chart.node, keys);
@@ -110,11 +101,17 @@ panel("time", "Step time", "", "Where the seconds of a step go, as the ranks mea
     const total = Math.max(progress.step_time_s || 0, plan ? plan.step_s : 0) || 1;
     const rows = [el("span", { class: "k" }, "measured"), stackBar(spent, total, paints, seconds), el("b", {}, seconds(progress.step_time_s))];
     if (plan) {
-      const parts = Object.fromEntries(Object.keys(plan.parts).map((name, i) => [name, colour(PART_COLOURS[i % PART_COLOURS.length])]));
+      const parts = Object.fromEntries(Object.keys(plan.parts).map((name) => [name, colour(PLANNED_COLOURS[name] || "valid")]));
       rows.push(el("span", { class: "k" }, "planned"), stackBar(plan.parts, total, parts, seconds), el("b", {}, seconds(plan.step_s)));
       const off = progress.step_time_s / plan.step_s - 1;
-      sub.textContent = finite(off) ? `${off >= 0 ? "+" : ""}${percent(off, 0)} against the plan for ${plan.cluster}` : "";
-      keys.replaceChildren(legend([...Object.entries(paints), ...Object.entries(parts).map(([n, c]) => [`planned: ${n}`, c])]));
+      sub.textContent = !finite(off) ? "" : view.plan.hint ? `planned for ${plan.cluster}, which stands for any CPU` : `${off >= 0 ? "+" : ""}${percent(off, 0)} against the plan for ${plan.cluster}`;
+      const exposed = Object.keys(plan.parts).some((name) => name.endsWith("exposed"));
+      /* One entry for each colour: planned parts have the colours of the measured phases that contain them. */
+      const names = {}, add = (name, paint) => { names[paint] = [...(names[paint] || []), name]; };
+      for (const [name, paint] of Object.entries(paints)) add(name, paint);
+      add("planned compute", parts.compute); add("planned bubble and waits", colour("p-rest"));
+      if (exposed) add("planned communication", colour("valid"));
+      keys.replaceChildren(legend(Object.entries(names).map(([paint, found]) => [found.join(", "), paint])));
     } else {
       rows.push(el("span", { class: "k" }, "planned"), el("span", { class: "soft" }, view.plan ? view.plan.hint || view.plan.why_not || "nothing is known of this run's ranks yet" : "the planner is still counting"), el("span", {}));
       sub.textContent = `mean of the last ${progress.recent_steps} steps`;
@@ -187,17 +184,18 @@ panel("memory", "Memory", "third", "The most that one rank holds: as planned by 
     }
   }
   if (room) rows.push(el("span", { class: "k" }, "the device"), stackBar({ device: room }, top, { device: colour("p-rest") }, bytes), el("b", {}, bytes(room)));
-  sub.textContent = view.run.layout.device === "cpu" && peak ? "measured: whole processes" : "of one rank";
+  sub.textContent = view.run.layout.device === "cpu" && peak ? "planned: tensors; measured: whole processes, with Python and torch" : "of one rank";
   body.replaceChildren(rows.length ? el("div", { class: "rows" }, rows) : el("p", { class: "empty" }, "no memory was measured"), plan ? legend(Object.entries(paints)) : "");
 });
 
-panel("pipeline", "Pipeline", "wide", "One step as it was measured (run.trace: true traces the third step of a process), and below the same schedule simulated, on the same scale. Blue is forward, violet backward, green what follows; what is empty is the bubble. A simulation with the step's own mean times shows what the schedule alone costs.", ({ body, sub }) => {
+panel("pipeline", "Pipeline", "wide", "One step as it was measured (run.trace: true traces the third step of a process), and below the same schedule simulated, on the same scale. Blue is forward, violet backward, green what follows; what is empty is the bubble. A simulation with the step's own mean times shows what the schedule alone costs.", ({ body, sub, node }) => {
   const measured = new Timeline("the measured step"), planned = new Timeline("the simulated step");
   const heads = [el("p", { class: "sub", style: { margin: ".1rem 0 .2rem" } }), el("p", { class: "sub", style: { margin: ".5rem 0 .2rem" } })];
   const none = el("p", { class: "empty" }, "no step was traced: set run.trace=true");
   body.append(none, heads[0], measured.node, heads[1], planned.node);
   return (view) => {
     const trace = view.run.trace, drawn = view.plan && view.plan.simulated;
+    node.hidden = view.run.layout.pp === 1 && !trace;
     none.hidden = Boolean(trace);
     for (const node of [heads[0], measured.node]) node.hidden = !trace;
     for (const node of [heads[1], planned.node]) node.hidden = !(trace && drawn);

@@ -20,8 +20,9 @@ function tipLine(name, value, paint) {
 }
 
 class LineChart {
-  /* options: height, label, format (of y), xFormat, log, zero, stacked, xName; `draw(series, marks)` sets the data.
-     A series has name, colour, x, y and, optionally, lo, hi (a band), dots, dashed, thin, quiet (not in the tip). */
+  /* options: height, label, format (of y), xFormat, log, xLog, zero, stacked, xName; `draw(series, marks)` sets the
+     data. A series has name, colour, x, y and, optionally, lo, hi (a band), dots, dashed, thin, wide (drawn below thin
+     lines, so that both are seen where they coincide), quiet (not in the tip). */
   constructor(options) {
     this.options = { height: 220, format: (v) => trimmed(v, 4), xFormat: whole, xName: "step", ...options };
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": this.options.label || "chart" });
@@ -60,8 +61,14 @@ class LineChart {
     this.others();
   }
 
-  value(pixel) { return this.range[0] + ((pixel - LEFT) / this.width) * (this.range[1] - this.range[0]); }
-  px(x) { return LEFT + ((x - this.range[0]) / (this.range[1] - this.range[0] || 1)) * this.width; }
+  value(pixel) {
+    const share = (pixel - LEFT) / this.width, [low, high] = this.range;
+    return this.options.xLog ? low * (high / low) ** share : low + share * (high - low);
+  }
+  px(x) {
+    const [low, high] = this.range;
+    return LEFT + (this.options.xLog ? Math.log(x / low) / Math.log(high / low) : (x - low) / (high - low || 1)) * this.width;
+  }
   py(y) {
     const [low, high] = this.span;
     const share = this.options.log ? Math.log(y / low) / Math.log(high / low) : (y - low) / (high - low);
@@ -93,7 +100,7 @@ class LineChart {
     let low = Infinity, high = -Infinity;
     for (const one of this.series) { low = Math.min(low, one.x[0]); high = Math.max(high, one.x[one.x.length - 1]); }
     if (this.zooms && shared.zoom) { low = Math.max(low, shared.zoom[0]); high = Math.min(high, shared.zoom[1]); }
-    if (!(high > low)) { const at = finite(low) ? low : 0; low = at - 0.5; high = at + 0.5; }
+    if (!(high > low)) { const at = finite(low) ? low : 0; low = this.options.xLog ? at / 1.5 : at - 0.5; high = this.options.xLog ? at * 1.5 : at + 0.5; }
     this.range = [low, high];
     const seen = [];
     if (this.options.stacked) this.pile();
@@ -136,6 +143,7 @@ class LineChart {
     for (const mark of this.marks) this.mark(mark);
     for (const one of this.series) if (one.lo) this.band(one);
     if (this.options.stacked) this.stack(); else for (const one of this.series) this.line(one);
+    this.clips();
     this.cross();
     pen.restore();
   }
@@ -155,11 +163,37 @@ class LineChart {
       pen.beginPath(); pen.moveTo(LEFT, y); pen.lineTo(LEFT + this.width, y); pen.stroke();
       this.say(this.options.format(at), LEFT - 7, y, "right");
     }
-    for (const at of ticks(...this.range, Math.max(2, this.width / 95))) {
+    for (const at of this.xTicks()) {
       if (this.zooms && at !== Math.round(at)) continue;
       const x = this.px(at);
       this.say(this.options.xFormat(at), Math.min(Math.max(x, LEFT + 8), LEFT + this.width - 12), TOP + this.high + 13);
     }
+  }
+
+  xTicks() {
+    const most = Math.max(2, this.width / 95);
+    if (!this.options.xLog) return ticks(...this.range, most);
+    const all = [...new Set(this.series.flatMap((one) => one.x))].sort((a, b) => a - b), every = Math.ceil(all.length / Math.max(2, this.width / 60));
+    return all.filter((_, i) => i % every === 0);
+  }
+
+  /* Mark the places where a value lies beyond the edge of the drawing. */
+  clips() {
+    const pen = this.pen, [bottom, top] = this.span, seen = new Set();
+    for (const one of this.options.stacked ? this.series.slice(-1) : this.series) {
+      const highs = one.top || one.hi || one.y;
+      one.x.forEach((x, i) => {
+        const above = highs[i] > top, below = !above && finite(one.y[i]) && one.y[i] < bottom && (!this.options.log || one.y[i] > 0);
+        if (x < this.range[0] || x > this.range[1] || !(above || below)) return;
+        const at = this.px(x), place = `${above}${Math.round(at / 9)}`;
+        if (seen.has(place)) return;
+        seen.add(place);
+        const y = above ? TOP + 1 : TOP + this.high, turn = above ? 5 : -5;
+        pen.fillStyle = this.options.stacked ? colour("ink") : one.colour;
+        pen.beginPath(); pen.moveTo(at, y); pen.lineTo(at - 4, y + turn); pen.lineTo(at + 4, y + turn); pen.fill();
+      });
+    }
+    this.clipped = seen.size;
   }
 
   path(one, values) {
@@ -179,14 +213,14 @@ class LineChart {
     pen.strokeStyle = pen.fillStyle = one.colour;
     pen.lineJoin = "round";
     if (!one.dots || one.x.length > 1) {
-      pen.lineWidth = one.thin ? 1 : 1.8;
-      pen.globalAlpha = one.faint ? 0.35 : 1;
+      pen.lineWidth = one.wide ? 8 : one.thin ? 1 : 1.8;
+      pen.globalAlpha = one.wide ? 0.28 : one.faint ? 0.35 : 1;
       pen.setLineDash(one.dashed ? [5, 4] : []);
       this.path(one, one.y);
       pen.stroke();
       pen.setLineDash([]); pen.globalAlpha = 1;
     }
-    if (one.dots || one.x.length === 1) {
+    if (one.dots || one.x.length === 1 || one.points) {
       for (let i = 0; i < one.x.length; i += 1) {
         if (!finite(one.y[i])) continue;
         pen.beginPath(); pen.arc(this.px(one.x[i]), this.py(one.y[i]), one.x.length > 120 ? 1.6 : 3, 0, 7); pen.fill();

@@ -1,5 +1,7 @@
 /* Drawings that are not lines over steps: bars, the pipeline's timeline, the grid of ranks, the heat map of layers. */
 const PHASE_COLOURS = { data: "p-data", forward: "p-forward", backward: "p-backward", reduce: "p-reduce", optimizer: "p-optimizer" };
+/* Planned parts have the colours of the measured phases that contain them. Exposed communication has its own. */
+const PLANNED_COLOURS = { compute: "p-forward", bubble: "p-rest", optimizer: "p-optimizer", "waits and the rest": "p-rest" };
 const PART_COLOURS = ["p-forward", "p-rest", "p-reduce", "p-backward", "valid", "bad", "p-optimizer", "p-data"];
 
 function phaseColour(name) { return colour(PHASE_COLOURS[name] || "p-rest"); }
@@ -85,6 +87,12 @@ function heat(share) {
   const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1), low = Math.min(stops.length - 2, Math.floor(at)), part = at - low;
   const mix = stops[low].map((v, i) => Math.round(v + part * (stops[low + 1][i] - v)));
   return `rgb(${mix.join(",")})`;
+}
+
+/* Return the colour of text on a colour `rgb(r,g,b)`. */
+function inkOn(paint) {
+  const [r, g, b] = paint.match(/\d+/g).map(Number);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151c" : "#ffffff";
 }
 
 class HeatMap {

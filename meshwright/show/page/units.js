@@ -58,6 +58,13 @@ function bytes(value) {
   return `${unit ? value.toPrecision(3) : Math.round(value)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit]}`;
 }
 
+/* Bytes in powers of 1000, as the ticks of an axis and the rates of networks are written. */
+function decimal(value) {
+  if (!finite(value)) return dash;
+  for (const [size, unit] of [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (value >= size) return `${trimmed(value / size)} ${unit}`;
+  return `${Math.round(value)} B`;
+}
+
 function seconds(value) {
   if (!finite(value)) return dash;
   if (value === 0) return "0 s";
