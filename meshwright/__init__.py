@@ -19,20 +19,27 @@ if TYPE_CHECKING:
     from meshwright.engine.output import Term as Term
     from meshwright.engine.own_models import state_dicts as state_dicts
     from meshwright.errors import UserError as UserError
+    from meshwright.library.model import Model as Model
+    from meshwright.library.model import load as load
     from meshwright.library.pretraining import pretrain as pretrain
     from meshwright.run.wrap import wrap as wrap
     from meshwright.spec.layout import Layout as Layout
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
+__all__ = [
+    "Config", "Layout", "Model", "StageOutput", "Term", "UserError", "load", "load_config", "pretrain", "state_dicts",
+    "wrap",
+]  # fmt: skip
 
 # The module of each public name, imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
     "Config": "meshwright.config.sections",
     "Layout": "meshwright.spec.layout",
+    "Model": "meshwright.library.model",
     "StageOutput": "meshwright.engine.output",
     "Term": "meshwright.engine.output",
     "UserError": "meshwright.errors",
+    "load": "meshwright.library.model",
     "load_config": "meshwright.config.load",
     "pretrain": "meshwright.library.pretraining",
     "state_dicts": "meshwright.engine.own_models",

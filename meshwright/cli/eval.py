@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.chat import template_of
-from meshwright.cli.generate import end_tokens, tokenizer_of
+from meshwright.cli.generate import tokenizer_of
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
@@ -17,6 +17,7 @@ from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
 from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.record.companions import check_tokenizer
