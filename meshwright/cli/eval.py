@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    prepare(args)
+    return start(args.nproc, tasks_rank if args.tasks else evaluate_rank, args)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Find the model and the data, and report every mistake that can be found before ranks start."""
     if args.nproc < 1 or args.samples < 0:
         raise UserError("--nproc must be at least 1 and --samples at least 0")
     if args.data and args.split:
@@ -64,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
     check(config, world, READING_RULES)
     if args.tasks:
         check_tasks(args, config)
-        return start(args.nproc, tasks_rank, args)
+        return
     check_tokenizer(Path(args.source), config.data)
     # Mistakes in the data are found here, before ranks start. This draws no sample yet.
     data_of(args, config, 0)
-    return start(args.nproc, evaluate_rank, args)
 
 
 def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
@@ -98,23 +103,28 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
 
 def evaluate_rank(args: argparse.Namespace) -> None:
     """Evaluate on token files as one rank; rank 0 prints the result."""
+    found, unit = evaluated(args)
+    if find_place().rank:
+        return
+    if args.samples > found["samples"]:
+        print(f"(the data hold {found['samples']:,} samples, and each was used once)", file=sys.stderr)
+    likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
+    over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
+    words = f"loss {found['loss']:.4f}{likely}  over {over}"
+    print(json.dumps(found) if args.json else words, flush=True)
+
+
+def evaluated(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Evaluate on token files as one rank. Return the figures, and what their tokens count."""
     from meshwright.infer.evaluate import evaluate, with_model
 
-    def use(ctx: Any, modules: Any, place: Any) -> None:
+    def use(ctx: Any, modules: Any, place: Any) -> tuple[dict[str, Any], str]:
         data = data_of(args, ctx.config, args.samples or DEFAULT_SAMPLES)
-        count = data.dataset.samples
-        found = evaluate(ctx, modules, data, count)
-        if place.rank:
-            return
-        if args.samples > count:
-            print(f"(the data hold {count:,} samples, and each was used once)", file=sys.stderr)
-        unit = counted_as(ctx.config)
-        likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
-        over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
-        words = f"loss {found['loss']:.4f}{likely}  over {over}"
-        print(json.dumps(found) if args.json else words, flush=True)
+        return evaluate(ctx, modules, data, data.dataset.samples), counted_as(ctx.config)
 
-    with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    found: tuple[dict[str, Any], str]
+    found = with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    return found
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,8 @@ import keyword
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 
 import meshwright
 from meshwright.disk import mistake_of
@@ -111,6 +113,13 @@ def run(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
+    module, args = arguments(name, argv[1:])
+    args.command = shlex.join(["meshwright", *argv])
+    return int(module.run(args) or 0)
+
+
+def arguments(name: str, words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """Return a command's module and the arguments that these words of its command line stand for."""
     # A module can't be called `import`, so its file is import_.py.
     reserved = "_" if keyword.iskeyword(name) else ""
     # Plugins come first: they may register choices that a command's options list.
@@ -124,9 +133,7 @@ def run(argv: list[str]) -> int:
     if not getattr(module, "OWN_JSON", False):
         parser.add_argument("--json", action="store_true", help="print one JSON document")
     parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
-    args = parse(argv[1:])
-    args.command = shlex.join(["meshwright", *argv])
-    return int(module.run(args) or 0)
+    return module, parse(words)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no network")
 
 
-def run(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Ranking:
+    """The best layouts of a model on a cluster, the best one first."""
+
+    target: Target
+    cluster: Cluster
+    devices: int
+    limit: float  # GiB of a device that a layout may need
+    shown: list[Candidate]
+    reasons: list[str]
+    known: Candidate | None  # that of the target's published run
+
+
+def ranked(args: argparse.Namespace) -> Ranking:
+    """Search the layouts that the arguments leave open."""
     target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
@@ -94,9 +108,15 @@ def run(args: argparse.Namespace) -> None:
     known = known_run(target, cluster, stack, base)
     if known:
         reasons.append(_of_known(target.name, known, shown[0]))
+    return Ranking(target, cluster, devices, limit, shown, reasons, known)
+
+
+def run(args: argparse.Namespace) -> None:
+    found = ranked(args)
+    target, shown, reasons, known = found.target, found.shown, found.reasons, found.known
     write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: signed(yaml_of(shown[0])))
-    title = f"{target.name} on {devices} x {cluster.device.name}"
-    write(args.html, lambda: page(title, reasons, shown, limit))
+    title = f"{target.name} on {found.devices} x {found.cluster.device.name}"
+    write(args.html, lambda: page(title, reasons, shown, found.limit))
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
 
 

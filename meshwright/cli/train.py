@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
     add_elastic_arguments(parser)
+    # A program that calls `meshwright.train` gets a result instead of the summary.
+    parser.set_defaults(summary=True, quiet=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -236,7 +238,8 @@ def train(args: argparse.Namespace) -> None:
         stand_by(config, place)
         return
     try:
-        with Display(config, place.world) as display:
+        with ExitStack() as shown:
+            display = None if args.quiet else shown.enter_context(Display(config, place.world))
             trainer = pretrain(
                 config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display,
                 speed=speed_of, command=args.command,
@@ -247,7 +250,7 @@ def train(args: argparse.Namespace) -> None:
         raise
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
-    elif trainer.writes:
+    elif trainer.writes and args.summary:
         summary(config.run.dir, plan=planned_means)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,6 +18,8 @@ from meshwright.infer.texts import check_drawing, end_tokens, text_ids, tokenize
 from meshwright.launch.processes import Place, enter, find_place
 from meshwright.models.graph_stage import GraphStage
 from meshwright.show.units import count
+
+Prompts = list[str] | tuple[str, ...]  # no plain sequence, because a text is one too
 
 
 class Model(nn.Module):
@@ -60,13 +61,17 @@ class Model(nn.Module):
         return logits_of(self.net, input_ids, decoder_input_ids)[..., : model.vocab]
 
     @overload
-    def generate(self, prompt: str, *, max_tokens: int = ..., temperature: float = ..., top_p: float = ...,
-                 seed: int = ..., batch: int = ...) -> str: ...  # fmt: skip
-    @overload
-    def generate(self, prompt: Sequence[str], *, max_tokens: int = ..., temperature: float = ..., top_p: float = ...,
-                 seed: int = ..., batch: int = ...) -> list[str]: ...  # fmt: skip
     def generate(
-        self, prompt: str | Sequence[str], *, max_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0,
+        self, prompt: str, *, max_tokens: int = ..., temperature: float = ..., top_p: float = ..., seed: int = ...,
+        batch: int = ...,
+    ) -> str: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompt: Prompts, *, max_tokens: int = ..., temperature: float = ..., top_p: float = ..., seed: int = ...,
+        batch: int = ...,
+    ) -> list[str]: ...  # fmt: skip
+    def generate(
+        self, prompt: str | Prompts, *, max_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0,
         seed: int = 0, batch: int = 8,
     ) -> str | list[str]:  # fmt: skip
         """Return the text that the model writes after a prompt, or a list of texts after a list of prompts.
