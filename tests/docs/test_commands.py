@@ -1,7 +1,7 @@
 """The documentation works: its commands are executed in an empty folder, as a person would type them.
 
-This covers the tutorial, the how-tos, the concepts, the pages on plugins and Python, the README, the table of commands, and the
-figures that pages show. The site builds, and the wheel works without the repository.
+This covers the tutorial, the how-tos, the concepts, the pages on plugins and Python, the README, the table of commands,
+and the figures that pages show. The site builds, and the wheel works without the repository.
 """
 
 from __future__ import annotations
