@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
 from meshwright.config.load import load_config, to_mapping, to_yaml
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import RULES, TRAINING_RULES, check
 from meshwright.errors import plural
 from meshwright.plan.effects import say_what_has_no_effect
+from meshwright.show.terminal import say_next
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
@@ -39,4 +41,10 @@ def run(args: argparse.Namespace) -> None:
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
     say_what_has_no_effect(config, world)
     words = f"{args.config} is valid for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
-    print(json.dumps(answer) if args.json else words)
+    if args.json:
+        print(json.dumps(answer))
+        return
+    print(words)
+    given = shlex.join([args.config, *args.overrides])
+    ranks = (f" --devices {world}", f" --nproc {world}") if world > 1 else ("", "")
+    say_next(*(f"meshwright {name} {given}{n}" for name, n in zip(("memory", "train"), ranks, strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from meshwright.outside import LARGEST
 from meshwright.record.companions import tokenizer_of_data
 from meshwright.show.progress import progress
 from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
-from meshwright.show.terminal import console_for, has_colour, show
+from meshwright.show.terminal import console_for, has_colour, say_next, show
 from meshwright.show.units import percent
 
 EXAMPLES = """example:
@@ -228,6 +229,7 @@ def prepare_files(args: argparse.Namespace) -> None:
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"
     )
     tell_files(summary.files)
+    say_next(f"meshwright init --data {shlex.quote(args.out)}")
 
 
 def add_merge_arguments(actions: Any) -> None:
@@ -250,6 +252,7 @@ def merge_files(args: argparse.Namespace) -> None:
     print(f"documents   {merged.documents:,} from {merged.inputs:,} token files")
     print(f"tokens      {merged.tokens:,} as {merged.dtype}")
     tell_files(merged.files)
+    say_next(f"meshwright init --data {shlex.quote(args.out)}")
 
 
 def add_chat_arguments(actions: Any) -> None:
@@ -289,6 +292,8 @@ def prepare_conversations(args: argparse.Namespace) -> None:
         made = f"{plural(packed[0], 'sample')} of {args.seq:,} tokens, {percent(packed[2])} filled"
         print(f"packed         {made}; {cut.words()}")
     tell_files(summary.files, column=15)
+    if len(args.inputs) == 1:
+        say_next(shlex.join(["meshwright", "tune", args.model, *args.inputs]))
 
 
 def show_samples(summary: ChatSummary, tokenizer: Any, count: int) -> None:

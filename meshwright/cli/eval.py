@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.record.companions import check_tokenizer
+from meshwright.show.terminal import say_next
 from meshwright.spec.traffic.counts import LEARNED, counted_as
 
 EXAMPLES = """example:
@@ -112,6 +114,9 @@ def evaluate_rank(args: argparse.Namespace) -> None:
     over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
     words = f"loss {found['loss']:.4f}{likely}  over {over}"
     print(json.dumps(found) if args.json else words, flush=True)
+    if not args.json:
+        source = shlex.quote(args.source)
+        say_next(f'meshwright generate {source} --prompt "..."' if unit == LEARNED else f"meshwright inspect {source}")
 
 
 def evaluated(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

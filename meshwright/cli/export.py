@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
+from meshwright.show.terminal import say_next
 from meshwright.spec.model.hf import FAMILIES
 
 EXAMPLES = """example:
@@ -64,3 +66,5 @@ def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
         f"{args.to}: {written['family']} of step {written['step']}, {plural(written['tensors'], 'tensor')}, "
         f"{written['bytes'] / 1e6:,.1f} MB in {plural(len(written['files']), 'file')}{beside}"
     )
+    if written["beside"]:
+        say_next(f'meshwright generate {shlex.quote(args.to)} --prompt "..."')

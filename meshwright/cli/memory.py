@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from meshwright.cli.common_args import print_result, world_arguments, world_from_args
+from meshwright.cli.common_args import print_result, say_next_of, world_arguments, world_from_args
 from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -23,7 +23,7 @@ EXAMPLES = """example:
 
 The first figures are the most of each kind at any time in a step. The last column is the moment of the peak, and adds
 up to `peak`. `buffers` are gathered or in-flight tensors, `temporary` is the workspace of kernels and the loss, and
-`offloaded` are activations in host memory. The line below is the total that a device needs, as in `plan` and `cost`.
+`offloaded` are activations in host memory. The first line is the total that a device needs, as in `plan` and `cost`.
 --json has bytes, and that total as `device_gib`."""
 
 
@@ -77,7 +77,10 @@ def run(args: argparse.Namespace) -> None:
         most = (f"{bytes_by_kind[kind]:,}", size(bytes_by_kind[kind])) if kind in bytes_by_kind else ("", "")
         rows.append((kind, *most, size(at_peak[kind]) if kind in at_peak else ""))
     total = f"{device.total:.1f} GiB of a device = {device.words()} ({cluster.name})"
-    print_result(args, whole, f"{table(rows)}\n\n{total}\n{_device_words(one.target.config, job)}", job)
+    limit = cluster.device.memory_gib
+    total += f": {'fits' if device.total <= limit else 'DOES NOT FIT'} into its {limit:.1f}"
+    print_result(args, whole, f"{total}\n\n{table(rows)}\n\n{_device_words(one.target.config, job)}", job)
+    say_next_of(args, "cost", "plan", devices=world, cluster=cluster.name, batch=job.global_batch)
 
 
 def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -50,6 +51,7 @@ from meshwright.record.run_folder import check_folders, last_step, refuse_finish
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
+from meshwright.show.terminal import say_next
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
+    parser.add_argument("--full", action="store_true", help="end with all tables, also the bytes of links")
     add_elastic_arguments(parser)
     # A program that calls `meshwright.train` gets a result instead of the summary.
     parser.set_defaults(summary=True, quiet=False)
@@ -251,7 +254,19 @@ def train(args: argparse.Namespace) -> None:
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes and args.summary:
-        summary(config.run.dir, plan=planned_means)
+        summary(config.run.dir, plan=planned_means, full=args.full)
+        say_next(*commands_after(config))
+
+
+def commands_after(config: Config) -> list[str]:
+    """Return the commands that usually follow the training of a run."""
+    folder = shlex.quote(config.run.dir)
+    commands = [f"meshwright watch {folder}"]
+    if config.model.kind_facts.writes_text and not config.compares:
+        prompt = "chat" if config.objective_facts.packed else "generate"
+        commands.append(f"meshwright {prompt} {folder}" + (' --prompt "..."' if prompt == "generate" else ""))
+    ending = "merge" if config.tune.adapts else "export"
+    return [*commands, f"meshwright {ending} {folder} --to {folder}/{ending}ed"]
 
 
 def figures_of(folder: str) -> dict[str, Any]:

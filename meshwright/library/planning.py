@@ -14,14 +14,13 @@ from meshwright.config.load import GivenConfig, config_from
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.disk import write
-from meshwright.library.results import Result
+from meshwright.library.results import Result, stacked_bars
 from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.explain import parts_of, yaml_of
 from meshwright.plan.memory import GIB
-from meshwright.plan.page import MEMORY_COLOURS, TIME_COLOURS, ranking_cells
+from meshwright.plan.page import ranking_cells
 from meshwright.plan.rank import bytes_at_peak, memory_bytes
 from meshwright.plan.search import Candidate
-from meshwright.show import html
 from meshwright.show.units import seconds
 
 
@@ -105,7 +104,7 @@ class Plan(Result):
     def drawing(self) -> str:
         """Return a bar for each layout that shows where the time of its step goes."""
         longest = max(one.step_s for one in self.layouts)
-        return html.bars([(one.parts_s, longest, seconds(one.step_s)) for one in self.layouts], TIME_COLOURS, "s")
+        return stacked_bars([(one.parts_s, seconds(one.step_s)) for one in self.layouts], longest, "s")
 
 
 def plan(
@@ -185,7 +184,7 @@ class MemoryUse(Result):
     def drawing(self) -> str:
         """Return a bar of the parts. A full bar is the memory of the device."""
         whole = max(self.capacity_gib, self.device_gib)
-        return html.bars([(self.parts_gib, whole, f"{self.device_gib:.1f} GiB")], MEMORY_COLOURS, "GiB")
+        return stacked_bars([(self.parts_gib, f"{self.device_gib:.1f} GiB")], whole, "GiB")
 
 
 def memory(

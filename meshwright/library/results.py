@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 
-from meshwright.show import html
+from meshwright.show.chart import LINE_COLOURS
 from meshwright.show.terminal import table
+
+# Notebooks have styles for tables, and none for anything else.
+_BAR = "display:flex;height:1.1rem;width:100%;min-width:24rem;background:#e6eaee"
+_SWATCH = "display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem"
 
 
 class Result(ABC):
@@ -32,5 +37,30 @@ class Result(ABC):
         return "\n".join([self.title(), table(self.table()), *self.notes()])
 
     def _repr_html_(self) -> str:
-        notes = "".join(map(html.note, self.notes()))
-        return f"{html.note(self.title())}{html.table(self.table())}{notes}{self.drawing()}"
+        head, *body = self.table()
+        rows = [_row("th", head), *(_row("td", cells) for cells in body)]
+        notes = "".join(f"<p>{escape(line)}</p>" for line in self.notes())
+        return f"<p><b>{escape(self.title())}</b></p><table>{''.join(rows)}</table>{notes}{self.drawing()}"
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def stacked_bars(rows: Sequence[tuple[Mapping[str, float], str]], whole: float, unit: str) -> str:
+    """Return a legend and one bar for each row as HTML. A row is the values of its parts and its label, and a full bar
+    is `whole`."""
+    names = list(dict.fromkeys(name for parts, _ in rows for name, value in parts.items() if value > 0))
+    colours = {name: LINE_COLOURS[n % len(LINE_COLOURS)] for n, name in enumerate(names)}
+    legend = "&ensp; ".join(
+        f'<span><i style="{_SWATCH};background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items()
+    )
+    bars = []
+    for parts, label in rows:
+        spans = "".join(
+            f'<span style="width:{100 * parts[name] / whole:.3f}%;background:{colour}" '
+            f'title="{escape(name)} {parts[name]:.3g} {unit}"></span>'
+            for name, colour in colours.items() if parts.get(name, 0.0) > 0
+        )  # fmt: skip
+        bars.append(f'<tr><td><div style="{_BAR}">{spans}</div></td><td>{escape(label)}</td></tr>')
+    return f"<p>{legend}</p><table>{''.join(bars)}</table>"
