@@ -23,9 +23,12 @@ def cells() -> list[str]:
 def executed(source: str, names: dict[str, Any]) -> Any:
     """Run a cell as a notebook does, and return the value of its last line if that is an expression."""
     tree = ast.parse(source)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1]
+    if not isinstance(last, ast.Expr):
+        return exec(compile(tree, "cell", "exec"), names)
+    del tree.body[-1]
     exec(compile(tree, "cell", "exec"), names)
-    return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
 def test_cells_compile_and_use_public_names() -> None:
