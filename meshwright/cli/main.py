@@ -23,7 +23,7 @@ GROUPS = {
     ),
     "data": ("data",),
     "plan and study": (
-        "plan", "recipes", "predict", "cost", "memory", "simulate", "scaling", "dryrun",
+        "plan", "recipes", "predict", "clusters", "cost", "memory", "simulate", "scaling", "dryrun",
         "layout", "schedule", "config", "bench", "comm",
     ),
     "checkpoints and Hugging Face": ("inspect", "replay", "import", "export", "merge"),
@@ -49,6 +49,7 @@ COMMANDS = {
     "config": "show a config with all values resolved, or check it against a world size",
     "recipes": "list known training runs that can be started by name, with published and predicted figures",
     "predict": "compare predicted step times and memory with those of published runs",
+    "clusters": "list the clusters that the planner knows, show one with its sources, or copy one to change it",
     "layout": "draw the ranks of a layout, and list every group of them",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",

@@ -114,6 +114,8 @@ def plan(
     devices: int | None = None,
     global_batch: int | None = None,
     seq: int | None = None,
+    network: str | None = None,
+    node_devices: int | None = None,
     fit: float | None = None,
     top: int = 10,
     tp_grids: bool = False,
@@ -129,11 +131,12 @@ def plan(
     `overrides` stay fixed. `fit` is the GiB to fit into. The defaults are those of `meshwright plan`.
     """
     _, args = arguments("plan", ["MODEL", *overrides])
-    args.target, args.cluster, args.devices = model, cluster and str(cluster), devices
+    args.target, args.devices, args.network, args.node_devices = model, devices, network, node_devices
     args.global_batch, args.seq, args.fit, args.top, args.tp_grids = global_batch, seq, fit, top, tp_grids
-    found = plan_command.ranked(args)
+    found = plan_command.ranked(args, cluster and str(cluster))
+    of = found.of
     return Plan(
-        found.target.name, found.devices, found.cluster.device.name, found.cluster.name,
+        of.target.name, of.base.world, of.cluster.device.name, of.cluster.name,
         tuple(map(_planned, found.shown)), tuple(found.reasons), _planned(found.known) if found.known else None,
     )  # fmt: skip
 
