@@ -133,7 +133,7 @@ def plan(
     _, args = arguments("plan", ["MODEL", *overrides])
     args.target, args.devices, args.network, args.node_devices = model, devices, network, node_devices
     args.global_batch, args.seq, args.fit, args.top, args.tp_grids = global_batch, seq, fit, top, tp_grids
-    found = plan_command.ranked(args, cluster and str(cluster))
+    found = plan_command.ranked(args, str(cluster) if cluster else None)
     of = found.of
     return Plan(
         of.target.name, of.base.world, of.cluster.device.name, of.cluster.name,
