@@ -110,14 +110,14 @@ def _error(comparison: Comparison) -> str:
 
 # The columns that fit into a terminal of 80 columns: the same figures in short units.
 SHORT = ("recipe", "devices", "step", "planned", "error", "run, h", "steps, h")
-UNITS = {"step_s": " s", "tflops": " TF/s", "tokens_s_device": " tok/s"}
-NOTE = """step: published, and planned. TF/s: TFLOP/s of a device; tok/s: its tokens.
+UNITS = {"step_s": " s", "tflops": " TF/s", "tokens_s_device": " t/s"}
+NOTE = """step: published, and planned. TF/s: TFLOP/s of a device; t/s: its tokens/s.
 run, h: published device hours of the whole run, with all that interrupted it;
 steps, h: planned hours of its steps alone."""
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return count(value) if value >= 1000 else f"{value:.3g}"
 
 
 def short_row(comparison: Comparison) -> tuple[str, ...]:
