@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
     # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
-    known = args.nproc or (1 if config.run.device == "cpu" else 0)
+    known = args.nproc or (1 if config.run.on_cpu else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
@@ -255,7 +255,9 @@ def train(args: argparse.Namespace) -> None:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes and args.summary:
         summary(config.run.dir, plan=planned_means, full=args.full)
-        say_next(*commands_after(config))
+        # A run that was stopped has said how it is continued.
+        if last_step(Path(config.run.dir))[0] >= config.train.steps:
+            say_next(*commands_after(config))
 
 
 def commands_after(config: Config) -> list[str]:
