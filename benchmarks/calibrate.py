@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.plan import mixtures, published
 from meshwright.plan.cluster import FOLDER, Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import mixtures  # noqa: E402
-import published  # noqa: E402
 from common import BenchParser, finish  # noqa: E402
 
 STACK_FILE = FOLDER.parent / "stacks.yaml"
@@ -194,7 +193,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--cross-validate", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
-    args = parser.parse(csv=Path(__file__).parent / "published_mixtures.csv", rounds=1)
+    args = parser.parse(csv=published.TABLE, rounds=1)
     cases = []
     for row in published.read_rows(args.csv):
         if mixtures.is_mixture(row):  # their work beyond the planner's formulas would spoil the constants

@@ -19,23 +19,48 @@ if TYPE_CHECKING:
     from meshwright.engine.output import Term as Term
     from meshwright.engine.own_models import state_dicts as state_dicts
     from meshwright.errors import UserError as UserError
+    from meshwright.library.model import Model as Model
+    from meshwright.library.model import load as load
+    from meshwright.library.planning import MemoryUse as MemoryUse
+    from meshwright.library.planning import Plan as Plan
+    from meshwright.library.planning import PlannedLayout as PlannedLayout
+    from meshwright.library.planning import memory as memory
+    from meshwright.library.planning import plan as plan
     from meshwright.library.pretraining import pretrain as pretrain
+    from meshwright.library.training import Evaluation as Evaluation
+    from meshwright.library.training import Training as Training
+    from meshwright.library.training import evaluate as evaluate
+    from meshwright.library.training import train as train
     from meshwright.run.wrap import wrap as wrap
     from meshwright.spec.layout import Layout as Layout
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Layout", "StageOutput", "Term", "UserError", "load_config", "pretrain", "state_dicts", "wrap"]
+__all__ = [
+    "Config", "Evaluation", "Layout", "MemoryUse", "Model", "Plan", "PlannedLayout", "StageOutput", "Term", "Training",
+    "UserError", "evaluate", "load", "load_config", "memory", "plan", "pretrain", "state_dicts", "train", "wrap",
+]  # fmt: skip
 
 # The module of each public name, imported on first use: layout, config and the schedule tables must not pay for torch.
 _HOMES = {
     "Config": "meshwright.config.sections",
+    "Evaluation": "meshwright.library.training",
     "Layout": "meshwright.spec.layout",
+    "MemoryUse": "meshwright.library.planning",
+    "Model": "meshwright.library.model",
+    "Plan": "meshwright.library.planning",
+    "PlannedLayout": "meshwright.library.planning",
     "StageOutput": "meshwright.engine.output",
     "Term": "meshwright.engine.output",
+    "Training": "meshwright.library.training",
     "UserError": "meshwright.errors",
+    "evaluate": "meshwright.library.training",
+    "load": "meshwright.library.model",
     "load_config": "meshwright.config.load",
+    "memory": "meshwright.library.planning",
+    "plan": "meshwright.library.planning",
     "pretrain": "meshwright.library.pretraining",
     "state_dicts": "meshwright.engine.own_models",
+    "train": "meshwright.library.training",
     "wrap": "meshwright.run.wrap",
 }
 

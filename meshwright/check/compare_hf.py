@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from meshwright.engine.context import Context
 from meshwright.infer.evaluate import with_model
-from meshwright.infer.generate import EncoderDecoderGenerator, encodes, generate, generator_of
+from meshwright.infer.generate import EncoderDecoderGenerator, encodes, generate, generator_of, logits_of
 from meshwright.models.graph_stage import GraphStage
-from meshwright.models.wrapped.stage import PlannedStage
 from meshwright.record.companions import tokenizer_beside
 
 TEXTS = (
@@ -134,18 +133,11 @@ def _ids(text: str, tokenizer: Any, vocab: int, longest: int, number: int) -> li
 def our_logits(ctx: Context, module: nn.Module, ids: Sequence[int]) -> Tensor:
     """Return our logits [tokens, vocab] at every token. For an encoder-decoder, the target repeats the text."""
     tokens = torch.tensor([list(ids)])
-    if isinstance(module, PlannedStage):
-        planned: Tensor = module({"tokens": tokens, "positions": torch.arange(len(ids))[None]})[0]
-        return planned
-    assert isinstance(module, GraphStage) and module.head is not None
-    if encodes(module):
+    if isinstance(module, GraphStage) and encodes(module):
         generator, _ = generator_of(module, ctx.config.model, len(ids), len(ids))
         assert isinstance(generator, EncoderDecoderGenerator)
         return torch.stack([generator.next_logits(list(ids) if n == 0 else [ids[n - 1]]) for n in range(len(ids))])
-    fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
-    hidden, _ = module.trunk({"tokens": tokens} | ({} if module.model.causal else fields))
-    logits: Tensor = module.head.logits(hidden)
-    return logits
+    return logits_of(module, tokens)[0]
 
 
 def their_logits(model: Any, ids: Sequence[int], kind: str, start: int) -> Tensor:

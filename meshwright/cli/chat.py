@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.cli.generate import check_drawing, end_tokens, model_config, tokenizer_of
+from meshwright.cli.generate import model_config, tokenizer_of
 from meshwright.config.sections import Config
 from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
+from meshwright.infer.texts import check_drawing, end_tokens
 from meshwright.launch.launch import start
 
 EXAMPLES = """example:
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if min(args.nproc, args.max_tokens) < 1:
         raise UserError("--nproc and --max-tokens must be at least 1")
-    check_drawing(args)
+    check_drawing(args.temperature, args.top_p, args.seed)
     config = model_config(args)
     if config.model.kind_facts.is_encoder_decoder or config.objective_facts.fills_blanks:
         raise UserError(f"{args.source} is not a model that continues text: use meshwright generate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import tempfile
 import time
 import traceback
@@ -24,7 +25,7 @@ from meshwright.launch.launch import place_in_launcher, start, warm_up
 from meshwright.plan.agreement import Verdict, difference, judge
 from meshwright.plan.job import checked_job
 from meshwright.plan.memory import largest
-from meshwright.show.terminal import table
+from meshwright.show.terminal import say_next, table
 from meshwright.show.units import seconds, size
 
 EXAMPLES = """example:
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.json != "-":
         write(Path(args.json), lambda: json.dumps(found, indent=1) + "\n")
     print(json.dumps(found) if args.json == "-" else page(found), flush=True)
+    if args.config and found["agree"] and args.json != "-":
+        say_next(shlex.join(["meshwright", "train", args.config, *args.overrides]))
     return int(not found["agree"])
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.config.numbers import count_argument, length_argument, number_from
 from meshwright.config.presets import APPROXIMATE_PRESETS
+from meshwright.config.rules import batch_unit
 from meshwright.errors import UserError, notice
 from meshwright.plan.account import experts_json, experts_words
 from meshwright.plan.cluster import Cluster, adjusted
@@ -24,6 +27,10 @@ from meshwright.plan.target import (
     target_of,
     with_supported_precision,
 )
+from meshwright.show.terminal import say_next
+
+# The sections of a config that say how a job is divided, and not what it computes.
+LAYOUT_SECTIONS = ("layout", "pipeline", "zero", "recompute", "context")
 
 
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +51,7 @@ def _target_of(
     If one of `place_options` or a key of the layout is given, the command plans another run than the one that a recipe
     describes."""
     places = (getattr(args, name, None) for name in place_options)
-    own = any(word.partition(".")[0] in ("layout", "pipeline", "zero", "recompute", "context") for word in words)
+    own = any(word.partition(".")[0] in LAYOUT_SECTIONS for word in words)
     target = target_of(args.target, words, layout, as_run, placed=own or bool(layout) or any(places))
     preset = target.config.model.preset or target.name
     if difference := APPROXIMATE_PRESETS.get(preset):
@@ -103,7 +110,16 @@ def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     if zero.stage and zero.stays_in_node and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
     default = int(target.run.get("devices", 0)) or c.least_world
-    return target, default if args.world is None else args.world
+    world = default if args.world is None else args.world
+    return target if target.own_batch or world < 1 else _with_least_batch(target, world), world
+
+
+def _with_least_batch(target: Target, world: int) -> Target:
+    """Return the target with a batch that fills its pipeline and that the ranks can share. A preset has no batch, and a
+    larger one would take no more memory."""
+    c = target.config
+    unit, _ = batch_unit(c, world)
+    return replace(target, config=replace(c, train=replace(c.train, global_batch=unit * c.layout.pp)))
 
 
 def cluster_arguments(
@@ -142,6 +158,26 @@ def print_result(args: argparse.Namespace, found: Mapping[str, Any], text: str, 
         return
     words = experts_words(job) if job else ""
     print(f"{words}\n\n{text}" if words else text)
+
+
+def say_next_of(args: argparse.Namespace, *commands: str, devices: int, cluster: str, batch: int = 0) -> None:
+    """Say how to ask other planning commands about the same job. With --json, say nothing.
+
+    `plan` gets the keys that it does not choose itself, and the number of sequences of a step.
+    """
+    if args.json:
+        return
+    where = ["--cluster", args.cluster or cluster, "--devices", str(devices)]
+    words, layout = words_of(args), ["--layout", args.layout] if args.layout else []
+    options = (("--network", getattr(args, "network", None)), ("--node-devices", getattr(args, "node_devices", None)))
+    network = [word for name, value in options if value for word in (name, str(value))]
+    free = [word for word in words if word.partition(".")[0] not in LAYOUT_SECTIONS]
+    free = [word for word in free if not word.startswith(("train.global_batch", "train.micro_batch"))]
+    usual = [*words, *layout, *where]
+    # The memory of a rank does not depend on the network.
+    rest = {"plan": [*free, *where, *network, "--global-batch", str(batch)], "memory": usual}
+    usual = [*usual, *network]
+    say_next(*(shlex.join(["meshwright", name, args.target, *rest.get(name, usual)]) for name in commands))
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
 import yaml
 
@@ -13,6 +14,7 @@ from meshwright.config.rules import RULES, TRAINING_RULES, check
 from meshwright.errors import notice, plural
 from meshwright.interop.configs import read_peer
 from meshwright.plan.effects import say_what_has_no_effect
+from meshwright.show.terminal import say_next
 
 EXAMPLES = """example:
   meshwright config show examples/demo.yaml train.steps=10
@@ -48,7 +50,13 @@ def run(args: argparse.Namespace) -> None:
     answer = {"ok": True, "world": world, "dp": dp, "tp": tp, "pp": pp}
     say_what_has_no_effect(config, world)
     words = f"{args.config} is valid for {plural(world, 'rank')}: dp={dp} tp={tp} pp={pp}"
-    print(json.dumps(answer) if args.json else words)
+    if args.json:
+        print(json.dumps(answer))
+        return
+    print(words)
+    given = shlex.join([args.config, *args.overrides])
+    ranks = (f" --devices {world}", f" --nproc {world}") if world > 1 else ("", "")
+    say_next(*(f"meshwright {name} {given}{n}" for name, n in zip(("memory", "train"), ranks, strict=True)))
 
 
 def _from_peer(args: argparse.Namespace) -> None:

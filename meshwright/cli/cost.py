@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshwright.cli.common_args import add_tokens, print_result, step_arguments, step_from_args, tokens_from
+from meshwright.cli.common_args import (
+    add_tokens,
+    print_result,
+    say_next_of,
+    step_arguments,
+    step_from_args,
+    tokens_from,
+)
 from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.plan.account import as_json, report
@@ -30,6 +37,8 @@ EXAMPLES = """example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_arguments(parser)
     add_tokens(parser)
+    full = "also show the communication by axis and the time of each stage"
+    parser.add_argument("--full", action="store_true", help=full)
     busiest = "mixture of experts: the busiest rank's rows over the mean (default 1: balanced experts)"
     parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=busiest)
     grids = "1D, 2D, 2.5D and 3D tensor parallelism of this many ranks side by side, for one block"
@@ -50,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     check_imbalance(f"--imbalance {args.imbalance:g}", args.imbalance)
     cost = predict_cost(with_imbalance(job, args.imbalance) if args.imbalance > 1 else job, cluster)
     tokens = tokens_from(args)
-    print_result(args, as_json(cost, tokens), report(cost, tokens))
+    print_result(args, as_json(cost, tokens), report(cost, tokens, args.full))
+    say_next_of(args, "memory", "plan", devices=job.world, cluster=cluster.name, batch=job.global_batch)
 
 
 def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:

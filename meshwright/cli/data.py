@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from meshwright.outside import LARGEST
 from meshwright.record.companions import tokenizer_of_data
 from meshwright.show.progress import progress
 from meshwright.show.sample_view import MARKS_LEGEND, conversation_text, conversations_of, conversations_summary
-from meshwright.show.terminal import console_for, has_colour, show
+from meshwright.show.terminal import console_for, has_colour, say_next, show
 from meshwright.show.units import percent
 
 EXAMPLES = """example:
@@ -35,6 +36,8 @@ EXAMPLES = """example:
   meshwright data merge data/all data/text data/crawl
   meshwright data chat talks.jsonl --model models/llama-8b --out data/talks --seq 4096
   meshwright data show examples/demo.yaml --sample 3"""
+
+SHOWN_KINDS = 4  # kinds of files that were left out, named in the summary
 
 PREPARE = """Write PREFIX.bin and PREFIX.idx (Megatron's format) and PREFIX.json (how they were made).
 
@@ -75,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     options.add_argument("--eod", metavar="TOKEN|ID", help="the end-of-document token or its id, if it isn't found")
     options.add_argument("--field", default="text", help="the .jsonl field or parquet column (default: text)")
+    glob = "in folders, take the files with such names instead, e.g. '*.md'; other kinds than above are text"
+    options.add_argument("--glob", action="append", default=[], metavar="PATTERN", help=glob)
     options.add_argument("--min-chars", type=int, default=0, metavar="N", help="leave out shorter documents")
     options.add_argument("--max-chars", type=int, default=0, metavar="N", help="leave out longer documents")
     duplicates = "keep only one copy of equal documents (takes about 100 bytes of memory per document)"
@@ -190,7 +195,7 @@ def prepare_files(args: argparse.Namespace) -> None:
     selection = Selection(args.field, args.min_chars, args.max_chars, args.dedup, args.sentences)
     summary = prepare(
         args.inputs, args.out, tokenizer=args.tokenizer, workers=args.workers, eod=args.eod, selection=selection,
-        force=args.force, progress=progress,
+        globs=args.glob, force=args.force, progress=progress,
     )  # fmt: skip
     if summary.replaced:
         what = "document holds" if summary.replaced == 1 else "documents hold"
@@ -201,8 +206,14 @@ def prepare_files(args: argparse.Namespace) -> None:
         return
     counts = ((summary.empty, "empty"), (summary.filtered, "too short or long"), (summary.duplicates, "seen before"))
     words = ", ".join(f"{count:,} {what}" for count, what in counts if count)
-    left_out = f" ({words} left out)" if words else ""
-    print(f"documents   {summary.documents:,}{left_out} from {plural(summary.input_files, 'file')}")
+    dropped = f" ({words} left out)" if words else ""
+    print(f"documents   {summary.documents:,}{dropped} from {plural(summary.input_files, 'file')}")
+    if summary.left_out:
+        kinds = sorted(summary.left_out.items(), key=lambda kind: -kind[1])
+        named = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:SHOWN_KINDS])
+        more = ", ..." if len(kinds) > SHOWN_KINDS else ""
+        many = plural(sum(summary.left_out.values()), "file")
+        print(f"left out    {many} of other kinds ({named}{more}): --glob '*{kinds[0][0]}' takes such files as text")
     if args.sentences:
         print(f"sentences   {summary.sequences:,}")
     print(f"tokens      {summary.tokens:,} as {summary.dtype}")
@@ -212,6 +223,7 @@ def prepare_files(args: argparse.Namespace) -> None:
         f"{summary.mb_per_s:.1f} MB/s, workers {summary.workers}"
     )
     tell_files(summary.files)
+    say_next(f"meshwright init --data {shlex.quote(args.out)}")
 
 
 def add_merge_arguments(actions: Any) -> None:
@@ -234,6 +246,7 @@ def merge_files(args: argparse.Namespace) -> None:
     print(f"documents   {merged.documents:,} from {merged.inputs:,} token files")
     print(f"tokens      {merged.tokens:,} as {merged.dtype}")
     tell_files(merged.files)
+    say_next(f"meshwright init --data {shlex.quote(args.out)}")
 
 
 def add_chat_arguments(actions: Any) -> None:
@@ -273,6 +286,8 @@ def prepare_conversations(args: argparse.Namespace) -> None:
         made = f"{plural(packed[0], 'sample')} of {args.seq:,} tokens, {percent(packed[2])} filled"
         print(f"packed         {made}; {cut.words()}")
     tell_files(summary.files, column=15)
+    if len(args.inputs) == 1:
+        say_next(shlex.join(["meshwright", "tune", args.model, *args.inputs]))
 
 
 def show_samples(summary: ChatSummary, tokenizer: Any, count: int) -> None:

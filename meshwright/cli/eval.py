@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.chat import template_of
-from meshwright.cli.generate import end_tokens, tokenizer_of
+from meshwright.cli.generate import tokenizer_of
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
@@ -17,9 +18,11 @@ from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
 from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.record.companions import check_tokenizer
+from meshwright.show.terminal import say_next
 from meshwright.spec.traffic.counts import LEARNED, counted_as
 
 EXAMPLES = """example:
@@ -44,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    prepare(args)
+    return start(args.nproc, tasks_rank if args.tasks else evaluate_rank, args)
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Find the model and the data, and report every mistake that can be found before ranks start."""
     if args.nproc < 1 or args.samples < 0:
         raise UserError("--nproc must be at least 1 and --samples at least 0")
     if args.data and args.split:
@@ -63,11 +72,10 @@ def run(args: argparse.Namespace) -> int:
     check(config, world, READING_RULES)
     if args.tasks:
         check_tasks(args, config)
-        return start(args.nproc, tasks_rank, args)
+        return
     check_tokenizer(Path(args.source), config.data)
     # Mistakes in the data are found here, before ranks start. This draws no sample yet.
     data_of(args, config, 0)
-    return start(args.nproc, evaluate_rank, args)
 
 
 def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
@@ -97,23 +105,31 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
 
 def evaluate_rank(args: argparse.Namespace) -> None:
     """Evaluate on token files as one rank; rank 0 prints the result."""
+    found, unit = evaluated(args)
+    if find_place().rank:
+        return
+    if args.samples > found["samples"]:
+        print(f"(the data hold {found['samples']:,} samples, and each was used once)", file=sys.stderr)
+    likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
+    over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
+    words = f"loss {found['loss']:.4f}{likely}  over {over}"
+    print(json.dumps(found) if args.json else words, flush=True)
+    if not args.json:
+        source = shlex.quote(args.source)
+        say_next(f'meshwright generate {source} --prompt "..."' if unit == LEARNED else f"meshwright inspect {source}")
+
+
+def evaluated(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Evaluate on token files as one rank. Return the figures, and what their tokens count."""
     from meshwright.infer.evaluate import evaluate, with_model
 
-    def use(ctx: Any, modules: Any, place: Any) -> None:
+    def use(ctx: Any, modules: Any, place: Any) -> tuple[dict[str, Any], str]:
         data = data_of(args, ctx.config, args.samples or DEFAULT_SAMPLES)
-        count = data.dataset.samples
-        found = evaluate(ctx, modules, data, count)
-        if place.rank:
-            return
-        if args.samples > count:
-            print(f"(the data hold {count:,} samples, and each was used once)", file=sys.stderr)
-        unit = counted_as(ctx.config)
-        likely = f"  perplexity {found['perplexity']:.2f}" if unit == LEARNED else ""
-        over = plural(found["tokens"], "token") if unit == LEARNED else f"{found['tokens']:,} {unit}"
-        words = f"loss {found['loss']:.4f}{likely}  over {over}"
-        print(json.dumps(found) if args.json else words, flush=True)
+        return evaluate(ctx, modules, data, data.dataset.samples), counted_as(ctx.config)
 
-    with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    found: tuple[dict[str, Any], str]
+    found = with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    return found
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
+from meshwright.show.terminal import say_next
 from meshwright.spec.model.hf import FAMILIES
 
 QUANTISED = ("fp8", "int8", "int4", "nf4")
@@ -166,3 +168,5 @@ def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:
         f"{args.to}: {written['family']} of step {written['step']}, {plural(written['tensors'], 'tensor')}, "
         f"{written['bytes'] / 1e6:,.1f} MB in {plural(len(written['files']), 'file')}{beside}"
     )
+    if written["beside"]:
+        say_next(f'meshwright generate {shlex.quote(args.to)} --prompt "..."')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -13,13 +12,12 @@ from typing import Any
 
 from meshwright.config import rules
 from meshwright.config.sections import Config
-from meshwright.data.tokenizers import load_tokenizer
 from meshwright.engine.datasets import blank_specials
 from meshwright.errors import UserError, either, one_line, plural
 from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.texts import check_drawing, end_tokens, text_ids, tokenizer_for
 from meshwright.launch.launch import start, warm_up
-from meshwright.outside import parse_json, read_json
-from meshwright.record.companions import check_named, read_note, tokenizer_beside
+from meshwright.outside import parse_json
 
 EXAMPLES = """example:
   meshwright generate runs/demo --prompt "def main(" --max-tokens 64
@@ -28,8 +26,6 @@ EXAMPLES = """example:
   meshwright generate runs/glm --prompt "def [MASK](x):"                # a model of blanks fills them in; or [gMASK]"""
 
 MARKS = re.compile(r"(\[g?MASK\])")
-# Below this temperature, sampling always takes the likeliest token.
-MIN_TEMPERATURE = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if min(args.nproc, args.max_tokens, args.batch) < 1:
         raise UserError("--batch, --nproc and --max-tokens must be at least 1")
-    check_drawing(args)
+    check_drawing(args.temperature, args.top_p, args.seed)
     config = model_config(args)
     texts = read_prompts(args.prompts) if args.prompts is not None else [args.prompt]
     tokenizer = tokenizer_of(args, config)
@@ -62,14 +58,6 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.source} fills in blanks, of one prompt at a time: give --prompt")
         args.ids = check_source(config, args.ids[0], tokenizer)
     return start(args.nproc, generate_rank, args)
-
-
-def check_drawing(args: argparse.Namespace) -> None:
-    """Refuse values of --temperature, --top-p and --seed that tokens can't be drawn with."""
-    if not (args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < float("inf")) or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature must be 0 or at least {MIN_TEMPERATURE}, and --top-p above 0 and at most 1")
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed} must lie between 0 and 2^63 - 1")
 
 
 def model_config(args: argparse.Namespace) -> Config:
@@ -123,39 +111,12 @@ def check_cut(config: Config, nproc: int) -> None:
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> Any:
-    """Return the tokenizer given by --tokenizer, else the one beside the checkpoint, else that of the run's data, else
-    None."""
-    if args.tokenizer:
-        tokenizer = load_tokenizer(args.tokenizer)
-        check_named(tokenizer, Path(args.source), config.data, config.model.vocab)
-        return tokenizer
-    return tokenizer_beside(Path(args.source), config.data.prefixes)
-
-
-def end_tokens(path: Path, tokenizer: Any) -> set[int]:
-    """Return the tokens that end a text: those that the files of the model name, else the tokenizer's end token."""
-    from meshwright.interop.hf import origin_of
-
-    origin = origin_of(path)
-    # In the order in which they count: generation_config.json, the end token of the training data if they have their
-    # own tokenizer, and the config of the Hugging Face model that was imported.
-    sources: list[Any] = [{"eos_token_id": read_note(path).get("eod")}]
-    sources += [] if origin is None else [origin.config]
-    # The file is optional.
-    with contextlib.suppress(OSError, ValueError):
-        sources.insert(0, read_json(path / "generation_config.json"))
-    for source in sources:
-        named = source.get("eos_token_id") if isinstance(source, dict) else None
-        ends = {end for end in (named if isinstance(named, list) else [named]) if type(end) is int}
-        if ends:
-            return ends
-    return set() if tokenizer is None else {tokenizer.eod}
+    """Return the tokenizer given by --tokenizer, else the model's own."""
+    return tokenizer_for(Path(args.source), config, args.tokenizer)
 
 
 def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Config) -> list[int]:
     """Return the tokens of a prompt, checked against the model's vocabulary."""
-    from meshwright.interop.hf import origin_of
-
     vocab = config.model.vocab
     if args.prompt_tokens is not None:
         try:
@@ -171,16 +132,9 @@ def prompt_ids(args: argparse.Namespace, text: str, tokenizer: Any, config: Conf
         text.encode()
     except UnicodeEncodeError:
         raise UserError("--prompt is not UTF-8: write the text in UTF-8, or give --prompt-tokens") from None
-    # An imported model expects the special tokens that its tokenizer adds to a text, such as a begin token.
-    encode = tokenizer.encode if origin_of(Path(args.source)) is None else tokenizer.encode_with_special_tokens
     if config.objective_facts.fills_blanks:
         return encode_source(config, text, tokenizer)
-    ids = list(encode(text)) or [tokenizer.eod]
-    # A model split over tp ranks would silently look up such a token as a row of zeros.
-    if max(ids) >= vocab:
-        beyond = f"beyond the model's {vocab}: the tokenizer is another model's"
-        raise UserError(f"the prompt has token {max(ids)}, {beyond}")
-    return ids
+    return text_ids(Path(args.source), config, tokenizer, text)
 
 
 def generate_rank(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError, notice
+from meshwright.show.terminal import say_next
 
 EXAMPLES = """example:
   meshwright import models/llama-8b --to imported/llama-8b
@@ -68,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     used = {key: value for key, value in model.items() if key not in unused}
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in used.items()}
     print(yaml.safe_dump({"model": shown}, sort_keys=False), end="")
+    place = shlex.quote(args.to)
+    say_next(f'meshwright generate {place} --prompt "..."', f"meshwright train CONFIG.yaml --from {place}")
     return exit_code(found)
 
 
@@ -112,3 +116,5 @@ def _import_adapters(args: argparse.Namespace) -> None:
     print(f"{args.folder} is imported as {args.to}; the tune section for a config:", file=sys.stderr)
     shown = {key: list(value) if isinstance(value, tuple) else value for key, value in tune.items()}
     print(yaml.safe_dump({"tune": shown}, sort_keys=False), end="")
+    place = shlex.quote(args.to)
+    say_next(f'meshwright generate {place} --prompt "..."', f"meshwright merge {place} --to {place}-merged")

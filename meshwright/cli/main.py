@@ -9,6 +9,8 @@ import keyword
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 
 import meshwright
 from meshwright.disk import mistake_of
@@ -21,7 +23,7 @@ GROUPS = {
     ),
     "data": ("data",),
     "plan and study": (
-        "plan", "recipes", "clusters", "cost", "memory", "simulate", "scaling", "dryrun",
+        "plan", "recipes", "predict", "clusters", "cost", "memory", "simulate", "scaling", "dryrun",
         "layout", "schedule", "config", "bench", "comm",
     ),
     "checkpoints and Hugging Face": ("inspect", "replay", "import", "export", "merge"),
@@ -47,6 +49,7 @@ COMMANDS = {
     "merge": "add a run's adapters to their base model and write the result as a Hugging Face folder",
     "config": "show a config with all values resolved, or check it against a world size",
     "recipes": "list known training runs that can be started by name, with published and predicted figures",
+    "predict": "compare predicted step times and memory with those of published runs",
     "clusters": "list the clusters that the planner knows, show one with its sources, or copy one to change it",
     "layout": "draw the ranks of a layout, and list every group of them",
     "schedule": "print, draw and simulate a pipeline schedule",
@@ -113,6 +116,13 @@ def run(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{nearest(name, COMMANDS)}: the commands are {', '.join(COMMANDS)}")
+    module, args = arguments(name, argv[1:])
+    args.command = shlex.join(["meshwright", *argv])
+    return int(module.run(args) or 0)
+
+
+def arguments(name: str, words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """Return a command's module and the arguments that these words of its command line stand for."""
     # A module can't be called `import`, so its file is import_.py.
     reserved = "_" if keyword.iskeyword(name) else ""
     # Plugins come first: they may register choices that a command's options list.
@@ -126,9 +136,7 @@ def run(argv: list[str]) -> int:
     if not getattr(module, "OWN_JSON", False):
         parser.add_argument("--json", action="store_true", help="print one JSON document")
     parse = parser.parse_intermixed_args if name in MIXED else parser.parse_args
-    args = parse(argv[1:])
-    args.command = shlex.join(["meshwright", *argv])
-    return int(module.run(args) or 0)
+    return module, parse(words)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -89,27 +89,45 @@ def run(args: argparse.Namespace) -> None:
     if len(names) > 1:
         _compare(args, names)
         return
-    asked, base, result = _searched(args, names[0] if names else None)
-    target, cluster, tokens = asked.target, asked.cluster, tokens_from(args)
-    shown = without_twins(result.candidates)[: args.top]
+    found = ranked(args, names[0] if names else None)
+    asked, shown, tokens = found.of, found.shown, tokens_from(args)
     answers = [_why_not(args, asked, words, shown[0]) for words in args.why]
-    reasons = why_best(result.candidates, result.layouts, result.fitting)
-    if result.broken:
-        reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
-    known = known_run(target, cluster, base.stack, base)
-    if known:
-        reasons.append(_of_known(target.name, known, shown[0]))
     write(args.out, lambda: yaml_of(shown[0]))
-    question = question_of(target, base, cluster, asked.limit, tokens)
-    write(args.html, lambda: page(question, reasons, shown, result.outcomes, answers))
+    question = question_of(asked.target, found.base, asked.cluster, asked.limit, tokens)
+    write(args.html, lambda: page(question, found.reasons, shown, found.result.outcomes, answers))
     if args.json:
-        print(json.dumps(_json(shown, known, tokens) | ({"why": answers} if answers else {})))
+        print(json.dumps(_json(shown, found.known, tokens) | ({"why": answers} if answers else {})))
         return
-    print(_text(question, shown, reasons, answers))
+    print(_text(question, shown, found.reasons, answers))
     if args.out is None:
         notice(
             "next: --out FILE writes this layout as a config for train, --html FILE a page with pictures and sliders"
         )
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best layouts of a search, the best one first."""
+
+    of: _Asked
+    base: Job
+    result: SearchResult
+    shown: list[Candidate]
+    reasons: list[str]
+    known: Candidate | None  # that of the target's published run
+
+
+def ranked(args: argparse.Namespace, cluster_name: str | None) -> Ranking:
+    """Search the layouts on one cluster, and explain the best."""
+    asked, base, result = _searched(args, cluster_name)
+    shown = without_twins(result.candidates)[: args.top]
+    reasons = why_best(result.candidates, result.layouts, result.fitting)
+    if result.broken:
+        reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
+    known = known_run(asked.target, asked.cluster, base.stack, base)
+    if known:
+        reasons.append(_of_known(asked.target.name, known, shown[0]))
+    return Ranking(asked, base, result, shown, reasons, known)
 
 
 def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Asked, Job, SearchResult]:

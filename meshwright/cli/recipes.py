@@ -9,7 +9,7 @@ import json
 from meshwright.config.recipes import recipe_names
 from meshwright.errors import UserError, nearest
 from meshwright.plan.recipes import LAYOUTS, NOTE, SHORT, as_json, compared, layout_row, markdown, short_row
-from meshwright.show.terminal import table
+from meshwright.show.terminal import say_next, table
 
 EXAMPLES = """example:
   meshwright recipes
@@ -18,8 +18,8 @@ EXAMPLES = """example:
   meshwright train bloom-176b --tiny
   meshwright recipes --markdown > docs/recipes.md
 
-The error is the predicted figure over the published one, minus 1. Every command that takes a config also takes a
-recipe's name."""
+The error is the predicted speed of a step over the published one, minus 1. Every command that takes a config also
+takes a recipe's name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,4 +49,6 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps([as_json(one) for one in found]))
         return
     print(table([SHORT, *map(short_row, found)]))
-    print(NOTE)
+    print("\n".join([NOTE, *(f"{one.recipe.name}: {one.recipe.why}" for one in found if one.recipe.why)]))
+    name = args.names[0] if args.names else "llama3-8b"
+    say_next(f"meshwright cost {name}", f"meshwright train {name} --tiny", "meshwright predict")

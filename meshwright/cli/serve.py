@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.chat import answer_ends, template_of
-from meshwright.cli.generate import end_tokens, model_config, tokenizer_of
+from meshwright.cli.generate import model_config, tokenizer_of
 from meshwright.errors import UserError, notice
+from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start
 
 EXAMPLES = """example:

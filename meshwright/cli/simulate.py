@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import print_result, step_arguments, step_from_args
+from meshwright.cli.common_args import print_result, say_next_of, step_arguments, step_from_args
 from meshwright.disk import write
 from meshwright.plan.whatif import SimulatedStep, parse_change, step_of, step_spans
 from meshwright.show.chart import check_svg
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
     write(args.trace, lambda: trace_json(step_spans(shown), target.name))
     steps = [("as it is", plain), *tried]
     print_result(args, {"steps": [{"what": name, **_json(step)} for name, step in steps]}, _text(steps), job)
+    say_next_of(args, "cost", "plan", devices=job.world, cluster=cluster.name, batch=job.global_batch)
 
 
 def _json(step: SimulatedStep) -> dict[str, Any]:

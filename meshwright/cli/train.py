@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -50,6 +51,7 @@ from meshwright.record.run_folder import check_folders, last_step, refuse_finish
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
+from meshwright.show.terminal import say_next
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -73,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "times to start again from the last checkpoint when a rank dies (under torchrun: its --max-restarts)"
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help=again)
     parser.add_argument("--nproc", type=int, help="local ranks to start (default: the number of GPUs, or 1)")
+    parser.add_argument("--full", action="store_true", help="end with all tables, also the bytes of links")
     add_elastic_arguments(parser)
+    # A program that calls `meshwright.train` gets a result instead of the summary.
+    parser.set_defaults(summary=True, quiet=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -236,7 +241,8 @@ def train(args: argparse.Namespace) -> None:
         stand_by(config, place)
         return
     try:
-        with Display(config, place.world) as display:
+        with ExitStack() as shown:
+            display = None if args.quiet else shown.enter_context(Display(config, place.world))
             trainer = pretrain(
                 config, model_provider, datasets_provider, forward_step, source=args.source, watcher=display,
                 speed=speed_of, command=args.command,
@@ -247,8 +253,22 @@ def train(args: argparse.Namespace) -> None:
         raise
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
-    elif trainer.writes:
-        summary(config.run.dir, plan=planned_means)
+    elif trainer.writes and args.summary:
+        summary(config.run.dir, plan=planned_means, full=args.full)
+        # A run that was stopped has said how it is continued.
+        if last_step(Path(config.run.dir))[0] >= config.train.steps:
+            say_next(*commands_after(config))
+
+
+def commands_after(config: Config) -> list[str]:
+    """Return the commands that usually follow the training of a run."""
+    folder = shlex.quote(config.run.dir)
+    commands = [f"meshwright watch {folder}"]
+    if config.model.kind_facts.writes_text and not config.compares:
+        prompt = "chat" if config.objective_facts.packed else "generate"
+        commands.append(f"meshwright {prompt} {folder}" + (' --prompt "..."' if prompt == "generate" else ""))
+    ending = "merge" if config.tune.adapts else "export"
+    return [*commands, f"meshwright {ending} {folder} --to {folder}/{ending}ed"]
 
 
 def figures_of(folder: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Recipe:
     cluster: str  # name of the cluster file that the planner predicts the run on
     devices: int
     published: Mapping[str, float | str] = field(default_factory=dict)  # measured figures, see `plan/recipes.py`
+    why: str = ""  # the reason of a prediction that is far off
     layout: str = "published"  # origin of the layout; `ours` if the source names none
     stack: str = ""  # the software stack of the published figures; empty: Meshwright's own
     network_gb_s: float = 0.0  # network rate of a node, if it differs from the cluster file's

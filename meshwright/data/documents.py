@@ -13,12 +13,14 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from meshwright.data.unpack import LARGEST_LINE, LINE_END, PACKED, PARQUET, Content, contents, is_read_once, too_long
 from meshwright.disk import refused
-from meshwright.errors import UserError
+from meshwright.errors import UserError, either
 from meshwright.outside import parse_json
 
 TASK_BYTES = 1 << 20
@@ -80,37 +82,65 @@ class DocumentPart:
     replaced: bool
 
 
-def find_files(inputs: Iterable[str]) -> list[ByteRange]:
-    """Return every file that the inputs name as one range, in the order given and sorted within a folder."""
+def find_files(inputs: Iterable[str], globs: Sequence[str] = ()) -> list[ByteRange]:
+    """Return every file that the inputs name as one range, in the order given and sorted within a folder.
+
+    With `globs`, the files of a folder are those whose names match one of these patterns. A file with another suffix
+    than the known ones is then one document of text.
+    """
     files: list[ByteRange] = []
     for name in inputs:
-        named_files = list(_files_of(name))
+        named_files = list(_files_of(name, globs))
+        if not named_files and globs:
+            raise UserError(f"no file in {name} has a name like {either(globs)}: check --glob")
         if not named_files:
-            raise UserError(f"no .txt or .jsonl files in {name} (nor packed ones, nor parquet): check the folder")
+            raise UserError(
+                f"no .txt or .jsonl files in {name} (nor packed ones, nor parquet): check the folder, or name others "
+                "with --glob"
+            )
         files.extend(named_files)
     if not files:
         raise UserError("no input: name .txt or .jsonl files, folders of them, or the word stdlib")
     return files
 
 
-def _files_of(name: str) -> Iterator[ByteRange]:
+def left_out(inputs: Iterable[str], files: Iterable[ByteRange]) -> dict[str, int]:
+    """Return how many files in the folders among the inputs are not in `files`, by suffix."""
+    taken = {file.path for file in files}
+    paths = {path for name in inputs if os.path.isdir(name) for path in _walk(name, ("",), frozenset())}
+    return dict(Counter(os.path.splitext(path)[1] or os.path.basename(path) for path in sorted(paths - taken)))
+
+
+def check_first_records(files: Iterable[ByteRange], field: str) -> None:
+    """Read the first record of every file of records, so that a wrong field is found before any work is done."""
+    for file in files:
+        if file.lines and (task := next(plan_tasks([file], LINE_END, field), None)):
+            next(read_documents(task[0], field), None)
+
+
+def _files_of(name: str, globs: Sequence[str]) -> Iterator[ByteRange]:
     if name == STDLIB:
         for path in _walk(sysconfig.get_paths()["stdlib"], (".py",), STDLIB_SKIPPED):
             yield _whole_file(path, lines=False)
     elif os.path.isdir(name):
-        for path in _walk(name, tuple(SUFFIXES), frozenset()):
-            yield _whole_file(path, SUFFIXES[_suffix(path)])
+        for path in _walk(name, ("",) if globs else tuple(SUFFIXES), frozenset()):
+            if not globs or _matches(path, globs):
+                yield _whole_file(path, SUFFIXES.get(_suffix(path), False))
     elif not os.path.exists(name):
         kinds = ".txt or .jsonl, both also as .gz or .zst, or .parquet"
         raise UserError(f"no such input '{name}': give a file that is there ({kinds}), a folder, or the word stdlib")
     else:
         suffix = _suffix(name)
-        if suffix not in SUFFIXES:
+        if suffix not in SUFFIXES and not _matches(name, globs):
             raise UserError(
                 f"cannot tell what '{name}' holds: name it .txt (one document), .jsonl (one JSON object per line), "
-                "either with .gz or .zst behind it, or .parquet"
+                "either with .gz or .zst behind it, or .parquet, or take it as text with --glob"
             )
-        yield _whole_file(name, SUFFIXES[suffix])
+        yield _whole_file(name, SUFFIXES.get(suffix, False))
+
+
+def _matches(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(os.path.basename(path), glob) for glob in globs)
 
 
 def _suffix(path: str) -> str:
@@ -244,13 +274,15 @@ def _lines(span: ByteRange, data: bytes, field: str) -> Iterator[DocumentPart]:
             continue
         text, replaced = _decode(line)
         try:
-            value = parse_json(text)[field]
+            record = parse_json(text)
+            value = record[field]
         except ValueError as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise UserError(f"{_place(span, number)} is not JSON ({reason}): correct or remove the line") from None
         except (KeyError, IndexError, TypeError):
+            has = f" (it has {', '.join(map(repr, record))})" if isinstance(record, dict) and record else ""
             raise UserError(
-                f"{_place(span, number)} has no field '{field}': correct the line, or name another with --field"
+                f"{_place(span, number)} has no field '{field}'{has}: correct the line, or name another with --field"
             ) from None
         if not isinstance(value, str):
             raise UserError(f"{_place(span, number)}: field '{field}' is not text: name another with --field")

@@ -16,17 +16,26 @@ from itertools import islice
 
 import numpy as np
 
-from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, read_documents
+from meshwright.data.documents import (
+    ByteRange,
+    Task,
+    check_first_records,
+    find_files,
+    left_out,
+    plan_tasks,
+    read_documents,
+)
 from meshwright.data.selection import EVERYTHING, Duplicates, Encoded, Selection, digest_of
 from meshwright.data.sentences import split_sentences
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter, metadata
 from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
-from meshwright.errors import UserError
+from meshwright.errors import UserError, notice
 
 # The least input per process that is worth its start, for a tokenizer that encodes fast and for a slow one.
 QUICK_BYTES, SLOW_BYTES = 16 << 20, 2 << 20
-TRAINING_BYTES = 512 << 20  # text that a new tokenizer is trained on, at most
+# Text that a new tokenizer is trained on, at most. More text changes few of its words, and takes a minute per 70 MB.
+TRAINING_BYTES = 64 << 20
 
 # progress(label, total) is a context manager. It yields a function to call with the number of bytes newly done.
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -58,6 +67,7 @@ class Summary:
     filtered: int
     duplicates: int
     replaced: int
+    left_out: dict[str, int]  # files of other kinds in the folders, by suffix
     input_files: int
     input_bytes: int
     workers: int
@@ -114,6 +124,7 @@ def prepare(
     workers: int | None = None,
     eod: str | None = None,
     selection: Selection = EVERYTHING,
+    globs: Sequence[str] = (),
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Summary:
@@ -127,7 +138,9 @@ def prepare(
     check_out(out, force)
     size = trained_size(tokenizer)
     made = None if size is not None else load_tokenizer(tokenizer, eod)
-    files = find_files(inputs)
+    files = find_files(inputs, globs)
+    skipped = left_out(inputs, files)
+    check_first_records(files, selection.field)
     begin = time.perf_counter()
     side_files: dict[str, bytes] = {}
     if made is None:
@@ -137,7 +150,7 @@ def prepare(
     total = sum(file.size for file in files)
     workers = workers or _default_workers(sum(file.likely_text for file in files), made)
     with _sequential_library(), TokenFileWriter(out, made.dtype) as writer:
-        left_out, replaced = _encode(writer, files, made, selection, workers, progress)
+        dropped, replaced = _encode(writer, files, made, selection, workers, progress)
         side_files[".json"] = metadata(made, writer, trained=".tokenizer.json" in side_files)
         writer.finish(side_files)
     seconds = time.perf_counter() - begin
@@ -145,8 +158,8 @@ def prepare(
         prefix=out, files=[out + suffix for suffix in (".bin", ".idx", *side_files)],
         tokenizer=made.recipe.spec, vocab_size=made.vocab_size, eod=made.eod, dtype=made.dtype.name,
         documents=writer.document_count, sequences=writer.sequence_count, tokens=writer.token_count,
-        empty=left_out["empty"], filtered=left_out["filtered"], duplicates=left_out["duplicates"], replaced=replaced,
-        input_files=len(files), input_bytes=total, workers=workers,
+        empty=dropped["empty"], filtered=dropped["filtered"], duplicates=dropped["duplicates"], replaced=replaced,
+        left_out=skipped, input_files=len(files), input_bytes=total, workers=workers,
         seconds=seconds, mb_per_s=total / 1e6 / seconds,
     )  # fmt: skip
 
@@ -193,7 +206,11 @@ def _train(
     """Train a tokenizer on the input. If that has more than TRAINING_BYTES, use tasks spread evenly over it."""
     from meshwright.data.words import CUT_BYTES
 
-    step = -(-sum(file.likely_text for file in files) // TRAINING_BYTES) or 1
+    total = sum(file.likely_text for file in files)
+    step = -(-total // TRAINING_BYTES) or 1
+    if step > 1:
+        part = f"{total / step / 1e6:,.0f} MB, spread over all {total / 1e6:,.0f} MB of text"
+        notice(f"the tokenizer is trained on a sample: {part}")
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:
         for number, task in enumerate(plan_tasks(files, None if selection.whole else CUT_BYTES, selection.field)):

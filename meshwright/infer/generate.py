@@ -132,6 +132,26 @@ def encodes(module: GraphStage) -> bool:
     return len(module.sources) > 1
 
 
+def logits_of(module: nn.Module, tokens: Tensor, decoder_tokens: Tensor | None = None) -> Tensor:
+    """Return the logits [sequences, tokens, vocabulary] of a whole model in one process, at every token.
+
+    With an encoder-decoder, `tokens` are those of the encoder, and the logits are of `decoder_tokens`. The vocabulary
+    is the padded one.
+    """
+    if isinstance(module, PlannedStage):
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        planned: Tensor = module({"tokens": tokens, "positions": positions})
+        return planned
+    assert isinstance(module, GraphStage) and module.head is not None
+    if decoder_tokens is not None:
+        given = {MEMORY: module.stream(MEMORY, {"tokens": tokens})}
+        hidden, tokens = module.stream(DECODED, {"decoder_tokens": decoder_tokens}, given), decoder_tokens
+    else:
+        fields = {name: torch.zeros_like(tokens) for name in ("segments", "token_types")}
+        hidden, _ = module.trunk({"tokens": tokens} | ({} if module.model.causal else fields))
+    return module.head.logits(hidden).unflatten(0, tokens.shape)
+
+
 def choose_token(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
     """Choose the next token: the most likely one at temperature 0. Otherwise draw it from the smallest set of most
     likely tokens whose probabilities sum to at least `top_p`."""

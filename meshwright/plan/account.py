@@ -204,17 +204,19 @@ def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
     return [(name, traffic, cost.axes.get(timed[name], AxisTime())) for name, traffic in cost.traffic.items()]
 
 
-def report(cost: Cost, tokens: float | None = None) -> str:
-    """Return the figures of `as_json` as text tables."""
+def report(cost: Cost, tokens: float | None = None, full: bool = True) -> str:
+    """Return the figures of `as_json` as text; with `full` also the tables of the communication and the stages."""
     job, c = cost.job, cost.job.config
     m = as_json(cost, tokens)
-    words = experts_words(job)
+    words, fits = experts_words(job), m["memory"]["needed_gib"] <= m["memory"]["device_gib"]
     lines = [
         f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         *([words] if words else []),
         f"global batch {job.global_batch} x {c.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
         f"{c.train.precision}, stack {job.stack.name}",
         "",
+        # A step that does not fit has no speed, so this comes first.
+        *([] if fits else [_memory_lines(cost), ""]),
         f"  step time        {seconds(cost.step_s)}",
         f"  tokens/s         {m['tokens_per_s']:,.0f}  ({cost.tokens_per_s_device:,.0f} per device)",
         f"  MFU / HFU        {percent(cost.mfu)} / {percent(cost.hfu)}",
@@ -225,24 +227,29 @@ def report(cost: Cost, tokens: float | None = None) -> str:
         *([f"  context          {balance_words(job)}"] if job.layout.cp > 1 else []),
         "",
     ]
+    lines += [_memory_lines(cost), ""] if fits else []
+    if tokens:
+        lines += [_run_lines(m["run"]), ""]
+    return "\n".join([*lines, *(_tables(cost, m) if full else _about_ep(cost))]).rstrip()
+
+
+def _tables(cost: Cost, m: dict[str, Any]) -> list[str]:
+    """Return the tables of a step's communication and of its stages. `m` is what `as_json` returns."""
     rows = [(f"communication of a rank of stage {cost.memory.pp_rank}", "calls", "wire", "time", "hidden", "all ranks")]
     for name, traffic, axis in axes_of(cost):
         hidden = percent(axis.hidden / axis.seconds) if axis.seconds else "-"
         time = seconds(axis.seconds) if axis.seconds else "-"
         all_ranks = size(m["ledger"][name]["wire_bytes"])
         rows.append((name, f"{traffic.calls:,}", size(traffic.wire_bytes), time, hidden, all_ranks))
-    lines += [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
+    lines = [table(rows) if cost.traffic else "  no communication", *_about_ep(cost), ""]
 
     stages = [("stage (one micro-batch)", "forward", "backward", "TFLOP forward", "parameters")]
-    pp = job.layout.pp
+    pp = cost.job.layout.pp
     # A long pipeline shows only the two stages at each end.
     for rank in range(pp) if pp <= 6 else (0, 1, pp - 2, pp - 1):
         s = cost.stages[rank]
         stages.append((f"{rank}", seconds(s.forward), seconds(s.backward), f"{s.flops / 1e12:.3g}", count(s.params)))
-    lines += [table(stages), "", _memory_lines(cost)]
-    if tokens:
-        lines += ["", _run_lines(m["run"])]
-    return "\n".join(lines)
+    return [*lines, table(stages)]
 
 
 def _about_ep(cost: Cost) -> list[str]:

@@ -15,13 +15,16 @@ from meshwright.plan.target import cluster_for, on_cluster, stack_for, target_of
 from meshwright.show.units import count, percent, seconds
 from meshwright.spec.model.graph import parameter_count
 
-# The figures by which a run's speed may be published, and their formats. The first that a recipe has is compared.
+# The figures by which the speed of a run's steps may be published, and their formats. The first that a recipe has is
+# compared. Figures of a whole run, with all that interrupted it, are not: they are shown beside the predicted hours.
 FIGURES: dict[str, Callable[[float], str]] = {
     "step_s": lambda value: f"{seconds(value)} a step",
     "tflops": lambda value: f"{value:.3g} TFLOP/s",
     "tokens_s_device": lambda value: f"{value:,.0f} tokens/s",
-    "device_hours": lambda value: f"{count(value)} device hours",
 }
+
+
+WHOLE_RUN = "whole run"  # the value of `counts` for figures that include what interrupted a run
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ class Comparison:
         return self.predicted / self.published - 1 if self.figure else None
 
     @property
+    def published_hours(self) -> float | None:
+        """The published device hours of the whole run, or None."""
+        p = self.recipe.published
+        if "device_hours" in p:
+            return float(p["device_hours"])
+        return float(p["days"]) * 24 * self.recipe.devices if "days" in p else None
+
+    @property
+    def predicted_hours(self) -> float | None:
+        """The device hours of the run's steps alone, or None if the number of tokens was not published."""
+        return None if self.days is None else self.days * 24 * self.recipe.devices
+
+    @property
     def days(self) -> float | None:
         """The predicted days for the published number of tokens, or None if that was not published."""
         tokens = self.recipe.published.get("tokens")
@@ -55,7 +71,8 @@ def compared(name: str) -> Comparison:
     cluster = cluster_for(target, None)
     job = on_cluster(target, recipe.devices, cluster, stack_for(target.config, cluster, recipe.stack))
     cost = predict_cost(job, cluster)
-    figure = next((key for key in FIGURES if key in recipe.published), "")
+    is_whole = recipe.published.get("counts") == WHOLE_RUN
+    figure = "" if is_whole else next((key for key in FIGURES if key in recipe.published), "")
     published = float(recipe.published[figure]) if figure else 0.0
     return Comparison(recipe, cost, needed_gib(job, cluster), figure, published, _predicted(cost, recipe, figure))
 
@@ -65,54 +82,52 @@ def _predicted(cost: Cost, recipe: Recipe, figure: str) -> float:
     rate = cost.cluster.device.rate(cost.job.config.train.precision) / 1e12
     # If a source doesn't say how it counts, assume that it counts recomputed FLOPs.
     tflops = rate * (cost.mfu if recipe.published.get("counts") == "model" else cost.hfu)
-    tokens = float(recipe.published.get("tokens", 0.0))
-    predictions = {
-        "step_s": cost.step_s, "tflops": tflops, "tokens_s_device": cost.tokens_per_s_device,
-        "device_hours": tokens / cost.tokens_per_s_device / 3600, "": 0.0,
-    }  # fmt: skip
+    predictions = {"step_s": cost.step_s, "tflops": tflops, "tokens_s_device": cost.tokens_per_s_device, "": 0.0}
     return predictions[figure]
 
 
-HEADER = ("recipe", "parameters", "hardware", "tokens", "published", "predicted", "error", "days", "predicted")
+# The first five columns are about a step, the last two about the device hours of a whole run.
+HEADER = ("recipe", "parameters", "hardware", "tokens", "step, published", "predicted", "error", "run, published",
+          "its steps alone, predicted")  # fmt: skip
 
 
 def row(comparison: Comparison) -> tuple[str, ...]:
     """Return the cells of a recipe in the table of all recipes."""
-    recipe, cost = comparison.recipe, comparison.cost
-    days = recipe.published.get("days")
-    whole = " (whole run)" if recipe.published.get("counts") == "whole run" else ""
+    recipe, cost, figure = comparison.recipe, comparison.cost, comparison.figure
     tokens = recipe.published.get("tokens")
+    hours = (comparison.published_hours, comparison.predicted_hours)
     return (
-        recipe.name, count(parameter_count(cost.job.model)),
-        f"{recipe.devices:,} x {cost.cluster.device.name}", count(float(tokens)) if tokens else "-",
-        FIGURES[comparison.figure](comparison.published) + whole if comparison.figure else "-",
-        FIGURES[comparison.figure](comparison.predicted) if comparison.figure else FIGURES["step_s"](cost.step_s),
-        "-" if comparison.error is None else f"{100 * comparison.error:+.0f} %",
-        f"{float(days):.3g}" if days else "-", "-" if comparison.days is None else f"{comparison.days:.3g}",
+        recipe.name, count(parameter_count(cost.job.model)), f"{recipe.devices:,} x {cost.cluster.device.name}",
+        count(float(tokens)) if tokens else "-", FIGURES[figure](comparison.published) if figure else "-",
+        FIGURES[figure or "step_s"](comparison.predicted if figure else cost.step_s), _error(comparison),
+        *("-" if each is None else f"{count(each)} hours" for each in hours),
     )  # fmt: skip
 
 
+def _error(comparison: Comparison) -> str:
+    return "-" if comparison.error is None else f"{100 * comparison.error:+.0f} %"
+
+
 # The columns that fit into a terminal of 80 columns: the same figures in short units.
-SHORT = ("recipe", "devices", "tokens", "published", "planned", "error", "days")
-UNITS = {"step_s": " s/step", "tflops": " TF/s", "tokens_s_device": " tok/s", "device_hours": " h", "": ""}
-MARK = "*"
-NOTE = f"""TF/s: TFLOP/s of a device; h: device hours; tok/s: tokens of a device.
-days: published/planned. {MARK} of the whole run, with all that interrupted it."""
+SHORT = ("recipe", "devices", "step", "planned", "error", "run, h", "steps, h")
+UNITS = {"step_s": " s", "tflops": " TF/s", "tokens_s_device": " t/s"}
+NOTE = """step: published, and planned. TF/s: TFLOP/s of a device; t/s: its tokens/s.
+run, h: published device hours of the whole run, with all that interrupted it;
+steps, h: planned hours of its steps alone."""
+
+
+def _short(value: float) -> str:
+    return count(value) if value >= 1000 else f"{value:.3g}"
 
 
 def short_row(comparison: Comparison) -> tuple[str, ...]:
     """Return the cells of a recipe in the table for a terminal."""
-    recipe, p = comparison.recipe, comparison.recipe.published
-    mark = MARK if p.get("counts") == "whole run" and comparison.figure else ""
-    published_days = f"{float(p['days']):.3g}" if "days" in p else "-"
-    predicted_days = "-" if comparison.days is None else f"{comparison.days:.3g}"
-    shown = FIGURES["step_s"](comparison.cost.step_s).removesuffix(" a step")
+    recipe, figure = comparison.recipe, comparison.figure
+    unit, planned = UNITS[figure or "step_s"], comparison.predicted if figure else comparison.cost.step_s
     return (
         recipe.name, f"{count(recipe.devices)} {comparison.cost.cluster.device.name.split('-')[0]}",
-        count(float(p["tokens"])) if "tokens" in p else "-",
-        count(comparison.published) + UNITS[comparison.figure] + mark if comparison.figure else "-",
-        count(comparison.predicted) if comparison.figure else shown,
-        "-" if comparison.error is None else f"{100 * comparison.error:+.0f} %", f"{published_days}/{predicted_days}",
+        f"{_short(comparison.published)}{unit}" if figure else "-", f"{_short(planned)}{unit}", _error(comparison),
+        *("-" if each is None else count(each) for each in (comparison.published_hours, comparison.predicted_hours)),
     )  # fmt: skip
 
 
@@ -144,6 +159,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "hfu": cost.hfu, "memory_gib": comparison.memory_gib, "days": comparison.days,
         },
         "compared": comparison.figure or None, "error": comparison.error,
+        "whole_run_hours": {"published": comparison.published_hours, "predicted": comparison.predicted_hours},
     }  # fmt: skip
 
 
@@ -161,10 +177,11 @@ meshwright train bloom-176b --tiny         # its twin: a small model on the same
 meshwright train bloom-176b data.prefixes=[my/tokens]
 ```
 
-*Published* is what the sources report of the run's speed; *predicted* is the planner's figure of the same kind for the
-same devices, layout and software stack. "Whole run" counts everything that interrupted a run, so it should be slower
-than predicted. A twin keeps which of the axes tp, cp, ep, pp and dp are larger than 1, the schedule, ZeRO's stage,
-recomputation, and the kinds of parts; it learns bytes of Python's standard library, so it needs no data.
+*Step* is the speed that the sources report of a step, beside the planner's figure of the same kind for the same
+devices, layout and software stack. *Run* is the device hours of the whole run, with everything that interrupted it. It
+has no error: beside it stand the predicted hours of its steps alone. A twin keeps which of the axes tp, cp, ep, pp and
+dp are larger than 1, the schedule, ZeRO's stage, recomputation, and the kinds of parts; it learns bytes of Python's
+standard library, so it needs no data.
 
 Those that end in `sft1`, `lora2`, `nf4` and so on tune a model on conversations ([finetuning.md](finetuning.md)), on
 that many GPUs; their twins learn the first lines of docstrings, those with adapters over an untrained base.
@@ -193,6 +210,7 @@ def _described(comparison: Comparison) -> str:
         f"- Layout ({by}): {layout_words(layout_of_cost(comparison.cost))}.",
         f"- Predicted on {recipe.devices:,} x {comparison.cost.cluster.device.name} ({recipe.cluster}, stack "
         f"{comparison.cost.job.stack.name}): {mine}.",
+        *([f"- Why the prediction is far off: {recipe.why}."] if recipe.why else []),
         *(f"- Values of {sections}: {source}." for sections, source in recipe.values.items()),
         *(f"- Not published: {sentence}" for sentence in recipe.unpublished),
         *(f"- Differs: {sentence}" for sentence in recipe.differs), "",
@@ -203,10 +221,11 @@ def _described(comparison: Comparison) -> str:
 def _published_words(p: Mapping[str, float | str]) -> str:
     """Describe the published figures of a run."""
     known = {"hardware": " with recomputation counted", "model": " without recomputation"}
-    counts = known.get(str(p.get("counts")), "")
+    counts = (known | {WHOLE_RUN: " over the whole run"}).get(str(p.get("counts")), "")
     words = [f"{count(float(p['tokens']))} tokens"] if "tokens" in p else []
     words += [f"{float(p['days']):g} days"] if "days" in p else []
     for key, write in FIGURES.items():
         if key in p:
             words.append(write(float(p[key])) + (counts if key == "tflops" else ""))
+    words += [f"{count(float(p['device_hours']))} device hours"] if "device_hours" in p else []
     return ", ".join(words)

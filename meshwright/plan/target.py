@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import config_from, read_sections, set_key
+from meshwright.config.load import GivenConfig, config_from, read_sections, set_key
 from meshwright.config.presets import PRESETS
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import PLANNING_RULES, check
@@ -49,7 +49,7 @@ class Target:
 
 
 def target_of(
-    target: str, words: Sequence[str] = (), layout: str = "", as_run: bool = True, placed: bool = True
+    target: GivenConfig, words: Sequence[str] = (), layout: str = "", as_run: bool = True, placed: bool = True
 ) -> Target:
     """Return the target of that name.
 
@@ -66,7 +66,8 @@ def target_of(
     _interleave(raw)
     train = raw["train"] if isinstance(raw.get("train"), dict) else {}
     # The config of a preset always contains a precision, so there only the given words count.
-    own_precision = "precision" in train if target not in PRESETS else "train.precision" in keys
+    named = isinstance(target, str) and target in PRESETS
+    own_precision = "train.precision" in keys if named else "precision" in train
     return Target(name, config_from(raw), run, own_precision, "global_batch" in train)
 
 
@@ -101,9 +102,11 @@ def published_run(target: str, placed: bool = True) -> dict[str, Any]:
     return {key: value for key, value in run.items() if key not in ("data", "lr", "run", "checkpoint")}
 
 
-def _raw(target: str, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
+def _raw(target: GivenConfig, as_run: bool, placed: bool) -> tuple[dict[str, Any], Mapping[str, Any], str]:
     """Return (sections of the config, published run, name) of a target."""
-    path = Path(target)
+    if isinstance(target, (Config, Mapping)):
+        return {"data": {"prefixes": ["tokens"]}} | read_sections(target), {}, "config"
+    target, path = str(target), Path(target)
     if target in PRESETS:
         run = published_run(target, placed)
         raw: dict[str, Any] = {"model": {"preset": target}, "data": {"prefixes": ["tokens"]}}

@@ -1,4 +1,4 @@
-"""Line charts as SVG. The x axis is logarithmic, and so is the y axis unless a chart is `linear`. No torch."""
+"""Line charts as SVG. Both axes are logarithmic unless a chart says otherwise. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.show.units import count, ticks
 
 LINE_COLOURS = ("#3b6fb6", "#e08e3c", "#5aa9a3", "#c2618d", "#8c6bb1", "#7a7a7a")
+MOST_DOTS = 60  # a line with more points has no dots on them
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 440, 80, 150, 44, 52
 
 
@@ -26,6 +27,7 @@ class Chart:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     label: Callable[[float], str] = count
     linear: bool = False  # y begins at zero and is not logarithmic
+    even: bool = False  # x is not logarithmic either, as with the steps of a run
 
     @property
     def box(self) -> tuple[float, float, float, float]:
@@ -40,7 +42,7 @@ class Chart:
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the position in the drawing of a point of the data."""
         x0, x1, y0, y1 = self.box
-        across = math.log(x / x0) / math.log(x1 / x0)
+        across = (x - x0) / (x1 - x0) if self.even else math.log(x / x0) / math.log(x1 / x0)
         up = (y - y0) / (y1 - y0) if self.linear else math.log(y / y0) / math.log(y1 / y0)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
@@ -82,7 +84,7 @@ def svg(chart: Chart) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     xs = sorted({x for line in chart.lines.values() for x, _ in line})
     # At most eight vertical lines, so that their labels don't overlap.
-    for x in xs[:: max(1, -(-len(xs) // 8))]:
+    for x in ticks(xs[0], xs[-1], 8) if chart.even and xs else xs[:: max(1, -(-len(xs) // 8))]:
         px, _ = chart.at(x, y0)
         label = escape(_short(chart.label(x)))
         out.append(f'<path d="M{px:.1f} {TOP}V{bottom}" stroke="#e6eaee"/>')
@@ -99,7 +101,7 @@ def svg(chart: Chart) -> str:
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py in (chart.at(*point) for point in line))
         if path:
             out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
-        for px, py in (chart.at(*point) for point in line):
+        for px, py in (chart.at(*point) for point in line) if len(line) <= MOST_DOTS else ():
             out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{1 + width / 2:g}" fill="{colour}"/>')
         out.append(f'<text x="{right + 12}" y="{TOP + 16 + 20 * number}" fill="{colour}">{escape(name)}</text>')
     return "".join([*out, "</svg>\n"])

@@ -16,21 +16,24 @@ LOG_SECONDS = 10.0
 
 
 @contextmanager
-def progress(label: str, total: int, stream: TextIO | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how many of `total` bytes are done while the body runs.
+def progress(
+    label: str, total: int, stream: TextIO | None = None, unit: str = ""
+) -> Iterator[Callable[[int], None]]:  # fmt: skip
+    """Show how many of `total` bytes are done while the body runs; with `unit`, how many of these.
 
-    Yields a function to call with the number of bytes newly done. A bar is erased at the end, so that later output
+    Yields a function to call with the number newly done. A bar is erased at the end, so that later output
     begins on a clean line.
     """
     stream = sys.stderr if stream is None else stream
     if not is_terminal(stream):
-        yield _log(label, max(total, 1), stream)
+        yield _log(label, max(total, 1), stream, unit)
         return
     from rich import progress as bars
 
     columns = (
         bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn(),
-        bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn(),
+        *([bars.MofNCompleteColumn()] if unit else [bars.DownloadColumn(), bars.TransferSpeedColumn()]),
+        bars.TimeRemainingColumn(),
     )  # fmt: skip
     with bars.Progress(*columns, console=console_for(stream), transient=True) as drawn:
         yield partial(drawn.advance, drawn.add_task(label, total=max(total, 1)))
@@ -57,8 +60,8 @@ def searching(label: str, stream: TextIO | None = None) -> Iterator[Callable[[in
         yield lambda done, total, best: drawn.update(task, completed=done, total=max(total, 1), best=best)
 
 
-def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
-    """Return the function that counts bytes and writes a line every ten seconds."""
+def _log(label: str, total: int, stream: TextIO, unit: str) -> Callable[[int], None]:
+    """Return the function that counts what is done and writes a line every ten seconds."""
     done = 0
     begin = last = time.monotonic()
 
@@ -70,6 +73,7 @@ def _log(label: str, total: int, stream: TextIO) -> Callable[[int], None]:
             last, share, seconds = now, min(done / total, 1.0), now - begin
             left = seconds * (1 - share) / share if share else 0.0
             amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / 1e6 / seconds:.1f} MB/s"
+            amount = f"{done:,} of {total:,} {unit}" if unit else amount
             stream.write(f"{label} {percent(share, 0)}, {amount}, {clock(left)} left\n")
             stream.flush()
 

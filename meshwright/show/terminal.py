@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, TextIO, cast
 
+from meshwright.errors import notice
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -99,6 +101,12 @@ def show(console: Console, *parts: RenderableType) -> None:
     if captured is not None:
         console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
         console.file.flush()
+
+
+def say_next(*commands: str) -> None:
+    """Print on stderr what a user usually does after a command that has ended: one or several commands."""
+    for number, command in enumerate(commands):
+        notice(f"{'' if number else 'next:':<5} {command}")
 
 
 def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,), indent: str = "  ") -> str:

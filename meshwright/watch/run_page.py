@@ -68,14 +68,20 @@ class Look(NamedTuple):
 Plan = Callable[[Config, int, Sequence[Mapping[str, Any]]], Mapping[str, float]]
 
 
-def summary(run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None = None) -> None:
+def summary(
+    run_dir: str | Path, stream: TextIO | None = None, plan: Plan | None = None, full: bool = True
+) -> None:  # fmt: skip
+    """Print the summary of a run. Without `full` it fits on a screen."""
     stream = sys.stdout if stream is None else stream
     width = max(MIN_WIDTH, min(console_for(stream).width, MAX_WIDTH))
     look = Look(is_terminal(stream), has_colour(stream))
-    show(console_for(stream, width), *page(read_run(run_dir), width, look, plan))
+    show(console_for(stream, width), *page(read_run(run_dir), width, look, plan, full))
 
 
-def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> Iterator[RenderableType]:
+def page(
+    run: RunRecord, width: int, look: Look, plan: Plan | None = None, full: bool = True
+) -> Iterator[RenderableType]:  # fmt: skip
+    """Yield the parts of a summary. Without `full`, the explanations of axes and the bytes by link are left out."""
     config = dataclasses.replace(run.config, run=dataclasses.replace(run.config.run, dir=str(run.path)))
     yield head(config, run.world, width, own_model=run.own_model)
     yield ""
@@ -96,7 +102,7 @@ def page(run: RunRecord, width: int, look: Look, plan: Plan | None = None) -> It
         figures.add_row(Text(label, "dim"), text)
     yield figures
     yield ""
-    yield from _traffic(run, width, plan)
+    yield from _traffic(run, width, plan, full)
 
 
 def _grid(*right: str) -> Table:
@@ -198,7 +204,7 @@ def _skipped(run: RunRecord) -> Iterator[tuple[str, Text]]:
         yield "skipped", Text("none")
 
 
-def _traffic(run: RunRecord, width: int, plan: Plan | None) -> Iterator[RenderableType]:
+def _traffic(run: RunRecord, width: int, plan: Plan | None, full: bool) -> Iterator[RenderableType]:
     """Show the bytes of a mean step by axis of the layout and, for a small world, also by link."""
     axes = traffic_per_step(run.recent)
     if not run.recent:
@@ -211,6 +217,8 @@ def _traffic(run: RunRecord, width: int, plan: Plan | None) -> Iterator[Renderab
     order = sorted(axes, key=lambda axis: -axes[axis]["wire_bytes"])
     planned = plan(run.config, run.world, run.recent) if plan and run.world else {}
     yield _axis_table(run, {axis: axes[axis] for axis in order}, planned)
+    if not full:
+        return
     yield Text("payload: the whole tensor, on every rank that takes part; wire: what they send, by rings", "dim")
     yield ""
     notes = _grid()

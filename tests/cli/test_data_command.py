@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 def test_summary(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data("prepare", text, "--out", tmp_path / "out" / "a") == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err == f"next: meshwright init --data {tmp_path / 'out' / 'a'}\n"
     assert "documents   3 (1 empty left out) from 2 files" in captured.out
     assert "tokens      37 as uint16" in captured.out
     assert "vocabulary  257, documents end with token 256 (bytes)" in captured.out

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.data import documents
 from meshwright.data import prepare as module
 from meshwright.data.prepare import prepare
@@ -98,11 +99,40 @@ def test_a_trained_tokenizer_lies_beside(corpus: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.bin", "a.idx", "a.json"]
 
 
-def test_training_on_a_part_of_much_text(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_part_of_much_text(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(module, "TRAINING_BYTES", 100_000)
     monkeypatch.setattr(documents, "TASK_BYTES", 10_000)
     summary = prepare([str(corpus)], str(tmp_path / "a"), tokenizer="train:300")
     assert texts_of(summary.prefix, f"{summary.prefix}.tokenizer.json") == expected(corpus)
+    assert "the tokenizer is trained on a sample: 0 MB, spread over all" in capsys.readouterr().err
+
+
+def test_a_wrong_field_is_found_before_any_work(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "last.jsonl").write_text('\n{"content": "x", "url": "y"}\n')
+    monkeypatch.setattr(module, "train_tokenizer", lambda *_: pytest.fail("no tokenizer must be trained before"))
+    inputs = [str(corpus), str(tmp_path / "last.jsonl")]
+    with pytest.raises(UserError, match=r"last.jsonl line 2 has no field 'text' \(it has 'content', 'url'\)"):
+        prepare(inputs, str(tmp_path / "a"), tokenizer="train:300")
+    assert not list(tmp_path.glob("a.*"))
+
+
+def test_files_of_other_kinds_are_counted_or_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.txt", "b.md", "c.md", "d.rst"):
+        (folder / name).write_text(f"text of {name}")
+    assert main(["data", "prepare", str(folder), "--out", str(tmp_path / "some")]) == 0
+    assert "3 files of other kinds (2 .md, 1 .rst): --glob '*.md' takes such files as text" in capsys.readouterr().out
+    words = ["--glob", "*.md", "--glob", "a*"]
+    assert main(["data", "prepare", str(folder), "--out", str(tmp_path / "more"), *words]) == 0
+    assert texts_of(str(tmp_path / "more"), "bytes") == ["text of a.txt", "text of b.md", "text of c.md"]
+    assert "1 file of other kinds (1 .rst)" in capsys.readouterr().out
+    assert main(["data", "prepare", str(folder), "--out", str(tmp_path / "none"), "--glob", "*.tex"]) == 2
+    assert "has a name like *.tex: check --glob" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_be_cut(corpus: Path, tmp_path: Path) -> None:

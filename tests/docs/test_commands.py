@@ -1,7 +1,7 @@
 """The documentation works: its commands are executed in an empty folder, as a person would type them.
 
-This covers the tutorial, the how-tos, the concepts, the plugins page, the README, the table of commands, and the
-figures that pages show. The site builds, and the wheel works without the repository.
+This covers the tutorial, the how-tos, the concepts, the pages on plugins and Python, the README, the table of commands,
+and the figures that pages show. The site builds, and the wheel works without the repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands
 
 pytestmark = pytest.mark.wide
 EXECUTED = [
-    page for page in PAGES if page.name in ("tutorial.md", "plugins.md") or page.parent.name in ("how-to", "concepts")
+    page for page in PAGES
+    if page.name in ("tutorial.md", "plugins.md", "python.md") or page.parent.name in ("how-to", "concepts")
 ]
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b|\.\.\.|\[|CONFIG|\bMODEL\b|\bRUN\b|\bDIR\b|\bN\b")
 

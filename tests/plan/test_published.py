@@ -11,31 +11,32 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predict import main, summary
-from benchmarks.published import (
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+from meshwright.plan.cluster import load_cluster
+from meshwright.plan.mixtures import is_mixture
+from meshwright.plan.predictions import report, summary
+from meshwright.plan.published import TABLE as SHIPPED
+from meshwright.plan.published import (
     CannotTake,
     Prediction,
     case_of,
     cluster_of,
     network_gb_s,
-    predict_file,
     predict_row,
     read_rows,
     stack_of_row,
 )
-from meshwright.errors import UserError
-from meshwright.plan.cluster import load_cluster
 from meshwright.plan.stack import STACKS, Stack
 from meshwright.spec.model.graph import active_parameters, parameter_count
 from tests.support.waiting import HANG_S
 
 TABLE = Path(__file__).parent / "published.csv"
-MIXTURES = Path(__file__).parents[2] / "benchmarks" / "published_mixtures.csv"
 
 
 @pytest.fixture(scope="module")
 def predictions() -> list[Prediction]:
-    return predict_file(TABLE)
+    return [predict_row(row) for row in read_rows(TABLE)]
 
 
 def mean_error(predictions: list[Prediction], prefix: str) -> float:
@@ -71,8 +72,9 @@ def test_mixtures_are_taken_by_their_names(predictions: list[Prediction]) -> Non
     assert grok.case is not None and grok.error is not None and abs(grok.error) < 0.2
     job = grok.case.job
     assert (job.layout.ep, job.layout.etp, job.config.model.experts.count) == (2, 4, 8)
-    found = {p.id: p for p in predict_file(MIXTURES)}
-    assert all(p.error is not None for p in found.values())
+    shipped = [row for row in read_rows(SHIPPED) if is_mixture(row) and "grok" not in row["id"]]
+    found = {row["id"]: predict_row(row) for row in shipped}
+    assert len(found) == 9 and all(p.error is not None for p in found.values())
     for name, total, active in (("zoo-mixtral-8x22b", 141, 39), ("zoo-qwen3-235b-tp4", 235, 22)):
         case = found[name].case
         assert case is not None and case.job.layout.etp == 1
@@ -84,14 +86,11 @@ def test_mixtures_are_taken_by_their_names(predictions: list[Prediction]) -> Non
     assert pp32 is not None and pp32.job.config.pipeline.split == (0, *[1] * 94, 0)
 
 
-def test_the_benchmark_writes_every_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "predictions.csv"
-    monkeypatch.setattr(sys, "argv", ["predict.py", "--csv", str(TABLE), "--out", str(out)])
-    main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["rows"] == len(read_rows(TABLE))
+    assert main(["predict", "--csv", str(TABLE), "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == len(found["runs"]) == len(read_rows(TABLE))
     with out.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason"]
@@ -99,6 +98,34 @@ def test_the_benchmark_writes_every_row(
     for row in rows:
         taken = row["step_time_s"] != ""
         assert taken != bool(row["reason"]) or row["reason"] == "predicted out of memory"
+
+
+def test_results_come_first_and_outliers_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--system", "nvidia", "--model", "grok"]) == 0
+    shown = capsys.readouterr()
+    first, *rest = shown.out.splitlines()
+    assert first.startswith("step time of mixtures of experts: mean error 17.0 % over 10 published runs")
+    assert "NVIDIA DGXC (NeMo)" in shown.out and "next: meshwright predict --full" in shown.err
+    (line,) = [line for line in rest if "dgxc-grok1-bf16-512-gbs1024" in line]
+    assert "+23 %" in line and "its exchange sends rows" in line
+    # A run within the limit is only in the whole table.
+    assert "dgxc-grok1-bf16-8-" not in shown.out
+    assert main(["predict", "--system", "nvidia", "--model", "grok", "--full"]) == 0
+    assert "dgxc-grok1-bf16-8-" in capsys.readouterr().out
+    assert main(["predict", "--system", "abacus"]) == 2
+    assert "the systems are" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_every_run_that_ships_is_taken_and_every_outlier_explained() -> None:
+    found = [predict_row(row) for row in read_rows(SHIPPED)]
+    assert [p.id for p in found if p.reason] == []
+    assert [p.id for p in found if p.is_outlier and not p.row["why"]] == []
+    assert [p.id for p in found if not p.is_outlier and p.row["why"]] == []
+    dense = summary([p for p in found if not is_mixture(p.row)])["step_time"]["all"]
+    assert dense["rows"] == 308 and dense["mean_abs_error"] < 0.06
+    text = report(found, full=True)
+    assert all(p.id in text for p in found if p.error is not None)
 
 
 def test_defaults_of_empty_cells() -> None:
@@ -165,9 +192,9 @@ def test_bad_tables(tmp_path: Path) -> None:
     broken = tmp_path / "broken.csv"
     broken.write_text("id,layers\nx,2\n", encoding="utf-8")
     with pytest.raises(UserError, match="lacks the columns hidden"):
-        predict_file(broken)
+        read_rows(broken)
     with pytest.raises(UserError, match="there is no table"):
-        predict_file(tmp_path / "none.csv")
+        read_rows(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,13 +28,11 @@ from meshwright.plan.cost import predict_cost
 from meshwright.plan.flops import balanced_split, model_flops, recomputed_flops
 from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
+from meshwright.plan.mixtures import is_mixture, mixture_of
 from meshwright.plan.stack import STACKS, Stack, States
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.graph import parameter_count
 from meshwright.spec.schedule.kinds import default_kind
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from mixtures import is_mixture, mixture_of  # noqa: E402
 
 Row = Mapping[str, str]
 
@@ -54,6 +50,9 @@ WORDS = {
     "seq_parallel": ("y", "n"), "outcome": ("ok", "oom"),
     "schedule": ("none", "1f1b", "interleaved-1f1b", "interleaved", "gpipe", "zb-1p", "zb-2p", "dualpipe"),
 }  # fmt: skip
+# The runs that ship: those of a collection of 503 that say enough to be predicted, and some mixtures of experts. `why`
+# is the reason of a prediction that is off by more than a fifth.
+TABLE = Path(__file__).with_name("published_runs.csv")
 COLUMNS = ("id", "step_time_s", "tokens_s_gpu", "mem_gb", "error", "reason")
 
 # The cluster of a device's name, by the first match.
@@ -66,6 +65,7 @@ DEVICES = (
 DEFAULT_PRECISION = "fp16"  # of a row that names none: the mixed precision of the older papers
 DEFAULT_VOCAB = 51200  # GPT-2's vocabulary as Megatron pads it
 VOCAB_UNIT = 128  # every program here pads its vocabulary to a multiple of this on each tp rank
+OUTLIER = 0.2  # an error of the step time that needs a reason
 DROPOUT = 0.1  # Megatron's default, on in the runs of its papers
 FUSED_LOGIT_BYTES = 0.25  # a loss that computes its logits in pieces holds a small part of them at once
 
@@ -98,9 +98,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Prediction:
+    """One line and its prediction, or the reason why it can't be taken."""
+
     id: str
-    source: str = ""
-    gpu: str = ""
+    row: Row = field(default_factory=dict)
     step_s: float = 0.0
     tokens_s_gpu: float = 0.0
     mem_gib: float = 0.0
@@ -108,6 +109,11 @@ class Prediction:
     reason: str = ""
     fits: bool = True
     case: Case | None = None
+
+    @property
+    def is_outlier(self) -> bool:
+        """True if the predicted step time is off by more than a fifth."""
+        return self.error is not None and abs(self.error) > OUTLIER
 
 
 class CannotTake(Exception):
@@ -228,7 +234,7 @@ def model_of(row: Row, stack: Stack) -> ModelConfig:
     if is_mixture(row):
         known = mixture_of(row)
         if known is None:
-            raise CannotTake("a mixture of experts whose shape is not known here (benchmarks/mixtures.py)")
+            raise CannotTake("a mixture of experts whose shape is not known here (plan/mixtures.py)")
         return replace(known, vocab=-(-known.vocab // unit) * unit)
     hidden, heads = _int(row, "hidden", 0), _int(row, "heads", 0)
     ffn = _int(row, "ffn", 0)
@@ -406,25 +412,21 @@ def measured_memory(row: Row) -> float:
 
 def predict_row(row: Row) -> Prediction:
     try:
-        return predict_case(case_of(row))
+        return predict_case(case_of(row), row)
     except CannotTake as reason:
-        return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=str(reason))
+        return Prediction(row["id"], row, reason=str(reason))
     except (UserError, ValueError) as error:
-        return Prediction(row["id"], row.get("source", ""), row.get("gpu", ""), reason=f"can't be read: {error}")
+        return Prediction(row["id"], row, reason=f"can't be read: {error}")
 
 
-def predict_case(case: Case) -> Prediction:
+def predict_case(case: Case, row: Row) -> Prediction:
     cost = predict_cost(case.job, case.cluster)
     memory = needed_gib(case.job, case.cluster)
     error = cost.step_s / case.measured_s - 1 if case.measured_s else None
     return Prediction(
-        case.id, case.source, case.gpu, cost.step_s, cost.tokens_per_s_device, memory, error, "",
+        case.id, row, cost.step_s, cost.tokens_per_s_device, memory, error, "",
         memory <= case.cluster.device.memory_gib, case,
     )  # fmt: skip
-
-
-def predict_file(path: Path) -> list[Prediction]:
-    return [predict_row(row) for row in read_rows(path)]
 
 
 def predictions_csv(predictions: Iterable[Prediction]) -> str:
