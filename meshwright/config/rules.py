@@ -217,9 +217,14 @@ def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
-    """Check that tp divides the key-value heads, or that each of them can be copied to the same number of ranks."""
+    """Check that tp divides the key-value heads, or that each of them can be copied to the same number of ranks.
+
+    A model that transformers builds has no copies of heads.
+    """
     tp, kv = c.layout.tp, c.model.kv_heads
-    if kv % tp and tp % kv and not c.layout.tp_grid:
+    if kv % tp and c.model.kind_facts.is_foreign:
+        yield f"tp={tp} does not divide the {kv} key-value heads of {c.model.hf}: try layout.tp={either(divisors(kv))}"
+    elif kv % tp and tp % kv and not c.layout.tp_grid:
         yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 

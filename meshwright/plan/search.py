@@ -32,6 +32,7 @@ from meshwright.plan.flops import best_split
 from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
+from meshwright.spec.model.description import check_family, describe
 from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
 from meshwright.spec.schedule.table import PhaseTimes
 
@@ -132,7 +133,20 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
                     continue
                 dp = devices // (tp * cp * pp)
                 plain = cut.replaced(layout={"cp": cp, "pp": pp})
+                if _unplaced(plain):
+                    continue
                 yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
+
+
+def _unplaced(job: Job) -> str:
+    """Return the reason why the family of a model that transformers builds refuses a job's tp or pp; empty if none."""
+    o = job.config.layout
+    try:
+        if job.config.model.kind_facts.is_foreign:
+            check_family(describe(job.config.model), o.tp, o.pp)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterator[Job]:
@@ -293,6 +307,9 @@ def search(
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
     if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
+        return replace(result, refused=why)
+    least = {"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)}
+    if why := _unplaced(base.replaced(layout=least)):
         return replace(result, refused=why)
 
     best = float("inf")
