@@ -91,7 +91,9 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
     etp = o.etp or o.tp
     shared = experts.shared * experts.ffn
     if experts.count and experts.ffn % etp:
-        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+        whole = "" if o.etp else ", e.g. layout.etp=1, which leaves experts whole"
+        key = f"layout.etp={etp}" if o.etp else f"layout.tp={o.tp}, which divides experts too,"
+        yield f"{key} does not divide model.experts.ffn={experts.ffn}: try layout.etp={either(divisors(experts.ffn))}{whole}"
     if experts.count and shared % o.tp:
         yield (
             f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
