@@ -55,7 +55,9 @@ def page(found: dict[str, Any]) -> list[str]:
     kind = "complete" if found["complete"] else state["kind"]
     rows = [("state", f"{kind} ({state['text']})" if state["text"] else kind)]
     done = found["step"] / found["steps"] if found["steps"] else 0.0
-    left = f", about {clock(found['seconds_left'])} left" if found["seconds_left"] else ""
+    trains = found["state"]["kind"] in ("running", "silent")
+    to_go = "left" if trains else "of training left, for when it continues"
+    left = f", about {clock(found['seconds_left'])} {to_go}" if found["seconds_left"] else ""
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))
     if lost := found["not_saved"]:
         these = "none of which was" if lost == found["step"] else f"the last {lost:,} of which were not"

@@ -93,7 +93,8 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
     if experts.count and experts.ffn % etp:
         whole = "" if o.etp else ", e.g. layout.etp=1, which leaves experts whole"
         key = f"layout.etp={etp}" if o.etp else f"layout.tp={o.tp}, which divides experts too,"
-        yield f"{key} does not divide model.experts.ffn={experts.ffn}: try layout.etp={either(divisors(experts.ffn))}{whole}"
+        choices = either(divisors(experts.ffn))
+        yield f"{key} does not divide model.experts.ffn={experts.ffn}: try layout.etp={choices}{whole}"
     if experts.count and shared % o.tp:
         yield (
             f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "

@@ -192,6 +192,8 @@ def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[...,
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP:
                 signal.signal(number, signal.SIG_DFL)
+    global _folder
+    _folder = place
     with StopRequests(signal.SIG_DFL, speaks=speaks) if stops else contextlib.nullcontext() as requests:
         StopRequests.has_work = not stops
         if place is not None:
@@ -202,8 +204,15 @@ def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[...,
         main(*args)
 
 
+_folder: Path | None = None  # The folder of this rank's launcher.
 LIFELINE = "launcher"  # A FIFO that only the launcher holds open for writing.
+REGROUP = "regroup"  # The launcher of an elastic run makes this file when it stops ranks to start more of them.
 STOP = "stop"  # The launcher makes this file when it is asked to stop, for ranks that start later.
+
+
+def regroups() -> bool:
+    """Return True if this rank was asked to stop so that its run continues on more ranks."""
+    return _folder is not None and (_folder / REGROUP).exists()
 
 
 def _me() -> str:

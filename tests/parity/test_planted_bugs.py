@@ -388,6 +388,7 @@ EP_DP = _MIXED["dp2-tp1-pp1-1f1b-llama-tied-deepseek-ep2"]
 EP_TP = _MIXED["dp1-tp2-pp1-sp-1f1b-llama-tied-deepseek-ep2-etp1"]
 RECOMPUTED = replace(EP_DP, extra=(*EP_DP.extra, ("recompute.mode", "full")))
 
+
 @contextmanager
 def _own_slices_of_matrices(trainer: Trainer) -> Iterator[None]:
     """Plant a bug: each rank orthogonalises its own slices of matrices, as "blockwise" Muon does."""

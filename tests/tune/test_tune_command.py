@@ -116,8 +116,8 @@ def test_preferences_are_compared_with_the_model_that_the_run_began_with(there: 
         assert main([*dpo, f"run.dir={name}", "optimizer.lr=1e-12", "lr.min=0", *words]) == 0
         losses[name] = json.loads(Path(name, "metrics.jsonl").read_text())["loss"]
     assert losses["start"] == pytest.approx(0.693147, abs=1e-6) and abs(losses["base"] - 0.693147) > 1e-4, losses
-    assert main([*dpo, "run.dir=start", "optimizer.lr=1e-12", "lr.min=0", "train.steps=2"]) == 0, "it continues with the same base"
-    assert trained("start") == [1, 2]
+    assert main([*dpo, "run.dir=start", "optimizer.lr=1e-12", "lr.min=0", "train.steps=2"]) == 0
+    assert trained("start") == [1, 2], "it continues with the same base"
     for run in ("sft", "start"):
         assert main(["merge", run, "--to", f"{run}-merged", "--json"]) == 0
     ours, theirs = (load_file(f"{run}-merged/model.safetensors") for run in ("start", "sft"))

@@ -422,9 +422,7 @@ class BlockUnit(Unit):
 
     def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         return {
-            f"{name}.{suffix}": rows
-            for _, name, part in self.parts
-            for suffix, rows in part.matrices(by_head).items()
+            f"{name}.{suffix}": rows for _, name, part in self.parts for suffix, rows in part.matrices(by_head).items()
         }
 
     @property
