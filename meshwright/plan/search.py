@@ -306,10 +306,7 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
-    if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
-        return replace(result, refused=why)
-    least = {"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)}
-    if why := _unplaced(base.replaced(layout=least)):
+    if why := _never(base, space):
         return replace(result, refused=why)
 
     best = float("inf")
@@ -357,6 +354,13 @@ def search(
     refined += rough[REFINE_TOP:KEPT]
     result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return result
+
+
+def _never(base: Job, space: SearchSpace) -> str:
+    """Return the reason why no layout of the space can be had, as far as it can be told at once; empty if none."""
+    least = base.replaced(layout={"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)})
+    dense = not base.config.model.experts.count
+    return (first_broken_rule(base.config, base.world, EXPERT_RULES) if dense else None) or _unplaced(least)
 
 
 def _without_batch(shape: Job) -> object:
