@@ -115,7 +115,9 @@ def quantised(args: argparse.Namespace) -> int:
     return 0
 
 
-def _samples(args: argparse.Namespace, folder: Path, prefixes: list[str], longest: int) -> tuple[list[Any], list[Any]]:
+def _samples(
+    args: argparse.Namespace, folder: Path, prefixes: list[str], longest: int
+) -> tuple[list[Any], list[Any]]:
     """Return samples to calibrate with and samples to measure with, of --text or else of the run's data, if any."""
     import numpy as np
 
