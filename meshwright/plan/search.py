@@ -308,8 +308,8 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
-    if why := _never(base, space):
-        return replace(result, refused=why)
+    if refused := _never(base, space):
+        return replace(result, refused=refused)
 
     best = float("inf")
     rough: list[Candidate] = []
