@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import nn
@@ -32,7 +32,10 @@ from meshwright.spec.layout.params import ParamRecord, slices_of
 from meshwright.spec.model.hf.folder import has_weights
 from meshwright.spec.model.tuning import is_adapter
 
-Base = Reader | HFFolder
+if TYPE_CHECKING:
+    from meshwright.checkpoint.merged import MergedWeights
+
+Base = Union[Reader, HFFolder, "MergedWeights"]
 
 
 def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
@@ -40,17 +43,23 @@ def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
 
     A Hugging Face folder as `source` becomes `model.hf` or, with adapters, their base. If the config of a run with
     adapters names no base, the run's newest checkpoint names it, or else `source` does if it holds adapters. A `source`
-    that holds all weights is the base itself, and without a source `model.hf` is.
+    that holds all weights is the base itself, and without a source `model.hf` is. With `tune.reference=start`, so is a
+    `source` that holds adapters: the run trains new ones over both.
     """
     is_folder = source is not None and fmt.is_hf_folder(source)
     if not config.tune.adapts:
         return (replace(config, model=replace(config.model, hf=str(source))), None) if is_folder else (config, source)
+    own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
+    if config.compares and config.tune.reference == "start":
+        # A run that continues knows what it began with.
+        start = _base_of(own[-1]) if own else source
+        if start and _base_of(fmt.model_folder(start)):
+            return replace(config, tune=replace(config.tune, base=start)), source if own else None
     if config.tune.base:
         if is_folder and Path(str(source)).resolve() != Path(config.tune.base).resolve():
             both = f"--from {source} and tune.base={config.tune.base}"
             raise UserError(f"{both} name two models whose weights stay frozen: leave one of them out")
         return config, None if is_folder else source
-    own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
     base, named = "", None
     for folder in [*own[-1:], *([fmt.model_folder(source)] if source is not None else [])]:
         named = named or _base_of(folder)
@@ -74,14 +83,14 @@ def _base_of(folder: Path) -> str:
 
 
 def open_base(base: str, model: ModelConfig) -> Base:
-    """Open a base and check that it belongs to this model."""
+    """Open a base and check that it belongs to this model. Adapters that it holds are merged with their own base."""
+    from meshwright.checkpoint.merged import open_weights
+
     folder = fmt.model_folder(base)
-    source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
+    source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else open_weights(folder)
     words = _differences(plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"], model)
     if words:
         raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
-    if isinstance(source, Reader) and _base_of(folder):
-        raise UserError(f"{folder} holds adapters, not all weights: merge it first (`meshwright merge`), and name that")
     return source
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.base import Base, adapts, check_digest, fill_range, open_base
+from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
@@ -96,6 +97,7 @@ class MergedWeights:
         # The merged weights are those of a model without adapters, so their config has no tune section.
         merged = {name: value for name, value in reader.index.config.items() if name != "tune"}
         self.index = replace(reader.index, config=merged, tensors=dict(self._tensors(reader)), files={}, blocks=[])
+        self.shapes = {name.removeprefix("param/"): tuple(each["shape"]) for name, each in self.index.tensors.items()}
         self._changes = lru_cache(maxsize=8)(self.own.changes)
 
     def _tensors(self, reader: Reader) -> Iterator[tuple[str, SavedTensor]]:
@@ -107,9 +109,16 @@ class MergedWeights:
     def _dtype(self, name: str) -> str:
         """Return the dtype in which the base stores a weight. For a Hugging Face folder it is the dtype that an import
         would store."""
-        if isinstance(self.base, Reader):
-            return self.base.index.tensors[f"param/{name}"]["dtype"]
-        return SAFETENSORS_DTYPES[self.base.stored_as(name)][0]
+        if isinstance(self.base, HFFolder):
+            return SAFETENSORS_DTYPES[self.base.stored_as(name)][0]
+        return self.base.index.tensors[f"param/{name}"]["dtype"]
+
+    def block(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Return a rectangle of a weight, in at least float32."""
+        stored = getattr(torch, self.index.tensors[f"param/{name}"]["dtype"])
+        values = torch.empty(shape, dtype=torch.promote_types(stored, torch.float32))
+        self.fill(f"param/{name}", box_record(name, self.shapes[name], start, shape), values)
+        return values
 
     def fill(self, tensor: str, record: ParamRecord, local: Tensor) -> None:
         """Fill `local`, of the record's local shape, from the global tensor, like `Reader.fill`."""

@@ -19,6 +19,7 @@ from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.infer.texts import check_drawing, end_tokens
 from meshwright.launch.launch import start
+from meshwright.outside import read_json
 
 EXAMPLES = """example:
   meshwright chat runs/tuned
@@ -27,6 +28,9 @@ EXAMPLES = """example:
 
 Each line is a message. /reset forgets the conversation, /system TEXT begins a new one with other instructions, and
 Ctrl-D ends; Ctrl-C ends an answer early."""
+
+TEMPERATURE, TOP_P = 0.7, 0.9
+HELP = "(/reset forgets the conversation, /system TEXT begins another, /help prints this, Ctrl-D ends)"
 
 # Tokenizers decode a character whose last tokens are still missing to this.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -38,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
     parser.add_argument("--tokenizer", metavar="T", help="use another tokenizer than the one beside the model")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="length of an answer (default 512)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)")
-    parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens that hold this share")
+    own = "(default: the model's generation_config.json"
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token {own}, or {TEMPERATURE})")
+    parser.add_argument("--top-p", type=float, help=f"draw from the likeliest tokens of this share {own}, or {TOP_P})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
 
@@ -47,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if min(args.nproc, args.max_tokens) < 1:
         raise UserError("--nproc and --max-tokens must be at least 1")
-    check_drawing(args.temperature, args.top_p, args.seed)
     config = model_config(args)
+    args.temperature, args.top_p = drawing_of(args)
+    check_drawing(args.temperature, args.top_p, args.seed)
     if config.model.kind_facts.is_encoder_decoder or config.objective_facts.fills_blanks:
         raise UserError(f"{args.source} is not a model that continues text: use meshwright generate")
     args.rendered = template_of(args, config)
@@ -58,6 +64,23 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no tokenizer is known for this model: name one with --tokenizer")
     args.parent = os.getpid()
     return start(args.nproc, chat_rank, args)
+
+
+def drawing_of(args: argparse.Namespace) -> tuple[float, float]:
+    """Return the temperature and top-p: those given, else those that the model's makers name, else the usual ones."""
+    found: Any = {}
+    # The file is optional.
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(Path(args.source) / "generation_config.json")
+    own = found if isinstance(found, dict) else {}
+    drawn = (("temperature", args.temperature, TEMPERATURE), ("top_p", args.top_p, TOP_P))
+    temperature, top_p = (
+        float(given if given is not None else own[key] if isinstance(own.get(key), int | float) else usual)
+        for key, given, usual in drawn
+    )
+    if args.temperature is None and own.get("do_sample") is False:
+        temperature = 0.0
+    return temperature, top_p
 
 
 def template_of(args: argparse.Namespace, config: Config) -> ChatTemplate:
@@ -96,6 +119,8 @@ class Talk:
             word, _, rest = line.strip().partition(" ")
             if word in ("/reset", "/system"):
                 self.reset(rest.strip() if word == "/system" else self.system)
+            elif word == "/help":
+                print(HELP, file=sys.stderr, flush=True)
             elif line.strip():
                 self.messages.append({"role": "user", "content": line.strip()})
                 ids = self._ids()
@@ -155,7 +180,8 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     # Importing readline is what gives `input` its line editing.
     import readline  # noqa: F401
 
-    print("(/reset forgets the conversation, /system TEXT begins another, Ctrl-D ends)", file=sys.stderr)
+    drawn = f"drawn with --temperature {args.temperature:g} --top-p {args.top_p:g}" if args.temperature else "likeliest"
+    print(f"{HELP}\n(answers: {drawn} tokens)", file=sys.stderr)
     while True:
         try:
             yield input("> ")

@@ -67,10 +67,13 @@ def model_config(args: argparse.Namespace) -> Config:
     args.source = resolve(args.source)
     args.sections = sections_of([f"layout.tp={args.nproc}"], args.nproc)
     from meshwright.infer.evaluate import config_with, open_model
+    from meshwright.interop.hf import context_length
 
     config = config_with(open_model(args.source)[1], args.sections)
     if not config.model.kind_facts.writes_text:
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
+    args.sections["model"] = {"seq": context_length(Path(args.source), config.model)}
+    config = replace(config, model=replace(config.model, **args.sections["model"]))
     check_cut(config, args.nproc)
     rules.check(config, args.nproc, rules.READING_RULES)
     return config

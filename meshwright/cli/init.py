@@ -99,9 +99,14 @@ def run(args: argparse.Namespace) -> None:
     if args.out.exists():
         raise UserError(f"{args.out} already exists: give another --out, or remove it first")
     files = "Token files of `meshwright data prepare`, without .bin?"
-    data = args.data or _answer("--data", files, "data/text", asks).split()
+    data = args.data or _answer("--data", files, _data_here(), asks).split()
     devices = args.devices or _whole("--devices", _answer("--devices", "How many devices (or CPU ranks)?", "1", asks))
     cluster = load_cluster(args.cluster or HOST)
+    if cluster.device.units == 1 and devices > 1:
+        from meshwright.device import cores_of_rank
+
+        if not cores_of_rank(devices):
+            notice(f"{devices} ranks are more than this machine has cores: fewer ranks would not be slower")
     raw, lr = _model(model, data)
     config = _config(raw, data, model, args, cluster, devices)
     best = best_layout(config, devices, cluster, MARGIN * cluster.device.memory_gib)
@@ -133,6 +138,12 @@ def _preparing(prefix: str, config: Config) -> list[str]:
     notice(f"{prefix} is not there yet{nearest(prefix, there)}: the model takes a vocabulary of {config.model.vocab}")
     tokenizer = "PATH/tokenizer.json" if config.model.preset else f"train:{config.model.vocab}"
     return [f"meshwright data prepare YOUR-TEXT --out {prefix} --tokenizer {tokenizer}"]
+
+
+def _data_here() -> str:
+    """Return the token files in data/ if there are one pair, else the usual name."""
+    there = sorted(Path("data").glob("*.idx"))
+    return str(there[0].with_suffix("")) if len(there) == 1 else "data/text"
 
 
 def _answer(flag: str, question: str, usual: str, asks: bool) -> str:

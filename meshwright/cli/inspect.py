@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import plural
+from meshwright.record import companions
 from meshwright.record.checkpoint_format import ELEMENT_BYTES, Index, find_checkpoint, read_index
 from meshwright.record.verify import verify_checkpoint
 from meshwright.show.progress import progress
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         with progress(f"checking {path.name}", found["tensor_bytes"]) as advance:
             found["verified_bytes"] = verify_checkpoint(path, index, advance)
+        companions.verify(path)
         found["verify_seconds"] = time.perf_counter() - begin
     print(json.dumps(found) if args.json else "\n".join(page(found)))
 

@@ -71,12 +71,19 @@ MIXED = {
 }  # fmt: skip
 
 
+AXES = ("tp", "pp", "cp", "ep", "etp")
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports a mistake in one sentence instead of the usage block."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         # argparse lists these words among the missing arguments although they are optional.
         message = message.replace(", key=value", "")
+        name, _, axis = message.partition("unrecognized arguments: --")
+        if not name and self.prog.rpartition(" ")[2] in MIXED and (words := axis.split())[0] in AXES:
+            value = next((word for word in words[1:2] if word.isdigit()), "N")
+            message += f": layout keys are words, as in layout.{words[0]}={value}"
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 

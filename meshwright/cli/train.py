@@ -32,6 +32,7 @@ from meshwright.launch.launch import (
     launching,
     local_devices,
     place_in_launcher,
+    regroups,
     run_as_rank,
     start,
     warm_up,
@@ -251,6 +252,8 @@ def train(args: argparse.Namespace) -> None:
         if sentence := out_of_memory(config, place.world, place.local_world, place.rank, error):
             raise sentence from None
         raise
+    if regroups():
+        return
     if trainer.writes and args.json:
         print(json.dumps(figures_of(config.run.dir)), flush=True)
     elif trainer.writes and args.summary:

@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.cli.data import show_samples, tell_conversations
 from meshwright.cli.main import run as run_command
 from meshwright.config.load import config_from, load_config, set_key
+from meshwright.config.rules import check, features_fit
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml
 from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
@@ -110,7 +111,7 @@ def prepare(args: argparse.Namespace, out: Path, source: dict[str, Any]) -> None
     check_writable(out, f"--out {out}", "another --out")
     prefix = str(out / "data" / Path(args.data).stem)
     # A mistake in the given keys is found here, before the data are prepared.
-    config_from(first_sections(args, out, prefix))
+    check(config_from(first_sections(args, out, prefix)), 1, [features_fit])
     notice(f"data: {args.data} through the chat template of {args.template or args.model}")
     summary, tokenizer, lengths = prepare_chat([args.data], prefix, args.model, args.template, force=True)
     show_samples(summary, tokenizer, SHOWN * summary.facts.unit)

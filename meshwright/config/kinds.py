@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.config.data import OBJECTIVES
 from meshwright.config.features import FEATURES
-from meshwright.errors import divisors, either
+from meshwright.errors import either
 from meshwright.plugins import Registry
 
 if TYPE_CHECKING:
@@ -125,10 +125,6 @@ def foreign_model_fits(c: Config, world: int) -> Iterator[str]:
         return
     if not c.model.hf:
         yield "model.kind=hf builds the model of a folder: name it in model.hf"
-    tp, kv_heads = c.layout.tp, c.model.kv_heads
-    if kv_heads % tp:
-        fits = either(divisors(kv_heads))
-        yield f"tp={tp} does not divide the {kv_heads} key-value heads of {c.model.hf}: try layout.tp={fits}"
     if not c.objective_facts.packed and c.data.reset_positions != c.data.reset_attention:
         yield (
             "transformers keeps attention within the tokens that positions count from 0: set data.reset_positions and "

@@ -92,7 +92,10 @@ def etp_divides_experts(c: Config, world: int) -> Iterator[str]:
     etp = o.etp or o.tp
     shared = experts.shared * experts.ffn
     if experts.count and experts.ffn % etp:
-        yield f"layout.etp={etp} does not divide model.experts.ffn={experts.ffn}: try {either(divisors(experts.ffn))}"
+        whole = "" if o.etp else ", e.g. layout.etp=1, which leaves experts whole"
+        key = f"layout.etp={etp}" if o.etp else f"layout.tp={o.tp}, which divides experts too,"
+        choices = either(divisors(experts.ffn))
+        yield f"{key} does not divide model.experts.ffn={experts.ffn}: try layout.etp={choices}{whole}"
     if experts.count and shared % o.tp:
         yield (
             f"layout.tp={o.tp} does not divide the {shared} features of the shared expert, model.experts.shared x ffn: "
@@ -218,9 +221,14 @@ def tp_divides_heads(c: Config, world: int) -> Iterator[str]:
 
 
 def tp_fits_kv_heads(c: Config, world: int) -> Iterator[str]:
-    """Check that tp divides the key-value heads, or that each of them can be copied to the same number of ranks."""
+    """Check that tp divides the key-value heads, or that each of them can be copied to the same number of ranks.
+
+    A model that transformers builds has no copies of heads.
+    """
     tp, kv = c.layout.tp, c.model.kv_heads
-    if kv % tp and tp % kv and not c.layout.tp_grid:
+    if kv % tp and c.model.kind_facts.is_foreign:
+        yield f"tp={tp} does not divide the {kv} key-value heads of {c.model.hf}: try layout.tp={either(divisors(kv))}"
+    elif kv % tp and tp % kv and not c.layout.tp_grid:
         yield f"tp={tp} neither divides kv_heads={kv} nor is a multiple of it: try layout.tp={either(divisors(kv))}"
 
 

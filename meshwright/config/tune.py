@@ -39,6 +39,9 @@ class TuneConfig:
 
     # The keys below apply to data.objective=preference.
     loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
+    # The model that the losses compare with, if --from names adapters. start: the base with them, which become
+    # part of the frozen weights; base: the bare base, and the same adapters are trained further.
+    reference: Literal["start", "base"] = "start"
     beta: float = 0.1  # weight of changes in an answer's log-probability; orpo: weight of the odds ratio
     # simpo: the lead that the better answer's mean log-probability should have, times beta.
     margin: float = 0.0

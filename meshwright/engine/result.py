@@ -52,6 +52,8 @@ class StepResult:
     def why_skipped(self) -> str:
         if not self.counted:
             return "no token counted in the loss"
+        if not self.grad_norm:
+            return "no gradient has reached the servers"
         if self.held and math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             return "the loss or the gradient's norm stood out"
         return "the loss or the gradient was not finite" if self.held else "the gradient was not finite"

@@ -294,7 +294,9 @@ class Trainer:
         vectors = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
             counts = [normalisation.count_on_device(x[terms]) for x in vectors]
-            scalings = [gradient_scaling(n, x[2 * terms], weight, clip) for n, x in zip(counts, vectors, strict=True)]
+            scalings = [
+                gradient_scaling(n, x[2 * terms], weight, clip, self.late) for n, x in zip(counts, vectors, strict=True)
+            ]
             self.optimizer.step_on_device(lr, scalings[0]._replace(updates=scalings[-1].updates))
             return 0.0
         downloads = [self.ctx.device.download(x) for x in vectors]
@@ -302,19 +304,25 @@ class Trainer:
         read = [Sums.read(download.read(), self.terms) for download in downloads]
         waited = time.perf_counter() - begin
         own, scaling = (
-            gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip) for x in (read[0], read[-1])
+            gradient_scaling(normalisation.count(x.tokens), x.squares, weight, clip, self.late)
+            for x in (read[0], read[-1])
         )
         if scaling.updates:
             self.optimizer.step(lr, own.divisor)
         elif self.outer is not None and self.outer.is_due(self.step_number + 1, self.is_last):
             self.optimizer.publish()
         if scaling.counts and not (held is not None and bool(held)):
-            self.loss_scale.update(bool(scaling.updates))
+            self.loss_scale.update(bool(scaling.norm < math.inf))
         return waited
 
     def take_back(self, result: StepResult) -> None:
         """Return to the position before this step, whose update was held back."""
         self.step_number, self.consumed = result.step - 1, result.consumed
+
+    @property
+    def late(self) -> bool:
+        """True if gradients may reach a parameter server in later steps."""
+        return self.ctx.config.train.server.staleness > 0
 
     @property
     def runs_ahead(self) -> bool:
@@ -327,7 +335,8 @@ class Trainer:
         sums = Sums.read(launched.sums.read(), self.terms)
         if normalisation.counts is not None:
             Sums.read(launched.own.read(), self.terms).check_counts(normalisation.counts)
-        scaling = gradient_scaling(normalisation.count(sums.tokens), sums.squares, normalisation.weight, clip=0.0)
+        count = normalisation.count(sums.tokens)
+        scaling = gradient_scaling(count, sums.squares, normalisation.weight, clip=0.0, late=self.late)
         result.loss = sums.loss if scaling.counts else math.nan
         result.counted = math.ceil(sums.tokens)
         result.losses = sums.losses

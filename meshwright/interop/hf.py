@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar
@@ -172,6 +172,21 @@ def origin_of(folder: Path) -> Origin | None:
     return None
 
 
+def context_length(folder: Path, model: ModelConfig) -> int:
+    """Return the number of tokens that the model in a checkpoint's folder can read.
+
+    A run may train on samples that are shorter than the context of the Hugging Face model that it began with. Rotary
+    positions lose nothing by that, so the model keeps its context.
+    """
+    origin = origin_of(folder) if model.position == "rope" else None
+    if origin is None:
+        return model.seq
+    family = FAMILIES.get(str(origin.config.get("model_type")))
+    names = family.keys.get("seq", ()) if family else ("max_position_embeddings",)
+    lengths = [origin.config.get(name) for name in names]
+    return max([model.seq, *(length for length in lengths if isinstance(length, int))])
+
+
 @dataclass(frozen=True)
 class ExportedTensor:
     """A Hugging Face tensor to write: its entry, the name of our tensor that holds its rows, and these rows."""
@@ -209,7 +224,8 @@ def export_folder(
         origin, base = None, {}
     stored = origin.tensors if origin is not None else {}
     planned = list(planned_tensors(reader, chosen, model, stored, dtype))
-    config = chosen.config_of(model, base or None)
+    context = context_length(beside_of, model) if base else model.seq
+    config = chosen.config_of(replace(model, seq=context), base or None)
     with written_aside(to) as aside:
         beside = copy_files(beside_of, aside) or copy_tokenizer(prefixes, aside)
         if not base:

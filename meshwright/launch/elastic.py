@@ -21,7 +21,7 @@ from signal import SIGKILL, SIGTERM
 
 from meshwright.checkpoint.keeper import KEEPERS, KEY
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.launch import SHUTDOWN_S, STOP, Outcome, Team, in_short, is_final, signal_ranks
+from meshwright.launch.launch import REGROUP, SHUTDOWN_S, STOP, Outcome, Team, in_short, is_final, signal_ranks
 from meshwright.launch.nodes import Board, Generation, Node, Share, knock, new_node
 from meshwright.launch.processes import LOOPBACK, LOST
 
@@ -278,6 +278,7 @@ class Elastic:
             len(share.places), generation.attempt, tuple(share.places), index, len(generation.shares), generation.host,
             generation.port, door, self.wishes.address, generation.job, env,
         )  # fmt: skip
+        (self.folder / REGROUP).unlink(missing_ok=True)
         self.board.say(state="running", generation=generation.number, fault="")
         with self._watching(generation) as watch:
             ended = self.start(team, generation.words)
@@ -349,6 +350,7 @@ class Elastic:
                     # Only after a step of this generation: otherwise it would be stopped before it made any progress.
                     if leads and self.wishes.position()[1] > began and self._grows(generation, nodes):
                         self.board.reshape(generation.number)
+                        (self.folder / REGROUP).touch()
                         signal_ranks(self.folder, SIGTERM)
                         return
 

@@ -192,7 +192,10 @@ def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[...,
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP:
                 signal.signal(number, signal.SIG_DFL)
+    global _folder
+    _folder = place
     with StopRequests(signal.SIG_DFL, speaks=speaks) if stops else contextlib.nullcontext() as requests:
+        StopRequests.has_work = not stops
         if place is not None:
             (place / f"pid-{_me()}").write_text(str(os.getpid()))
             # The launcher was asked to stop before it could know this rank's process id.
@@ -201,8 +204,15 @@ def _run_body(place: Path | None, stops: bool, speaks: bool, main: Callable[...,
         main(*args)
 
 
+_folder: Path | None = None  # The folder of this rank's launcher.
 LIFELINE = "launcher"  # A FIFO that only the launcher holds open for writing.
+REGROUP = "regroup"  # The launcher of an elastic run makes this file when it stops ranks to start more of them.
 STOP = "stop"  # The launcher makes this file when it is asked to stop, for ranks that start later.
+
+
+def regroups() -> bool:
+    """Return True if this rank was asked to stop so that its run continues on more ranks."""
+    return _folder is not None and (_folder / REGROUP).exists()
 
 
 def _me() -> str:
@@ -439,6 +449,9 @@ def _failed(folder: Path, error: object) -> Outcome:
 
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
     bugs, mistakes, weak = (_reports(folder, kind) for kind in ("bug", "mistake", "weak"))
+    # A rank that was asked to stop did not wait for the end of its step.
+    if first.exitcode - 128 in STOP_SIGNALS:
+        return Outcome(first.exitcode, f"stopped by {signal.Signals(first.exitcode - 128).name}")
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         why = " (a file that it had mapped could not be read or written: look at the disk)" if name == "SIGBUS" else ""

@@ -28,6 +28,7 @@ SAME_REQUEST_S = 5.0
 # Ctrl-C that all processes got already, but it does so sooner than this, even on a busy machine. A user who presses
 # twice within this time must press once more.
 SAME_CTRL_C_S = 0.2
+FIRST_STEP_S = 45.0  # A run that is asked to stop before its first step has ended waits this long for it.
 BLOCKED_S = 1.0  # A main thread that takes longer to handle a signal is blocked, perhaps forever.
 
 
@@ -46,6 +47,8 @@ class StopRequests:
     handled = 0.0  # The time at which the main thread of this process last handled a request.
     # A second Ctrl-C that came before the main thread handled the first one. Python calls the handler once for both.
     second = 0
+    # False until the first step of this process has ended: there is nothing to save, and the step may take hours.
+    has_work = True
 
     def __init__(
         self, after: Any = None, speaks: bool = False, launched: bool = True, loses: Callable[[], str] | None = None
@@ -115,7 +118,7 @@ class StopRequests:
     def _hear(self, end: socket.socket) -> None:
         """Print a notice at the first request, and end a blocked process at the second. This runs in a thread."""
         first: float | None = None
-        while received := end.recv(1):
+        while received := self._received(end, first):
             number, now = received[0], time.monotonic()
             if number not in STOP_SIGNALS:
                 continue
@@ -138,6 +141,19 @@ class StopRequests:
                 if StopRequests.second and self._bell is not None:
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
         end.close()
+
+    def _received(self, end: socket.socket, first: float | None) -> bytes:
+        """Wait for a signal. End the process FIRST_STEP_S after the first one if its first step has not ended."""
+        if first is not None and not StopRequests.has_work:
+            end.settimeout(max(0.001, first + FIRST_STEP_S - time.monotonic()))
+            with suppress(TimeoutError):
+                return end.recv(1)
+            if not StopRequests.has_work:
+                if self._speaks:
+                    notice(f"no step has ended {FIRST_STEP_S:g} s after that: stops now, and nothing is lost")
+                os._exit(128 + signal.SIGTERM)
+            end.settimeout(None)
+        return end.recv(1)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         StopRequests.handled = time.monotonic()

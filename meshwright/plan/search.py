@@ -34,6 +34,7 @@ from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
 from meshwright.spec.layout.layout import CUT_EXPERTS
+from meshwright.spec.model.description import check_family, describe
 from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
 from meshwright.spec.schedule.table import PhaseTimes
 
@@ -145,7 +146,20 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
                     continue
                 dp = devices // (tp * cp * pp)
                 plain = cut.replaced(layout={"cp": cp, "pp": pp})
+                if _unplaced(plain):
+                    continue
                 yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
+
+
+def _unplaced(job: Job) -> str:
+    """Return the reason why the family of a model that transformers builds refuses a job's tp or pp; empty if none."""
+    o = job.config.layout
+    try:
+        if job.config.model.kind_facts.is_foreign:
+            check_family(describe(job.config.model), o.tp, o.pp)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterator[Job]:
@@ -313,8 +327,8 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
-    if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
-        return replace(result, refused=why)
+    if refused := _never(base, space):
+        return replace(result, refused=refused)
 
     found = _Found(cluster, limit, space, result)
     order = _fastest_first(base, space, cluster)
@@ -454,6 +468,13 @@ class _Found:
         outcome = self.outcome(shape)
         outcome.least_gib = min(outcome.least_gib, memory)
         return None
+
+
+def _never(base: Job, space: SearchSpace) -> str:
+    """Return the reason why no layout of the space can be had, as far as it can be told at once; empty if none."""
+    least = base.replaced(layout={"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)})
+    dense = not base.config.model.experts.count
+    return (first_broken_rule(base.config, base.world, EXPERT_RULES) if dense else None) or _unplaced(least)
 
 
 def _without_batch(shape: Job) -> object:

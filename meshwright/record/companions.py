@@ -151,6 +151,24 @@ def known_digests(folder: Path) -> set[str]:
     return digests
 
 
+def verify(folder: Path) -> None:
+    """Raise a UserError if the tokenizer's file in a checkpoint is no longer the one that its note names."""
+    noted = read_note(folder).get("digest")
+    contents = {name: (folder / name).read_bytes() for name in TOKENIZERS if (folder / name).is_file()}
+
+    def digest_of(name: str, content: bytes) -> str:
+        try:
+            return Recipe(name.rpartition(".")[2], content, None, name).digest
+        except ValueError:
+            return ""
+
+    if noted and contents and str(noted) not in {digest_of(*each) for each in contents.items()}:
+        raise UserError(
+            f"{folder / min(contents)} was changed after the checkpoint was written: copy it from another checkpoint "
+            "of the run, or from the model's folder"
+        )
+
+
 def check_tokenizer(folder: Path, data: DataConfig) -> None:
     """Raise a UserError if data were made with another tokenizer than the model's, since their ids mean other texts."""
     theirs = known_digests(folder)

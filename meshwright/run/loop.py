@@ -90,7 +90,7 @@ def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settl
     """Train from the trainer's present step to the last one, or until a rank is asked to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
     ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
-    stopped = False
+    StopRequests.has_work = stopped = False
     while step < steps and not stopped:
         for hook in hooks:
             hook.before(step + 1)
@@ -100,8 +100,10 @@ def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settl
             step = trainer.step_number
             continue
         step, stopped = result.step, result.stop
+        StopRequests.has_work = True
         for hook in hooks:
             hook.after(result, step == steps or stopped)
+    StopRequests.has_work = True
 
 
 class Recording(Hook):

@@ -167,7 +167,7 @@ def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | Non
     result, since a network disk may look different to each rank.
     """
     config = ctx.config
-    if source is None and (not config.tune.adapts or config.tune.base):
+    if source is None and (not config.tune.adapts or (config.tune.base and not config.compares)):
         return ctx, source
     found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
     text = json.dumps((found[0].tune.base, found[0].model.hf, found[1])) if found else ""

@@ -22,6 +22,7 @@ from rich.text import Text
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.errors import plural
+from meshwright.launch.launch import regroups
 from meshwright.record.speed import RECENT, Pace, pace_of
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, seconds
@@ -147,7 +148,8 @@ class Display:
         earlier = reached > self.done
         if reached < self.steps:
             now = f", {plural(self.done, 'step')} in {took}" if earlier else f" after {took}"
-            again = f"saved in {where}; run the same command to continue"
+            then = "continues on more ranks" if regroups() else "run the same command to continue"
+            again = f"saved in {where}; {then}"
             self._print(("stopped ", "good"), f"at step {reached} of {self.steps}{skipped}{now}, {again}")
         else:
             total = f" ({reached:,} in all)" if earlier else ""
@@ -207,7 +209,7 @@ class Display:
                 f"{count(pace.tokens_per_s)} tok/s", f"{seconds(pace.step_s)} per step", *r.counted_words,
                 *rate_words(r, pace), f"{self.consumed:,} of {self.samples:,} samples", f"batch {r.global_batch}",
             )  # fmt: skip
-            grid.add_row("step", self._step_bar(view, f"{clock(elapsed)} gone, {left} left", room))
+            grid.add_row("step", self._step_bar(view, f"{clock(elapsed)} in, {left} left", room))
             grid.add_row("loss", self._loss_line(r, room))
             grid.add_row("speed", lined(speed, room))
             grid.add_row("update", lined(self._update(r), room))

@@ -162,9 +162,9 @@ def rank_words(r: StepResult) -> list[str]:
     busy = r.ranks.summary().get("busy_s") if r.ranks else None
     if busy is None:
         return []
-    spread = " / ".join(seconds(busy[name]) for name in ("min", "median", "max"))
+    least, median, most = (seconds(busy[name]) for name in ("min", "median", "max"))
     waited = sorted(r.exposed_s.items(), key=lambda item: -item[1])
-    words = [f"computed {spread} (rank {int(busy['rank'])})"]
+    words = [f"computed {median} in the median, {least} to {most} (rank {int(busy['rank'])})"]
     return words + [f"waited {' '.join(f'{axis} {seconds(took)}' for axis, took in waited[:3])}"] * bool(waited)
 
 

@@ -167,6 +167,21 @@ def test_every_way_in_keeps_the_same_companions(there: Path, capsys: pytest.Capt
     assert len({round(loss, 5) for loss in losses.values()}) == 1, losses
 
 
+def test_inspect_finds_a_changed_tokenizer(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare("made", "tok/tokenizer.json")
+    assert train("run", "made", 1, *SIZES, "model.vocab=300") == 0
+    (checkpoint,) = Path("run/checkpoints").glob("step-*")
+    assert main(["inspect", "run"]) == 0
+    content = (checkpoint / "tokenizer.json").read_text()
+    for changed in (content.replace('"vocab"', '"vocaB"'), content + " ", content[:-9]):
+        (checkpoint / "tokenizer.json").write_text(changed)
+        expected = 0 if changed.strip() == content.strip() else 2
+        capsys.readouterr()
+        assert main(["inspect", "run"]) == expected
+        assert ("tokenizer.json was changed after" in capsys.readouterr().err) == (expected == 2)
+        assert main(["inspect", "run", "--no-verify"]) == 0
+
+
 def test_a_base_stays_the_base_beside_another_folder_of_sizes(there: Path) -> None:
     """`model.hf` gives the sizes; the frozen weights are those of `tune.base`, in the first step too."""
     make_folder(there)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.cli import chat
 from meshwright.cli.main import main
 from meshwright.infer.generate import Generator, generate, generate_all
 from tests.interop.hf_models import save
@@ -58,6 +61,23 @@ def test_a_conversation_that_is_too_long_is_told_and_can_begin_anew(
     captured = capsys.readouterr()
     assert "more than the model's 96: /reset" in captured.err
     assert captured.out.split() == follows(folder, "w5 w9 w10 <e> w6", capsys).split()
+
+
+def test_answers_are_drawn_as_the_model_s_makers_say(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    for settings, wanted in (({}, (0.7, 0.9)), ({"temperature": 0.3, "top_p": 0.5}, (0.3, 0.5)),
+                             ({"do_sample": False, "temperature": 0.3}, (0.0, 0.9))):  # fmt: skip
+        (own / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 60}))
+        args = argparse.Namespace(source=str(own), temperature=None, top_p=None)
+        assert chat.drawing_of(args) == wanted
+        assert chat.drawing_of(argparse.Namespace(source=str(own), temperature=1.0, top_p=1.0)) == (1.0, 1.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+    assert main(["chat", str(own)]) == 0
+    said = capsys.readouterr()
+    assert "/reset forgets the conversation" in said.err and not said.out, "no message"
 
 
 def test_what_can_not_be_is_said(folder: Path, tmp_path: Path, capsys: Any) -> None:

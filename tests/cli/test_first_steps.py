@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,29 @@ def test_init_asks_for_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFix
     assert "give --data: token files" in capsys.readouterr().err
     assert main(["init", "--out", str(tmp_path / "c.yaml"), "--model", "tini", "--data", "x", "--devices", "1"]) == 2
     assert "there is no model 'tini' (did you mean 'tiny'?)" in capsys.readouterr().err
+
+
+def test_init_offers_the_only_data_and_counts_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "")
+    (tmp_path / "data").mkdir()
+    write_documents(tmp_path / "data" / "mine", [[1, 2]])
+    assert main(["init", "--model", "tiny", "--devices", "1"]) == 0
+    assert asked[0].endswith("[data/mine] ") and load_config("tiny.yaml").data.prefixes == ("data/mine",)
+    assert "more than this machine has cores" not in capsys.readouterr().err
+    write_documents(tmp_path / "data" / "other", [[1, 2]])
+    assert main(["init", "--model", "tiny", "--devices", "512", "--global-batch", "512", "--out", "many.yaml"]) == 0
+    assert asked[1].endswith("[data/text] ")
+    assert "512 ranks are more than this machine has cores" in capsys.readouterr().err
+
+
+def test_an_option_for_an_axis_names_the_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "x.yaml", "--tp", "2"]) == 2
+    assert "layout keys are words, as in layout.tp=2" in capsys.readouterr().err
 
 
 def test_layout_auto_keeps_what_is_given_and_says_what_it_chose(

@@ -117,7 +117,7 @@ run: dir log_every eval_every eval_samples eval_first tensorboard loggers layers
   device plugins
 checkpoint: every keep async busy dir memory_every
 context: kind inner order
-tune: base rank alpha rslora targets modules_to_save quantise loss beta margin
+tune: base rank alpha rslora targets modules_to_save quantise loss reference beta margin
 faults: nonfinite spike spike_factor window replay action max_skips max_faults locate check_every slow_factor
   slow_steps slow_seconds rest lost_after
 """

@@ -336,7 +336,7 @@ def test_the_two_commands(
     assert main(["export", checkpoint, "--to", out, "--dtype", "fp16", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert (written["family"], "tokenizer.json" in written["beside"]) == ("llama", True)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 96, "as in hf"
     assert logits(load(tmp_path / "out"), IDS[:, :16]).shape == (2, 16, 61)
     (tmp_path / "checkpoint" / ORIGIN).unlink()
     like = ["--like", str(tmp_path / "hf"), "--family", "mistral"]

@@ -102,6 +102,23 @@ def test_what_arrived_and_what_is_late_are_all_gradients(steps: int) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_step_that_no_gradient_reaches_makes_no_update(seed: int) -> None:
+    """Weight decay would otherwise change weights that nothing was learned for."""
+    server = {"ranks": 1, "staleness": 1}
+    optimizer = {"name": "sgd", "lr": 0.5, "weight_decay": 0.5}
+    trainer = trainer_of(0, 1, SGD | {"train": {"server": server, "seed": seed}, "optimizer": optimizer}, None)
+    seen = set()
+    for _ in range(8):
+        before = [parameter.detach().clone() for parameter in trainer.modules[0].parameters()]
+        result = trainer.step()
+        assert result.skipped == (result.grad_norm == 0.0)
+        unchanged = all(map(torch.equal, before, trainer.modules[0].parameters()))
+        assert unchanged == result.skipped and ("reached the servers" in result.why_skipped) == result.skipped
+        seen.add(result.skipped)
+    assert seen == {False, True}
+
+
 def test_what_all_ranks_send_is_planned() -> None:
     for sections in (served(1), served(2, staleness=2), served(2, layout={"tp": 2})):
         found = run_ranks(4, trained, [sections], 1)

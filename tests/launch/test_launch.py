@@ -71,6 +71,11 @@ def test_an_abort_under_nccl_is_no_fault_of_the_device(
     assert ended.failed == blamed and "rank 3 was killed by SIGABRT" in ended.why
 
 
+def test_ranks_that_stopped_in_their_first_step_did_not_fail(tmp_path: Path) -> None:
+    ended = failure(tmp_path, 128 + signal.SIGTERM)
+    assert (ended.code, ended.why) == (128 + signal.SIGTERM, "stopped by SIGTERM")
+
+
 def test_a_rank_that_only_lost_others_is_not_to_blame(tmp_path: Path) -> None:
     assert failure(tmp_path, EXIT_CODE, weak="rank 0 does not answer") == Outcome(EXIT_CODE, "rank 0 does not answer")
     assert failure(tmp_path, -signal.SIGSEGV, weak="rank 0 does not answer").failed is None

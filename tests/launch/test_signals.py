@@ -150,6 +150,10 @@ STUCK = BLOCKED.replace(
     "with signals.StopRequests(), signals.StopRequests():",
     "with signals.StopRequests(launched=False, loses=lambda: 'steps 1 to 2 are lost'):",
 )
+FIRST_STEP = BLOCKED.replace(
+    "with signals.StopRequests(), signals.StopRequests():",
+    "signals.FIRST_STEP_S, StopRequests.has_work = 0.2, False\nwith signals.StopRequests(speaks=True):",
+)
 IGNORED = """
 import signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -221,6 +225,14 @@ def test_a_second_request_ends_a_process_that_handles_nothing(tmp_path: Path) ->
     child.at(105.1)
     child.sends(signal.SIGTERM, "heard", "sleeps")
     assert child.ends()[0] == 128 + signal.SIGTERM
+
+
+def test_a_first_step_that_does_not_end_ends_with_the_process(tmp_path: Path) -> None:
+    """Nothing is lost by that, and the step may take hours."""
+    child = Child(tmp_path, FIRST_STEP)
+    child.process.send_signal(signal.SIGTERM)
+    code, _, said = child.ends()
+    assert code == 128 + signal.SIGTERM and "stops now, and nothing is lost" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])

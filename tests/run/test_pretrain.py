@@ -15,7 +15,9 @@ from torch import nn
 import meshwright
 from meshwright.config.load import config_from
 from meshwright.errors import UserError
+from meshwright.launch.signals import StopRequests
 from meshwright.run import pretrain
+from meshwright.run.loop import Hook
 from tests.support.ranks import run_ranks
 
 
@@ -46,6 +48,16 @@ def forward_step(ctx: Any, module: Counter, batch: dict[str, torch.Tensor], rece
     logits = module.table(batch["tokens"]) * ctx.config.extra["bag"].scale
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     return loss, batch["labels"].numel(), {"rank": float(ctx.rank)}
+
+
+class SeesWork(Hook):
+    """Notes at the beginning of each step whether a request to stop would wait for its end."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def before(self, step: int) -> None:
+        self.found.append(StopRequests.has_work)
 
 
 def train(folder: str, world: int, asked: list[Any], **more: Any) -> Any:
@@ -83,7 +95,9 @@ def test_a_world_and_groups_made_elsewhere(tmp_path: Path) -> None:
     (asked, consumed, first), (_, _, second) = run_ranks(2, body, str(tmp_path / "two"))
     assert asked == [(120, 16, 16)] and consumed == 120
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    alone = train(str(tmp_path / "one"), 1, [])
+    seen = SeesWork()
+    alone = train(str(tmp_path / "one"), 1, [], hooks=[seen])
+    assert seen.found == [False, *[True] * 29], "a stop waits for the end of any step but the first"
     assert torch.allclose(first[0], alone.modules[0].table.weight, atol=1e-6)
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]

@@ -22,6 +22,7 @@ from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.engine.step import StepResult
 from meshwright.errors import UserError, plural
+from meshwright.launch import launch
 from meshwright.record.run_folder import RunFolder, read_run, traffic_per_step
 from meshwright.show.terminal import console_for, show
 from meshwright.show.units import clock, count, seconds, size, ticks
@@ -178,6 +179,16 @@ def test_skipped_and_infinite_steps_are_told_off_the_rhythm() -> None:
     assert re.search(r"step  2/20  loss nan  norm inf .* scale 65.5k  SKIPPED", text)
     assert re.search(r"step  3/20  loss inf .* LOSS NOT FINITE", text)
     assert "stopped at step 3 of 20, 1 skipped after 0:00, saved in runs/test; run the same command to continue" in text
+
+
+def test_ranks_that_make_room_for_more_do_not_say_that_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_folder", tmp_path)
+    assert "run the same command" in play(io.StringIO(), config(), [result(1)])
+    (tmp_path / launch.REGROUP).touch()
+    text = play(io.StringIO(), config(), [result(1)])
+    assert "saved in runs/test; continues on more ranks" in text and "run the same command" not in text
 
 
 @pytest.mark.parametrize("columns", [12, 30, 50, 80, 100, 200])

@@ -62,7 +62,11 @@ def test_one_command_goes_from_a_folder_to_a_chat(
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say 5.\n"))
     assert main(["chat", "runs/base-talks", "--max-tokens", "3", "--json"]) == 0
+    assert '"tokens"' in capsys.readouterr().out
+    assert main(["generate", "runs/base-talks", "--prompt", "Say", "--max-tokens", "80"]) == 0
+    assert "context of" not in capsys.readouterr().err, "the model reads more than a sample of the run has"
     assert main(["export", "runs/base-talks", "--to", "exported", "--json"]) == 0
+    assert json.loads(Path("exported/config.json").read_text())["max_position_embeddings"] == 131072
     assert Path("exported/tokenizer_config.json").read_bytes() == Path("base/tokenizer_config.json").read_bytes()
 
 
@@ -94,6 +98,32 @@ def test_pairs_are_preferred_over_the_frozen_model(there: Path, capsys: pytest.C
     assert "they are too few to validate with some" in capsys.readouterr().err
     line = json.loads(Path("runs/base-pairs-lora/metrics.jsonl").read_text())
     assert line["loss"] == pytest.approx(0.6931, abs=1e-4), "the reference is the folder's model"
+
+
+def test_preferences_are_compared_with_the_model_that_the_run_began_with(there: Path) -> None:
+    """That is the base with the adapters of --from, which `tune.reference=base` leaves out of the reference."""
+    import torch
+    from safetensors.torch import load_file
+
+    assert main([*TALKS, "--lora", "tune.rank=2", "train.steps=4", "--out", "sft", "optimizer.lr=0.02"]) == 0
+    write(there / "pairs.jsonl", [{"prompt": f"{n}?", "chosen": f"{n}.", "rejected": "No."} for n in range(6)])
+    assert main(["data", "chat", "pairs.jsonl", "--model", "base", "--out", "pairs", "--seq", "128"]) == 0
+    dpo = ["train", "sft/tune.yaml", "--from", "sft", "data.prefixes=pairs", "data.objective=preference", *FAST,
+           "data.split=[1,0,0]", "run.eval_first=false", "train.global_batch=1", "train.micro_batch=1", "model.seq=128",
+           "train.steps=1"]  # fmt: skip
+    losses = {}
+    for name, words in {"start": [], "base": ["tune.reference=base"]}.items():
+        assert main([*dpo, f"run.dir={name}", "optimizer.lr=1e-12", "lr.min=0", *words]) == 0
+        losses[name] = json.loads(Path(name, "metrics.jsonl").read_text())["loss"]
+    assert losses["start"] == pytest.approx(0.693147, abs=1e-6) and abs(losses["base"] - 0.693147) > 1e-4, losses
+    assert main([*dpo, "run.dir=start", "optimizer.lr=1e-12", "lr.min=0", "train.steps=2"]) == 0
+    assert trained("start") == [1, 2], "it continues with the same base"
+    for run in ("sft", "start"):
+        assert main(["merge", run, "--to", f"{run}-merged", "--json"]) == 0
+    ours, theirs = (load_file(f"{run}-merged/model.safetensors") for run in ("start", "sft"))
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in theirs)
+    base = load_file("base/model.safetensors")
+    assert max((base[key] - theirs[key]).abs().max() for key in theirs) > 1e-3, "the first run changed the weights"
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {

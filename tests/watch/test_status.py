@@ -82,7 +82,9 @@ def test_what_was_not_saved_when_a_run_ended_counts_for_nothing(
     assert (found["not_saved"], found["goodput"]["share"]) == (30, pytest.approx(0.4))
     assert found["seconds_left"] == pytest.approx(16.0)
     assert main(["status", str(run)]) == 0
-    assert "the last 30 of which were not saved: the run continues from step 20" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the last 30 of which were not saved: the run continues from step 20" in said
+    assert "the rest would take about 0:16" in said, "no process trains"
 
 
 def test_a_cpu_run_is_compared_with_the_plan_that_init_makes(

@@ -28,13 +28,14 @@ class Scaling(NamedTuple, Generic[Number]):
     updates: Number
 
 
-def gradient_scaling(count: Number, squares: Number, weight: float, clip: float) -> Scaling[Number]:
+def gradient_scaling(count: Number, squares: Number, weight: float, clip: float, late: bool = False) -> Scaling[Number]:
     """Return the scaling of a stored gradient, which is weight x the sum of the gradients of `count` tokens.
 
     `squares` is the stored gradient's sum of squares. A clip of 0 means no clipping.
 
     A step without tokens whose gradient is zero has nothing to learn from. (The gradient decides as well, because one
-    pipeline rank that runs alone has a gradient but not the last stage's tokens.) Branches are written as arithmetic,
+    pipeline rank that runs alone has a gradient but not the last stage's tokens.) With `late`, the gradients of a step
+    may arrive in later ones, so a step whose gradient is zero makes no update. Branches are written as arithmetic,
     so that tensors stay on their device.
     """
     divisor = weight * (count + (count == 0))
@@ -43,7 +44,7 @@ def gradient_scaling(count: Number, squares: Number, weight: float, clip: float)
     if clip:
         excess = norm / clip
         divisor = divisor * (excess * (excess > 1) + (excess <= 1))
-    return Scaling(norm, divisor, counts, counts & (norm < math.inf))
+    return Scaling(norm, divisor, counts, counts & (norm < math.inf) & ((squares != 0) | (not late)))
 
 
 class LossScale:

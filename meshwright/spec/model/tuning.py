@@ -298,6 +298,8 @@ def tuned(model: Model, tuning: Tuning) -> Model:
     experts = {piece for linear in linears if linear.experts for piece, _ in linear.pieces}
     usual = {piece for linear in linears if not linear.experts for piece, _ in linear.pieces}
     pieces = experts | usual
+    if not pieces:
+        raise UserError("adapters need linear layers, and no part of this model names any: set tune.kind=full")
     _check_experts(tuning, experts)
     if tuning.every:
         tuning = replace(tuning, targets=tuple(sorted(usual.union(tuning.targets))))
