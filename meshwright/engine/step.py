@@ -31,6 +31,7 @@ from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.optim.matrices import cut_axis
 from meshwright.engine.optim.outer import OuterOptimizer
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.optim.rule import MatrixRule
 from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals
@@ -414,7 +415,7 @@ class Trainer:
         result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 
-    def states(self) -> Iterator[State | SideState]:
+    def states(self) -> Iterator[State | SideState | MatrixState]:
         """Yield the tensors of this rank that a checkpoint holds. The frozen base of adapters is stored elsewhere."""
         every = not self.ctx.config.tune.adapts
         own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
@@ -485,7 +486,7 @@ def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, ru
     # heads).
     peers = {(record.name, record.boxes): [records[key] for records in by_rank] for key, record in own.items()}
     shards = parallel.groups(buffer).shards
-    return MatrixExchange(buffer, shards, cutting, lambda record: peers[record.name, record.boxes], rule.matrix_flops)
+    return MatrixExchange(buffer, shards, cutting, lambda record: peers[record.name, record.boxes], rule)
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:

@@ -13,7 +13,7 @@ divisor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.sections import OffloadConfig
 from meshwright.device import PRECISION_DTYPES
 from meshwright.engine.optim.exchange import MatrixExchange
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.optim.rule import MatrixRule, Rule, UpdateStep, rules_of
 from meshwright.engine.optim.scaling import Scaling
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, State
@@ -293,14 +294,20 @@ class FlatOptimizer:
     def updates(self, value: int) -> None:
         self._updates = value
 
-    def tensors(self) -> Iterator[State]:
+    def tensors(self) -> Iterator[State | MatrixState]:
         """Yield every state that a checkpoint must hold, the parameters included."""
         for state in self.states:
             yield State("param", state.buffer, state.master)
             for spec, store in zip(state.rule.states, state.stores[1:], strict=True):
                 yield State(spec.name, state.buffer, store.shares)
+        yield from self.owned()
         for buffer in self.frozen:
             yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
+
+    def owned(self) -> Iterator[MatrixState]:
+        """Yield the states of the whole matrices that this rank owns."""
+        for exchange in self._exchanges.values():
+            yield from (state for state in exchange.states if state.held)
 
     def publish(self) -> None:
         """Bring the model's weights up to date after other code, such as a load, has set the masters."""
@@ -357,7 +364,7 @@ class FlatOptimizer:
             assert isinstance(state.rule, MatrixRule)
             for parts, _ in state.portions():
                 state.rule.direct([part for part in parts if not part.master.is_meta], step)
-            exchange.run(state.rule.transform)
+            exchange.run(partial(state.rule.transform, step=step))
         # Buffers are in the order of backward. In reverse, the weights that forward needs first are complete first.
         for state in reversed(self.states):
             own = step._replace(lr=self._lr_of(state.rule, lr))

@@ -94,6 +94,10 @@ class Muon(MatrixRule):
     def config_of_others(self) -> OptimizerConfig:
         return replace(self.config, lr=self.muon.adamw_lr or self.config.lr)
 
+    @property
+    def precision(self) -> str:
+        return self.muon.precision
+
     def matrix_flops(self, rows: int, columns: int) -> float:
         short, long = sorted((rows, columns))
         return self.muon.iterations * 2.0 * (2 * long * short**2 + short**3)
@@ -111,7 +115,7 @@ class Muon(MatrixRule):
             momentum.mul_(self.muon.momentum).add_(grad)
             grad.add_(momentum, alpha=self.muon.momentum)
 
-    def transform(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor, states: Sequence[Tensor], step: UpdateStep) -> Tensor:
         import torch
 
         rows, columns = x.shape[-2:]

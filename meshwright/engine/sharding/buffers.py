@@ -334,6 +334,10 @@ class State(NamedTuple):
         rows = self.additive or self.replica
         return slot.record if rows is None else row_of(slot.record, *rows)
 
+    def own_record(self, slot: Slot) -> ParamRecord:
+        """Return the record in a checkpoint without replicas, of a state that is not additive."""
+        return slot.record
+
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for elements low to high.
 
@@ -403,6 +407,9 @@ class SideState(NamedTuple):
 
     def record(self, slot: Slot) -> ParamRecord:
         return row_of(self.held[id(slot)][1], *self._rows_of(slot)[0])
+
+    def own_record(self, slot: Slot) -> ParamRecord:
+        return self.record(slot)
 
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for a parameter's tensor.
