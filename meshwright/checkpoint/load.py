@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.engine.optim.owned import MatrixState
-from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
+from meshwright.engine.sharding.buffers import EMA, OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
 from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
@@ -30,7 +30,8 @@ OPEN_FILES = 16
 class Reader:
     """A reader of any boxes of a checkpoint's global tensors."""
 
-    def __init__(self, folder: Path, index: Index | None = None) -> None:
+    def __init__(self, folder: Path, index: Index | None = None, average: bool = False) -> None:
+        """Open a checkpoint. With `average`, weights are read from their moving average."""
         self.folder = folder
         self.index: Index = index or fmt.read_index(folder)
         # The kinds of tensors in the checkpoint: `param`, and the states of its optimizer and reducer.
@@ -38,6 +39,11 @@ class Reader:
         self._blocks: dict[str, list[SavedBlock]] = {}
         for block in self.index.blocks:
             self._blocks.setdefault(block.tensor, []).append(block)
+        if average and EMA not in self.states:
+            raise UserError(f"{folder} has no average of its weights: train with optimizer.ema=0.9999, or omit --ema")
+        for name in [name for name in self._blocks if average and name.startswith(f"{EMA}/")]:
+            own = "param" + name.removeprefix(EMA)
+            self.index.tensors[own], self._blocks[own] = self.index.tensors[name], self._blocks[name]
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[SavedBlock, Tensor] | None = None
 
@@ -186,7 +192,7 @@ def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> No
         counters = reader.index.state
         kinds = {state.name.removeprefix(REPLICA_STATE) for state in trainer.states()}
         saved = {name.removeprefix(REPLICA_STATE) for name in reader.states}
-        if any(kind not in saved for kind in kinds if not kind.startswith((REDUCER, OUTER))):
+        if any(kind not in saved for kind in kinds if kind != EMA and not kind.startswith((REDUCER, OUTER))):
             # Another optimizer saved the checkpoint. The moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)

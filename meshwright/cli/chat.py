@@ -17,6 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
+from meshwright.infer.reading import add_ema
 from meshwright.launch.launch import start
 
 EXAMPLES = """example:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens that hold this share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
+    add_ema(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,7 +194,7 @@ def chat_rank(args: argparse.Namespace) -> None:
             else:
                 talk.answered(answer, ends)
 
-    with_model(args.source, args.sections, use)
+    with_model(args.source, args.sections, use, args.ema)
 
 
 def _shared(announced: Any, ids: list[int]) -> list[int]:

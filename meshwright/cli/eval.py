@@ -16,7 +16,7 @@ from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
-from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.reading import add_ema, resolve, sections_of
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
 from meshwright.record.companions import check_tokenizer
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples = "sequences to evaluate on (default: 64); if the data hold fewer, each is used once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
+    add_ema(parser)
     add_task_arguments(parser)
 
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.infer.evaluate import config_with, open_model
 
     world = find_place().world if args.nproc == 1 else args.nproc
-    config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
+    config = config_with(open_model(args.source, args.ema)[1], sections_of(args.overrides, world, args.data))
     if config.compares and not args.tasks:
         raise UserError(
             f"{args.source} was trained with tune.loss={config.tune.loss}, which compares with the frozen weights, and "
@@ -113,7 +114,7 @@ def evaluate_rank(args: argparse.Namespace) -> None:
         words = f"loss {found['loss']:.4f}{likely}  over {over}"
         print(json.dumps(found) if args.json else words, flush=True)
 
-    with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use, args.ema)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +163,7 @@ def tasks_rank(args: argparse.Namespace) -> None:
         if place.rank == 0:
             show_tasks(found, args.json)
 
-    with_model(args.source, sections_of(args.overrides, find_place().world), use)
+    with_model(args.source, sections_of(args.overrides, find_place().world), use, args.ema)
 
 
 def show_tasks(found: dict[str, Any], as_json: bool) -> None:

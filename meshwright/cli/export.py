@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
+from meshwright.infer.reading import add_ema
 from meshwright.spec.model.hf import FAMILIES
 
 EXAMPLES = """example:
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
     add_options(parser)
     add_compare(parser)
+    add_ema(parser)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_compare(args)
+    if args.compare and args.ema:
+        raise UserError("--compare runs the weights without their average: leave out --ema")
     from meshwright.checkpoint.base import adapts
     from meshwright.interop.hf import export_folder
     from meshwright.interop.peft import export_adapters
@@ -46,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     if adapts(read_index(folder).config):
         if args.compare:
             raise UserError(f"{args.source} holds adapters: compare what `meshwright merge` writes of them")
-        tell(args, export_adapters(folder, Path(args.to)))
+        tell(args, export_adapters(folder, Path(args.to), args.ema))
         return 0
-    written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)
+    written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like, args.ema)
     found = compared(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
     return exit_code(found)

@@ -162,6 +162,9 @@ FEATURES: dict[str, Feature] = {
             "second_positions": "needs a second table with model.kind=glm, which {this} can't cut yet",
         },
     ),
+    "ema": Feature(
+        "optimizer.ema", (0.0,), {"replicas": "has outer weights, of which {this} keeps no average"} | none_of("server")
+    ),
     # Between the blocks of one compiled graph nothing can be communicated, gathered or added to the loss.
     "compiled_together": Feature(
         "train.compile_together", ("auto", 1),

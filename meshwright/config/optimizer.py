@@ -37,8 +37,8 @@ class MuonConfig:
 
     momentum: float = 0.95
     iterations: int = 5  # iterations of the polynomial that orthogonalises the momentum
-    # The coefficients of the polynomials; polar_express has different ones for each iteration.
-    coefficients: Literal["simple", "polar_express"] = "simple"
+    # The coefficients of the polynomials. All except simple have different ones for each iteration.
+    coefficients: Literal["simple", "quintic", "cans", "polar_express", "deepseek_v4"] = "simple"
     # Factor on a matrix's update: 0.2 sqrt(max(out, in)) (match_adamw) or sqrt(max(1, out / in)) (original).
     scale: Literal["match_adamw", "original"] = "match_adamw"
     precision: Literal["bf16", "fp32"] = "bf16"  # precision of the iterations
@@ -104,6 +104,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # does not apply to norms and biases
     master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 needs train.precision=bf16: there are no master weights then
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of the optimizer states; updates are computed in fp32
+    ema: float = 0.0  # keep a moving average of the weights with this factor, e.g. 0.9999; 0: none
     muon: MuonConfig = field(default_factory=MuonConfig)
     adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
     soap: SoapConfig = field(default_factory=SoapConfig)
@@ -115,6 +116,8 @@ class OptimizerConfig:
         not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
+        if not 0.0 <= self.ema < 1.0:
+            raise UserError(f"optimizer.ema={self.ema} must be in [0, 1), e.g. 0.9999")
 
     @property
     def whole_matrices(self) -> bool:

@@ -36,7 +36,7 @@ from meshwright.engine.optim.rule import MatrixRule
 from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals
 from meshwright.engine.result import StepResult as StepResult
-from meshwright.engine.sharding.buffers import FlatBuffer, SideState, State
+from meshwright.engine.sharding.buffers import EMA, FlatBuffer, SideState, State
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
@@ -429,6 +429,8 @@ class Trainer:
         counters["good_steps"] = scale.good_steps
         if scale.config.hysteresis > 1:
             counters["overflows"] = scale.overflows
+        if self.optimizer.config.ema:
+            counters[EMA] = self.optimizer.averaged
         counters |= self.data_parallel.reducer.counters()
         if (data := iterated(self.train_batches.dataset)) is not None:
             counters[DATA] = data.state_before(self.consumed)
@@ -438,6 +440,7 @@ class Trainer:
         """Continue from a loaded checkpoint. The loss scale starts anew if the precision has changed."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
+        self.optimizer.averaged = int(counters.get(EMA) or 0)
         self.data_parallel.reducer.restore(counters)
         if (data := iterated(self.train_batches.dataset)) is not None:
             # On the thread that reads samples, which may be reading one ahead.

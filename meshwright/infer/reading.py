@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "run": {"eval_samples": 0, "device": "auto"},
     "comm": {"backend": "auto"},
 }  # fmt: skip
+
+
+def add_ema(parser: argparse.ArgumentParser) -> None:
+    """Add the option to read averaged weights."""
+    average = "use the moving average of the weights, of a run with optimizer.ema"
+    parser.add_argument("--ema", action="store_true", help=average)
 
 
 def resolve(source: str) -> str:

@@ -94,9 +94,7 @@ def wait_seconds(cluster: Cluster) -> float:
     return cluster.node.wait_us * 1e-6
 
 
-def collective_seconds(
-    cluster: Cluster, op: str, payload: float, size: int, per_node: int, left: float = 1.0
-) -> float:
+def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int, left: float = 1.0) -> float:
     """Return the seconds of one collective between computations. `payload` is in bytes as the ledger counts them.
 
     `left` is the share of its adapters' rate that switches leave to the group (`switches.adapter_rate_left`).

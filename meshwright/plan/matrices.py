@@ -18,14 +18,9 @@ from meshwright.engine.optim.matrices import (
 from meshwright.engine.optim.rule import MatrixRule, rules_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import collective_seconds
-<<<<<<< HEAD
 from meshwright.plan.held import Buffer, Packing, packing_of, records_once
 from meshwright.plan.job import Job, ranks_per_node, remembered
-=======
-from meshwright.plan.held import Packing, packing_of, records_once
-from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.switches import adapter_rate_left
->>>>>>> main
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.part import ALONE
 from meshwright.spec.traffic.placement import shard_axes

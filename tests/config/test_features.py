@@ -78,6 +78,7 @@ EXAMPLES: dict[str, Sections] = {
     "replicas": {"layout": {"replicas": 2}},
     "server": {"train": {"server": {"ranks": 1}}},
     "elastic": {"faults": {"elastic": True}},
+    "ema": {"optimizer": {"ema": 0.9}},
     "grid": {"layout": {"tp": 4, "tp_grid": [2, 2]}},
     "compiled_together": {"train": {"compile_together": 2}},
 }
