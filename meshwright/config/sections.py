@@ -471,6 +471,7 @@ class RunConfig:
     eval_first: bool = False  # also validate before the first step, to compare with
     tensorboard: bool = True
     loggers: tuple[str, ...] = ()  # further loggers of the numbers: tensorboard, wandb, mlflow, trackio, csv
+    noise_scale: bool = False  # estimate the gradient noise scale in every step
     layers_every: int = 50  # steps between lines of norms by layer in layers.jsonl; 0: none
     peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, if known
     time_limit: str = ""  # a time such as 3h50min, before whose end the run is saved and stopped; empty: none

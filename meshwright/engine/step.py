@@ -27,6 +27,7 @@ from meshwright.engine.executor import Executor
 from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.noise import NoiseScale
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.optim.matrices import cut_axis
@@ -73,6 +74,7 @@ class Launched:
     counts: Download
     monitored: Summing | None
     balance: Download | None
+    noise: Download | None
 
 
 def refuse_unknown_parameters(ctx: Context, parallel: DataParallel) -> None:
@@ -161,6 +163,7 @@ class Trainer:
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
         self.monitored = Monitored(ctx, config.monitored)
+        self.noise = NoiseScale(ctx, parallel) if config.run.noise_scale else None
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
         self.before_step: Callable[[], object] = lambda: None
@@ -208,6 +211,8 @@ class Trainer:
         if self.marks is not None:
             self.marks.begin(self.step_number + 1)
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
+        if self.noise is not None:
+            self.noise.begin(count)
         following = None if self.is_last else self._samples(self.consumed + samples).start
         batch = self.train_batches.of_step(self._samples(self.consumed).start, count, following)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
@@ -257,6 +262,7 @@ class Trainer:
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
             balance = self.balance.update(passed.all[2 * len(self.terms)])
+            noise = None if self.noise is None else self.noise.sum()
         lr = learning_rate(config, self.step_number + 1)
         # The update below may change the loss scale, and the result reports the scale that this step used.
         scale = self.loss_scale.value if self.loss_scale.active else None
@@ -282,7 +288,7 @@ class Trainer:
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
         was_held = None if held is None else self.ctx.device.download(held.view(1))
-        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
+        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance, noise)
 
     def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
         """Make one update and return the seconds that the host waited for the sums.
@@ -338,6 +344,9 @@ class Trainer:
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
             result.monitored = launched.monitored.means()
+        if self.noise is not None and launched.noise is not None:
+            divisor = normalisation.weight * max(normalisation.count(sums.tokens), 1.0)
+            result.noise = self.noise.read(launched.noise, divisor, sums.tokens)
         if launched.balance is not None:
             result.experts = self.balance.read(launched.balance)
         if new_names:

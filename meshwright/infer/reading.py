@@ -20,7 +20,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "context": {"kind": "auto", "inner": 0},
     "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
-    "run": {"eval_samples": 0, "device": "auto"},
+    "run": {"eval_samples": 0, "device": "auto", "noise_scale": False},
     "comm": {"backend": "auto"},
 }  # fmt: skip
 

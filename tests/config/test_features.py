@@ -78,8 +78,9 @@ EXAMPLES: dict[str, Sections] = {
     "replicas": {"layout": {"replicas": 2}},
     "server": {"train": {"server": {"ranks": 1}}},
     "elastic": {"faults": {"elastic": True}},
-    "ema": {"optimizer": {"ema": 0.9}},
     "grid": {"layout": {"tp": 4, "tp_grid": [2, 2]}},
+    "ema": {"optimizer": {"ema": 0.9}},
+    "noise_scale": {"run": {"noise_scale": True}},
     "compiled_together": {"train": {"compile_together": 2}},
 }
 # The plain keys by section: they work with every feature, or only rules about numbers check them.

@@ -63,7 +63,8 @@ def test_it_is_the_mean_and_then_the_moving_average(sections: dict[str, Any], tm
     exact, rounded = "train" not in sections, "master_dtype" in sections.get("optimizer", {})
     for name, average in states_of(trainer, EMA).items():
         assert average.dtype == (torch.float64 if exact else torch.float32)
-        torch.testing.assert_close(average.double(), wanted.pop(name), rtol=2**-8 if rounded else 1e-6, atol=2e-4 if rounded else 1e-7)
+        close = {"rtol": 2**-8, "atol": 2e-4} if rounded else {"rtol": 1e-6, "atol": 1e-7}
+        torch.testing.assert_close(average.double(), wanted.pop(name), **close)
     assert not wanted
 
 
