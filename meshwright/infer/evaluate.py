@@ -47,7 +47,7 @@ def open_model(source: str, average: bool = False) -> tuple[WeightSource, dict[s
     """
     if (Path(source) / "config.json").is_file():
         if average:
-            raise UserError(f"--ema reads the averaged weights of a checkpoint, and {source} has no such: omit it")
+            raise UserError(f"--ema reads the averaged weights of a checkpoint, and {source} has none: omit it")
         if is_described(source):
             folder = HFFolder(Path(source))
             return folder, config_of(folder.model)
