@@ -497,8 +497,7 @@ class RunConfig:
 class CheckpointConfig:
     """The times and the place at which checkpoints are saved, and the number that is kept."""
 
-    # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
-    # after the last step.
+    # Steps between checkpoints, or a time (2h); auto: about 15min, less often where saving is slow; 0: only at the end.
     every: int | str = "auto"
     keep: int = 2  # newest checkpoints to keep; 0: all
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background
