@@ -122,8 +122,7 @@ class Trainer:
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        if reducer is None:
-            reducer = gradient_sums(config, ctx.layout.node_size or ctx.layout.world).make()
+        reducer = reducer or gradient_sums(config, ctx.layout.node_size or ctx.layout.world).make()
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
