@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.engine.optim.owned import MatrixState
-from meshwright.engine.sharding.buffers import EMA, OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
+from meshwright.engine.sharding.buffers import (
+    EMA,
+    OUTER,
+    PARAM,
+    REDUCER,
+    REPLICA_STATE,
+    Rows,
+    SideState,
+    Slot,
+    State,
+    regions,
+)
 from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
@@ -42,7 +53,7 @@ class Reader:
         if average and EMA not in self.states:
             raise UserError(f"{folder} has no average of its weights: train with optimizer.ema=0.9999, or omit --ema")
         for name in [name for name in self._blocks if average and name.startswith(f"{EMA}/")]:
-            own = "param" + name.removeprefix(EMA)
+            own = PARAM + name.removeprefix(EMA)
             self.index.tensors[own], self._blocks[own] = self.index.tensors[name], self._blocks[name]
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[SavedBlock, Tensor] | None = None
@@ -119,7 +130,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
     alone = trainer.ctx.layout.replicas == 1
     for state in trainer.states():
         kind = state.name.removeprefix(REPLICA_STATE)
-        if kind != "param" and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
+        if kind != PARAM and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
             # A damaged checkpoint that was tried before this one may have left values in the state.
             state.clear()
             continue
@@ -130,7 +141,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
                     # The saved run had a separate state for each replica.
                     fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
-                elif kind != "param" and not has_state(reader, name, state, slot):
+                elif kind != PARAM and not has_state(reader, name, state, slot):
                     state.clear(slot)
                 elif rows := state.additive or (isinstance(state, State) and state.summed and state.replica):
                     assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"

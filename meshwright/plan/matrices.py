@@ -158,7 +158,8 @@ def matrix_seconds(job: Job, cluster: Cluster) -> float:
 
 def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, group: int) -> float:
     """Return the seconds of `matrix_seconds` for one pipeline rank."""
-    layout, precision = job.layout, "fp64" if job.config.train.precision == "fp64" else rule.precision
+    layout = job.layout
+    precision = "fp64" if job.config.train.precision_facts.is_double else rule.precision
     rate = cluster.device.rate(precision) * cluster.efficiency.product
     mean = largest = 0.0
     sent = dict[str, float]()
