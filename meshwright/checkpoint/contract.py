@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import Device
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import SideState, State
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.spec.layout import Layout
@@ -49,7 +50,7 @@ class Checkpointed(Protocol):
     def writes(self) -> bool:
         """True on the one rank that creates and removes checkpoint folders."""
 
-    def states(self) -> Iterator[State | SideState]:
+    def states(self) -> Iterator[State | SideState | MatrixState]:
         """Yield this rank's tensors, which a save reads and a load fills."""
 
     def counters(self) -> Mapping[str, float | str | None]:

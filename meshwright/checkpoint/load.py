@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import (
+    EMA,
     OUTER,
     PARAM,
     REDUCER,
@@ -39,7 +41,8 @@ OPEN_FILES = 16
 class Reader:
     """A reader of any boxes of a checkpoint's global tensors."""
 
-    def __init__(self, folder: Path, index: Index | None = None) -> None:
+    def __init__(self, folder: Path, index: Index | None = None, average: bool = False) -> None:
+        """Open a checkpoint. With `average`, weights are read from their moving average."""
         self.folder = folder
         self.index: Index = index or fmt.read_index(folder)
         # The kinds of tensors in the checkpoint: `param`, and the states of its optimizer and reducer.
@@ -47,6 +50,11 @@ class Reader:
         self._blocks: dict[str, list[SavedBlock]] = {}
         for block in self.index.blocks:
             self._blocks.setdefault(block.tensor, []).append(block)
+        if average and EMA not in self.states:
+            raise UserError(f"{folder} has no average of its weights: train with optimizer.ema=0.9999, or omit --ema")
+        for name in [name for name in self._blocks if average and name.startswith(f"{EMA}/")]:
+            own = PARAM + name.removeprefix(EMA)
+            self.index.tensors[own], self._blocks[own] = self.index.tensors[name], self._blocks[name]
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[SavedBlock, Tensor] | None = None
 
@@ -132,7 +140,6 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                 name, values = f"{kind}/{slot.record.name}", state.values(slot, low, high)
                 if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
                     # The saved run had a separate state for each replica.
-                    assert isinstance(state, State)
                     fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
                 elif kind != PARAM and not has_state(reader, name, state, slot):
                     state.clear(slot)
@@ -147,16 +154,19 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                         values.add_(more)
                 else:
                     # If the saved run had one replica, all replicas of this run start from its state.
-                    record = slot.record if state.replica else state.record(slot)
-                    reader.fill_range(name, record, low, high, values)
+                    reader.fill_range(name, state.own_record(slot), low, high, values)
 
 
-def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low: int, high: int) -> None:
+def fill_from_replicas(
+    reader: Reader, name: str, state: State | SideState | MatrixState, slot: Slot, low: int, high: int
+) -> None:
     """Fill a part of a state that the saved run had separately for each replica: with this replica's row or, if the
-    number of replicas has changed, with the mean of all rows."""
+    number of replicas has changed, with the mean of all rows (of matrices' states: with the first row)."""
     values, rows = state.values(slot, low, high), reader.index.tensors[name]["shape"][0]
-    if state.replica is not None and rows == state.replica.rows:
-        reader.fill_range(name, state.record(slot), low, high, values)
+    same = state.replica is not None and rows == state.replica.rows
+    if same or isinstance(state, MatrixState):
+        row = state.replica.row if state.replica is not None and same else 0
+        reader.fill_range(name, row_of(state.own_record(slot), row, rows), low, high, values)
         return
     mean = torch.zeros(high - low, dtype=values.dtype, device=values.device)
     for row in range(rows):
@@ -166,11 +176,11 @@ def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low:
     values[:] = mean.div_(rows)
 
 
-def has_state(reader: Reader, name: str, state: State | SideState, slot: Slot) -> bool:
+def has_state(reader: Reader, name: str, state: State | SideState | MatrixState, slot: Slot) -> bool:
     """Return True if a checkpoint has this state of a parameter. It lacks the state if the parameter was frozen, or if
     another sharding gave a reducer's tensors another shape."""
     saved = reader.index.tensors.get(name)
-    return saved is not None and (isinstance(state, State) or tuple(saved["shape"]) == state.record(slot).shape)
+    return saved is not None and (isinstance(state, State) or tuple(saved["shape"]) == state.own_record(slot).shape)
 
 
 def add_saved_rows(
@@ -193,7 +203,7 @@ def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> No
         counters = reader.index.state
         kinds = {state.name.removeprefix(REPLICA_STATE) for state in trainer.states()}
         saved = {name.removeprefix(REPLICA_STATE) for name in reader.states}
-        if any(kind not in saved for kind in kinds if not kind.startswith((REDUCER, OUTER))):
+        if any(kind not in saved for kind in kinds if kind != EMA and not kind.startswith((REDUCER, OUTER))):
             # Another optimizer saved the checkpoint. The moments start from zero, and so must their bias correction.
             counters = counters | {"updates": 0}
         trainer.restore(reader.index.step, reader.index.consumed, counters)

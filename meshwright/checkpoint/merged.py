@@ -155,7 +155,8 @@ class MergedWeights:
         return values[..., left : left + width] if whole_rows else values
 
 
-def open_weights(folder: Path) -> Reader | MergedWeights:
-    """Open a checkpoint to read its whole weights. If it holds adapters, they are merged with the base."""
-    reader = Reader(folder)
+def open_weights(folder: Path, average: bool = False) -> Reader | MergedWeights:
+    """Open a checkpoint to read its whole weights, or with `average` their moving average. If it holds adapters, they
+    are merged with the base."""
+    reader = Reader(folder, average=average)
     return MergedWeights(reader) if adapts(reader.index.config) else reader

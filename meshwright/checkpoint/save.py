@@ -30,6 +30,7 @@ from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream, is_host
 from meshwright.disk import refused
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import SideState, Slot, State, regions
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.remainders import PairedTensor, Values, plain, tensors_of
@@ -73,12 +74,14 @@ def remove_failed(folder: Path, rank: int) -> None:
             part_file(folder, rank).unlink(missing_ok=True)
 
 
-def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> Iterator[tuple[Slot, int, int]]:
+def ranges_to_write(
+    data_parallel: DataParallel, state: State | SideState | MatrixState
+) -> Iterator[tuple[Slot, int, int]]:
     """Yield (slot, start, stop) of the elements of each parameter that this rank writes.
 
-    Ranks with the same values divide them among each other. For an additive state, each rank writes a separate row. The
-    first of the ranks with the same values writes a reducer's other tensors. Replica 0 writes the state that all
-    replicas of `layout.replicas` share.
+    Ranks with the same values divide them among each other. For an additive state, each rank writes a separate row. A
+    reducer's other tensors, and the states of whole matrices, are written by the first of the ranks with the same
+    values. Replica 0 writes the state that all replicas of `layout.replicas` share.
     """
     buffer = state.buffer
     if state.replica is None and data_parallel.mesh.replica > 0:
@@ -88,10 +91,11 @@ def ranges_to_write(data_parallel: DataParallel, state: State | SideState) -> It
         low, high = buffer.split.written(bucket.start, bucket.stop)
         low, high = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         apart: tuple[str, ...] = ()
-        if state.additive or isinstance(state, SideState):
-            writes = not isinstance(state, SideState) or state.writes
+        if state.additive or not isinstance(state, State):
+            writes = isinstance(state, State) or state.writes
             low, high = state.holds(slot) if writes else (0, 0)
-            apart = slot.record.partial
+            # Which of the ranks that hold copies of a parameter owns its matrices is independent of these copies.
+            apart = slot.record.copies if isinstance(state, MatrixState) else slot.record.partial
         if low < high and data_parallel.holds_first(slot, apart):
             yield slot, low, high
 

@@ -17,6 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
+from meshwright.infer.reading import add_ema
 from meshwright.infer.texts import check_drawing, end_tokens
 from meshwright.launch.launch import start
 from meshwright.outside import read_json
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help=f"draw from the likeliest tokens of this share {own}, or {TOP_P})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
+    add_ema(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -220,7 +222,7 @@ def chat_rank(args: argparse.Namespace) -> None:
             else:
                 talk.answered(answer, ends)
 
-    with_model(args.source, args.sections, use)
+    with_model(args.source, args.sections, use, args.ema)
 
 
 def _shared(announced: Any, ids: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import Checked, datasets_of
 from meshwright.errors import UserError, plural
-from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.reading import add_ema, resolve, sections_of
 from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start, warm_up
 from meshwright.launch.processes import find_place
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples = "sequences to evaluate on (default: 64); if the data hold fewer, each is used once"
     parser.add_argument("--samples", type=int, default=0, metavar="N", help=samples)
     parser.add_argument("--nproc", type=int, default=1, help="local ranks (default 1)")
+    add_ema(parser)
     add_task_arguments(parser)
 
 
@@ -63,7 +64,7 @@ def prepare(args: argparse.Namespace) -> None:
     from meshwright.infer.evaluate import config_with, open_model
 
     world = find_place().world if args.nproc == 1 else args.nproc
-    config = config_with(open_model(args.source)[1], sections_of(args.overrides, world, args.data))
+    config = config_with(open_model(args.source, args.ema)[1], sections_of(args.overrides, world, args.data))
     if config.compares and not args.tasks:
         raise UserError(
             f"{args.source} was trained with tune.loss={config.tune.loss}, which compares with the frozen weights, and "
@@ -128,7 +129,7 @@ def evaluated(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return evaluate(ctx, modules, data, data.dataset.samples), counted_as(ctx.config)
 
     found: tuple[dict[str, Any], str]
-    found = with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use)
+    found = with_model(args.source, sections_of(args.overrides, find_place().world, args.data), use, args.ema)
     return found
 
 
@@ -178,7 +179,7 @@ def tasks_rank(args: argparse.Namespace) -> None:
         if place.rank == 0:
             show_tasks(found, args.json)
 
-    with_model(args.source, sections_of(args.overrides, find_place().world), use)
+    with_model(args.source, sections_of(args.overrides, find_place().world), use, args.ema)
 
 
 def show_tasks(found: dict[str, Any], as_json: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
 from meshwright.errors import UserError, plural
+from meshwright.infer.reading import add_ema
 from meshwright.show.terminal import say_next
 from meshwright.spec.model.hf import FAMILIES
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=ranks)
     add_options(parser)
     add_compare(parser)
+    add_ema(parser)
     form = "store linear layers in 8 or 4 bits, for vLLM and transformers, and print the perplexity before and after"
     parser.add_argument("--quantise", choices=QUANTISED, default="", help=form)
     text = "with --quantise: the text to choose codes by and to measure with (default: the run's own data)"
@@ -59,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_compare(args)
+    if args.compare and args.ema:
+        raise UserError("--compare runs the weights without their average: leave out --ema")
     from meshwright.checkpoint.base import adapts
     from meshwright.interop.hf import export_folder
     from meshwright.interop.megatron_export import export_megatron
@@ -76,12 +80,14 @@ def run(args: argparse.Namespace) -> int:
     if adapts(read_index(folder).config):
         if args.compare or megatron:
             raise UserError(f"{args.source} holds adapters: run `meshwright merge` first, and use what it writes")
-        tell(args, export_adapters(folder, Path(args.to)))
+        tell(args, export_adapters(folder, Path(args.to), args.ema))
         return 0
+    if megatron and args.ema:
+        raise UserError("--format megatron writes the weights without their average: leave out --ema")
     if megatron:
         tell(args, export_megatron(folder, Path(args.to), args.dtype, args.tp, args.pp))
         return 0
-    written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)
+    written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like, args.ema)
     found = compared(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
     return exit_code(found)
@@ -103,6 +109,8 @@ def quantised(args: argparse.Namespace) -> int:
 
     source, to = Path(args.source), Path(args.to)
     if (source / "config.json").is_file():
+        if args.ema:
+            raise UserError(f"--ema reads the averaged weights of a checkpoint, and {args.source} has none: omit it")
         longest = read_json(source / "config.json").get("max_position_embeddings", SAMPLE_TOKENS)
         samples = _samples(args, source, [], longest)
         written = quantise_folder(source, to, args.quantise, *samples)
@@ -116,7 +124,7 @@ def quantised(args: argparse.Namespace) -> int:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".plain-", dir=to.parent) as aside:
             plain = Path(aside) / "model"
-            export_folder(folder, plain, args.dtype, args.family, args.like)
+            export_folder(folder, plain, args.dtype, args.family, args.like, args.ema)
             written = quantise_folder(plain, to, args.quantise, *samples)
     if args.json:
         print(json.dumps({"folder": args.to, **written}))

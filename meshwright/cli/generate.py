@@ -14,7 +14,7 @@ from meshwright.config import rules
 from meshwright.config.sections import Config
 from meshwright.engine.datasets import blank_specials
 from meshwright.errors import UserError, either, one_line, plural
-from meshwright.infer.reading import resolve, sections_of
+from meshwright.infer.reading import add_ema, resolve, sections_of
 from meshwright.infer.texts import check_drawing, end_tokens, text_ids, tokenizer_for
 from meshwright.launch.launch import start, warm_up
 from meshwright.outside import parse_json
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
     parser.add_argument("--seed", type=int, default=0, help="random seed (with --prompts, plus the prompt's number)")
     parser.add_argument("--nproc", type=int, default=1, help="split the model over this many tensor-parallel ranks")
+    add_ema(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def model_config(args: argparse.Namespace) -> Config:
     from meshwright.infer.evaluate import config_with, open_model
     from meshwright.interop.hf import context_length
 
-    config = config_with(open_model(args.source)[1], args.sections)
+    config = config_with(open_model(args.source, args.ema)[1], args.sections)
     if not config.model.kind_facts.writes_text:
         raise UserError(f"{args.source} is an encoder, which predicts masked tokens and no text: use meshwright eval")
     args.sections["model"] = {"seq": context_length(Path(args.source), config.model)}
@@ -158,7 +159,7 @@ def generate_rank(args: argparse.Namespace) -> None:
             print(f"(stopped: the model's context of {model.seq} tokens is full)", file=sys.stderr)
         show(args, generated, tokenizer, ends, answers=model.kind_facts.is_encoder_decoder)
 
-    with_model(args.source, args.sections, use)
+    with_model(args.source, args.sections, use, args.ema)
 
 
 def show(args: argparse.Namespace, generated: list[list[int]], tokenizer: Any, ends: set[int], answers: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.cli.chat import answer_ends, template_of
 from meshwright.cli.generate import model_config, tokenizer_of
 from meshwright.errors import UserError, notice
+from meshwright.infer.reading import add_ema
 from meshwright.infer.texts import end_tokens
 from meshwright.launch.launch import start
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-env", default="", metavar="NAME", help=key)
     parser.add_argument("--template", default="", metavar="FILE.jinja", help="another chat template than the model's")
     parser.add_argument("--tokenizer", metavar="T", help="use another tokenizer than the one beside the model")
+    add_ema(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +98,7 @@ def serve_rank(args: argparse.Namespace) -> None:
             with _listening(args, ctx.config, engine, lambda: requests.seen):
                 run_batches(batcher, engine, channel, lambda: requests.seen)
 
-    with_model(args.source, args.sections, use)
+    with_model(args.source, args.sections, use, args.ema)
 
 
 @contextlib.contextmanager

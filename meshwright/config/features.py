@@ -162,6 +162,14 @@ FEATURES: dict[str, Feature] = {
             "second_positions": "needs a second table with model.kind=glm, which {this} can't cut yet",
         },
     ),
+    "ema": Feature(
+        "optimizer.ema", (0.0,), {"replicas": "has outer weights, of which {this} keeps no average"} | none_of("server")
+    ),
+    "noise_scale": Feature(
+        "run.noise_scale", (False,),
+        {"cp": "divides the tokens of one sample, so that {this} finds no small batches"}
+        | none_of("replicas", "server"),
+    ),
     # Between the blocks of one compiled graph nothing can be communicated, gathered or added to the loss.
     "compiled_together": Feature(
         "train.compile_together", ("auto", 1),

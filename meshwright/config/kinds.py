@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # The features that act around the blocks, whatever computation is in them.
 AROUND = frozenset({
     "pp", "zero", "zero3", "node_shards", "optimizer_offload", "parameter_offload", "fp16", "compression", "adaptive",
-    "algorithm", "node_copy", "replicas", "server", "elastic",
+    "algorithm", "node_copy", "replicas", "server", "elastic", "ema", "noise_scale",
 })  # fmt: skip
 # The features that blocks built from Meshwright's parts support, whichever tokens see each other in them.
 BLOCKS = AROUND | {

@@ -22,10 +22,12 @@ class RuleEntry(NamedTuple):
 
 # The optimizers by name, for the key `optimizer.name`.
 RULES = Registry("optimizer.name", {
+    "adafactor": RuleEntry("meshwright.engine.optim.adafactor:Adafactor", whole_matrices=True),
     "adamw": RuleEntry("meshwright.engine.optim.adam:AdamW"),
     "lion": RuleEntry("meshwright.engine.optim.lion:Lion"),
     "muon": RuleEntry("meshwright.engine.optim.muon:Muon", whole_matrices=True),
     "sgd": RuleEntry("meshwright.engine.optim.sgd:SGD"),
+    "soap": RuleEntry("meshwright.engine.optim.soap:Soap", whole_matrices=True),
 })  # fmt: skip
 
 
@@ -35,8 +37,8 @@ class MuonConfig:
 
     momentum: float = 0.95
     iterations: int = 5  # iterations of the polynomial that orthogonalises the momentum
-    # The coefficients of the polynomials; polar_express has different ones for each iteration.
-    coefficients: Literal["simple", "polar_express"] = "simple"
+    # The coefficients of the polynomials. All except simple have different ones for each iteration.
+    coefficients: Literal["simple", "quintic", "cans", "polar_express", "deepseek_v4"] = "simple"
     # Factor on a matrix's update: 0.2 sqrt(max(out, in)) (match_adamw) or sqrt(max(1, out / in)) (original).
     scale: Literal["match_adamw", "original"] = "match_adamw"
     precision: Literal["bf16", "fp32"] = "bf16"  # precision of the iterations
@@ -48,6 +50,29 @@ class MuonConfig:
         not_negative("optimizer.muon", self, "adamw_lr")
         if not 0.0 <= self.momentum < 1.0:
             raise UserError(f"optimizer.muon.momentum={self.momentum} must be in [0, 1), e.g. 0.95")
+
+
+@dataclass(frozen=True)
+class AdafactorConfig:
+    """Adafactor, whose second moments of a matrix are one vector of rows and one of columns."""
+
+    decay: float = 0.8  # the second moments' factor in step t is 1 - t^-decay
+    clip: float = 1.0  # the largest root mean square of a matrix's update, before the learning rate
+    eps: float = 1e-30  # is added to the squares of gradients
+
+    def __post_init__(self) -> None:
+        positive("optimizer.adafactor", self, "decay", "clip", "eps")
+
+
+@dataclass(frozen=True)
+class SoapConfig:
+    """SOAP, which is Adam in a basis that fits each matrix. Other parameters are updated by AdamW."""
+
+    every: int = 10  # the steps from one improvement of the bases to the next
+    max_side: int = 8192  # a side of a matrix that is longer keeps its own basis
+
+    def __post_init__(self) -> None:
+        positive("optimizer.soap", self, "every", "max_side")
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,10 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # does not apply to norms and biases
     master_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16 needs train.precision=bf16: there are no master weights then
     state_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of the optimizer states; updates are computed in fp32
+    ema: float = 0.0  # keep a moving average of the weights with this factor, e.g. 0.9999; 0: none
     muon: MuonConfig = field(default_factory=MuonConfig)
+    adafactor: AdafactorConfig = field(default_factory=AdafactorConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
     groups: tuple[GroupConfig, ...] = ()  # parameters with their own learning rate, weight decay or update rule
 
     def __post_init__(self) -> None:
@@ -88,6 +116,8 @@ class OptimizerConfig:
         not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1), e.g. [0.9, 0.95]")
+        if not 0.0 <= self.ema < 1.0:
+            raise UserError(f"optimizer.ema={self.ema} must be in [0, 1), e.g. 0.9999")
 
     @property
     def whole_matrices(self) -> bool:

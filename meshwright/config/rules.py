@@ -372,6 +372,13 @@ def matrices_are_known(c: Config, world: int) -> Iterator[str]:
         yield f"optimizer.name={name} updates whole matrices, which can't be combined with {what} yet: use adamw"
 
 
+def noise_has_small_batches(c: Config, world: int) -> Iterator[str]:
+    """Check that the gradients of several ranks are summed, which the noise scale compares with their sum."""
+    # An elastic run may continue with one.
+    if c.run.noise_scale and world == c.layout.least_world and not c.faults.elastic:
+        yield "run.noise_scale compares the gradients of data-parallel ranks, and this run has one: use dp=2 or more"
+
+
 def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
     """Check that the tokens of a micro-batch are a multiple that fp8 products can take."""
     tokens = c.train.micro_batch * c.model.seq // c.layout.cp
@@ -539,9 +546,9 @@ RULES: list[Rule] = [
     experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
     tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
-    dtypes_fit_precision, matrices_are_known, fp8_fits_tokens, pieces_cut_tokens, lr_fits_steps, positions_to_reset,
-    end_token_is_one, blocks_compile_together, backend_fits_device, device_has_fp8, algorithm_fits_ranks,
-    server_fits, links_are_emulated_on_cpus,
+    dtypes_fit_precision, matrices_are_known, noise_has_small_batches, fp8_fits_tokens, pieces_cut_tokens,
+    lr_fits_steps, positions_to_reset, end_token_is_one, blocks_compile_together, backend_fits_device,
+    device_has_fp8, algorithm_fits_ranks, server_fits, links_are_emulated_on_cpus,
     gathers_fit, packed_weights_fit, preferences_fit, copies_outlive_ranks,
 ]  # fmt: skip
 

@@ -404,6 +404,7 @@ class RunConfig:
     eval_first: bool = False  # also validate before the first step, to compare with
     tensorboard: bool = True
     loggers: tuple[str, ...] = ()  # further loggers of the numbers: tensorboard, wandb, mlflow, trackio, csv
+    noise_scale: bool = False  # estimate the gradient noise scale in every step
     layers_every: int = 50  # steps between lines of norms by layer in layers.jsonl; 0: none
     peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, if known
     time_limit: str = ""  # a time such as 3h50min, before whose end the run is saved and stopped; empty: none
@@ -435,8 +436,7 @@ class RunConfig:
 class CheckpointConfig:
     """The times and the place at which checkpoints are saved, and the number that is kept."""
 
-    # Steps between checkpoints, or a time (30min, 2h); auto: about 15min, less often where saving is slow; 0: only
-    # after the last step.
+    # Steps between checkpoints, or a time (2h); auto: about 15min, less often where saving is slow; 0: only at the end.
     every: int | str = "auto"
     keep: int = 2  # newest checkpoints to keep; 0: all
     asynchronous: bool = field(default=True, metadata={"key": "async"})  # write in the background

@@ -168,12 +168,13 @@ def state_bytes(trainer: Trainer) -> Counts:
     weights = [buffer.store for buffer in buffers if buffer.store is not None]
     residuals = (x.nbytes for _, _, tensors in trainer.data_parallel.reducer.states() for x in tensors)
     copies = (x.nbytes for x in trainer.data_parallel.weights.copies.parts.values())
-    outer = () if trainer.outer is None else trainer.outer.kept()
+    more = [x for state in trainer.optimizer.owned() for x in state.tensors]
+    more += [] if trainer.outer is None else trainer.outer.kept()
     return {
         "parameters": sum(buffer.params.nbytes for buffer in buffers) + _on_device(weights) + sum(copies),
         "gradients": sum(buffer.grad_bytes for buffer in buffers) + sum(residuals),
         "master": _on_device(state.stores[0] for state in states if not state.in_place),
-        "optimizer": _on_device(store for state in states for store in state.stores[1:]) + sum(x.nbytes for x in outer),
+        "optimizer": _on_device(store for state in states for store in state.stores[1:]) + sum(x.nbytes for x in more),
     }
 
 

@@ -34,6 +34,7 @@ class StepResult:
     losses: dict[str, float] = field(default_factory=dict)
     monitored: dict[str, float] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     comm: dict[str, dict[str, int]] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
@@ -80,6 +81,8 @@ class StepResult:
         if self.experts.get("dropped"):
             values["dropped"] = self.experts["dropped"]
         values |= {name: value for name, value in self.monitored.items() if name != BETTER}
+        if "scale" in self.noise:
+            values["noise scale"] = self.noise["scale"]
         words = [f"{name} {value:.4g}" for name, value in values.items()]
         if BETTER in self.monitored:
             likelier = round(self.monitored[BETTER] * self.counted)
@@ -102,6 +105,6 @@ class StepResult:
         ranks = self.ranks.summary() if self.ranks else {}
         sections = {
             "exposed_s": self.exposed_s, "ranks": ranks, "losses": self.losses, "monitored": self.monitored,
-            "experts": self.experts,
+            "experts": self.experts, "noise": self.noise,
         }  # fmt: skip
         return out | {name: values for name, values in sections.items() if values}

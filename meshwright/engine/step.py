@@ -27,15 +27,17 @@ from meshwright.engine.executor import Executor
 from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.noise import NoiseScale
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.optim.matrices import cut_axis
 from meshwright.engine.optim.outer import OuterOptimizer
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.optim.rule import MatrixRule
 from meshwright.engine.optim.scaling import LossScale, gradient_scaling
 from meshwright.engine.output import LOSS, Totals
 from meshwright.engine.result import StepResult as StepResult
-from meshwright.engine.sharding.buffers import FlatBuffer, SideState, State
+from meshwright.engine.sharding.buffers import EMA, FlatBuffer, SideState, State
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
@@ -72,6 +74,7 @@ class Launched:
     counts: Download
     monitored: Summing | None
     balance: Download | None
+    noise: Download | None
 
 
 def refuse_unknown_parameters(ctx: Context, parallel: DataParallel) -> None:
@@ -119,8 +122,7 @@ class Trainer:
     ) -> None:
         config = ctx.config
         self.ctx, self.modules = ctx, list(modules)
-        if reducer is None:
-            reducer = gradient_sums(config, ctx.layout.node_size or ctx.layout.world).make()
+        reducer = reducer or gradient_sums(config, ctx.layout.node_size or ctx.layout.world).make()
         grad_dtype, offload = PRECISION_DTYPES[config.train.grad_dtype], config.zero.offload
         own = config.train.local.parts(config.train.global_batch, ctx.layout.replicas)[ctx.mesh.replica]
         parallel = DataParallel(
@@ -160,6 +162,7 @@ class Trainer:
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
         self.monitored = Monitored(ctx, config.monitored)
+        self.noise = NoiseScale(ctx, parallel) if config.run.noise_scale else None
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
         self.before_step: Callable[[], object] = lambda: None
@@ -207,6 +210,8 @@ class Trainer:
         if self.marks is not None:
             self.marks.begin(self.step_number + 1)
         self.data_parallel.begin(count, self.step_number + 1, self.loss_scale.value)
+        if self.noise is not None:
+            self.noise.begin(count)
         following = None if self.is_last else self._samples(self.consumed + samples).start
         batch = self.train_batches.of_step(self._samples(self.consumed).start, count, following)
         totals = self.executor.run(self.table(count), batch, self.step_number + 1, normalisation.seeds())
@@ -256,6 +261,7 @@ class Trainer:
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
             balance = self.balance.update(passed.all[2 * len(self.terms)])
+            noise = None if self.noise is None else self.noise.sum()
         lr = learning_rate(config, self.step_number + 1)
         # The update below may change the loss scale, and the result reports the scale that this step used.
         scale = self.loss_scale.value if self.loss_scale.active else None
@@ -281,7 +287,7 @@ class Trainer:
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
         was_held = None if held is None else self.ctx.device.download(held.view(1))
-        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
+        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance, noise)
 
     def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
         """Make one update and return the seconds that the host waited for the sums.
@@ -346,6 +352,9 @@ class Trainer:
         new_names = self._read_counts(result, launched.counts.read())
         if launched.monitored is not None:
             result.monitored = launched.monitored.means()
+        if self.noise is not None and launched.noise is not None:
+            divisor = normalisation.weight * max(normalisation.count(sums.tokens), 1.0)
+            result.noise = self.noise.read(launched.noise, divisor, sums.tokens)
         if launched.balance is not None:
             result.experts = self.balance.read(launched.balance)
         if new_names:
@@ -423,7 +432,7 @@ class Trainer:
         result.stop, result.save = stops > 0, saves > 0
         return new_names > 0
 
-    def states(self) -> Iterator[State | SideState]:
+    def states(self) -> Iterator[State | SideState | MatrixState]:
         """Yield the tensors of this rank that a checkpoint holds. The frozen base of adapters is stored elsewhere."""
         every = not self.ctx.config.tune.adapts
         own = (state for state in self.optimizer.tensors() if every or state.buffer.key.trained)
@@ -437,6 +446,8 @@ class Trainer:
         counters["good_steps"] = scale.good_steps
         if scale.config.hysteresis > 1:
             counters["overflows"] = scale.overflows
+        if self.optimizer.config.ema:
+            counters[EMA] = self.optimizer.averaged
         counters |= self.data_parallel.reducer.counters()
         if (data := iterated(self.train_batches.dataset)) is not None:
             counters[DATA] = data.state_before(self.consumed)
@@ -446,6 +457,7 @@ class Trainer:
         """Continue from a loaded checkpoint. The loss scale starts anew if the precision has changed."""
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
+        self.optimizer.averaged = int(counters.get(EMA) or 0)
         self.data_parallel.reducer.restore(counters)
         if (data := iterated(self.train_batches.dataset)) is not None:
             # On the thread that reads samples, which may be reading one ahead.
@@ -494,7 +506,7 @@ def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, ru
     # heads).
     peers = {(record.name, record.boxes): [records[key] for records in by_rank] for key, record in own.items()}
     shards = parallel.groups(buffer).shards
-    return MatrixExchange(buffer, shards, cutting, lambda record: peers[record.name, record.boxes], rule.matrix_flops)
+    return MatrixExchange(buffer, shards, cutting, lambda record: peers[record.name, record.boxes], rule)
 
 
 def fields_of(modules: Sequence[nn.Module]) -> set[str] | None:

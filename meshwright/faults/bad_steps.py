@@ -134,7 +134,7 @@ class BadSteps:
         self.holds_spikes = config.detects_spikes and (self.replays or not config.trusts_replays)
         if config.locate and gate.active:
             trainer.marks = Marks(trainer.ctx, trainer.modules)
-            parallel.reduces = trainer.marks.reduces
+            parallel.reduces.append(trainer.marks.reduces)
         if gate.active and trainer.step_number:
             self._recall()
 

@@ -21,6 +21,7 @@ from meshwright.comm.group import Group
 from meshwright.config.memory import Place
 from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import PARAM, FlatBuffer, State
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
@@ -38,7 +39,7 @@ class Held(NamedTuple):
     name: str
     tensors: Sequence[Tensor]
     buffer: FlatBuffer | None = None
-    state: State | None = None
+    state: State | MatrixState | None = None
 
 
 class Divergence(NamedTuple):

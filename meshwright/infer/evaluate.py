@@ -40,14 +40,19 @@ from meshwright.spec.model.hf.folder import has_weights
 ONLY_TRAINING = ("zero", "recompute", "optimizer", "loss_scale", "lr")
 
 
-def open_model(source: str) -> tuple[WeightSource, dict[str, Any]]:
-    """Return the weights of a checkpoint (PATH[@STEP]) or a Hugging Face folder, and the config of their model."""
+def open_model(source: str, average: bool = False) -> tuple[WeightSource, dict[str, Any]]:
+    """Return the weights of a checkpoint (PATH[@STEP]) or a Hugging Face folder, and the config of their model.
+
+    With `average` they are the moving average of a checkpoint's weights.
+    """
     if (Path(source) / "config.json").is_file():
+        if average:
+            raise UserError(f"--ema reads the averaged weights of a checkpoint, and {source} has none: omit it")
         if is_described(source):
             folder = HFFolder(Path(source))
             return folder, config_of(folder.model)
         return PlannedFolder(Path(source)), config_of(model_section({"hf": source, "kind": "hf"}))
-    weights = open_weights(find_checkpoint(source))
+    weights = open_weights(find_checkpoint(source), average)
     return weights, weights.index.config
 
 
@@ -61,10 +66,11 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
 
 
 def with_model(
-    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any]
-) -> Any:
+    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any],
+    average: bool = False,
+) -> Any:  # fmt: skip
     """Join the world, load the model that `source` names, and return the result of `use` with it."""
-    weights, raw_config = open_model(source)
+    weights, raw_config = open_model(source, average)
     place = find_place()
     config = config_with(raw_config, sections)
     check(config, place.world, READING_RULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,15 @@ PLAIN: dict[str, dict[str, Any]] = {
     "context": {"kind": "auto", "inner": 0},
     "pipeline": {"schedule": default_kind(1), "split": [], "encoder_stages": 0},
     "train": {"micro_batch": 1, "ramp": [], "compile": "false"},
-    "run": {"eval_samples": 0, "device": "auto"},
+    "run": {"eval_samples": 0, "device": "auto", "noise_scale": False},
     "comm": {"backend": "auto"},
 }  # fmt: skip
+
+
+def add_ema(parser: argparse.ArgumentParser) -> None:
+    """Add the option to read averaged weights."""
+    average = "use the moving average of the weights, of a run with optimizer.ema"
+    parser.add_argument("--ema", action="store_true", help=average)
 
 
 def resolve(source: str) -> str:

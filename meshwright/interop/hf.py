@@ -198,15 +198,15 @@ class ExportedTensor:
 
 
 def export_folder(
-    checkpoint: Path, to: Path, dtype: str = "", family: str = "", like: Path | None = None
+    checkpoint: Path, to: Path, dtype: str = "", family: str = "", like: Path | None = None, average: bool = False
 ) -> dict[str, Any]:
     """Write a checkpoint's weights as the Hugging Face folder `to`, and return a summary of the written files.
 
     `dtype` is fp32, fp16, bf16 or fp64. Without it, tensors get the dtype that they had in the folder that the model
     comes from, or else the checkpoint's. `like` names a Hugging Face folder (or an imported checkpoint) whose
-    config.json and tokenizer to follow.
+    config.json and tokenizer to follow. With `average` the weights are their moving average.
     """
-    reader = open_weights(checkpoint)
+    reader = open_weights(checkpoint, average)
     model = config_in(reader.index).model
     if model.kind_facts.is_foreign:
         return exportplanned_tensors(reader, Path(like or model.hf), to, dtype)

@@ -84,9 +84,9 @@ def family_of(base: str, model: ModelConfig) -> Family:
     return family_for(model, model_type if fits else "")
 
 
-def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
+def export_adapters(checkpoint: Path, to: Path, average: bool = False) -> dict[str, Any]:
     """Write a checkpoint's adapters as the folder `to`, which PEFT can load, and return a summary of the files."""
-    own = AdapterWeights(Reader(checkpoint))
+    own = AdapterWeights(Reader(checkpoint, average=average))
     config, model = own.config.tune, own.config.model
     check_digest(checkpoint, config.base)
     family, base = family_of(config.base, model), open_base(config.base, model)

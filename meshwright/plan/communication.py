@@ -405,8 +405,9 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     declared terms, and then over the replicas, with each replica's tokens: (3 + n) x 8.
     Monitored values, if there are any, with their counts: 2 x values x 8, from the second step on, when all ranks know
     their names. The metrics, including their own bytes: (4 x axes of the mesh + 5 phases + 4 x ranks + 1) x 8.
-    With experts, the rows that they received: (experts + 2) x 8 per block that has experts. Checksums of the tensors
-    that ranks hold alike, in every `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
+    With experts, the rows that they received: (experts + 2) x 8 per block that has experts. For `run.noise_scale`: 2 x
+    8. Checksums of the tensors that ranks hold alike, in every `faults.check_every`-th step: 1 all_gather of axes of
+    the mesh x ranks x 8.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
     replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
@@ -420,6 +421,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if monitored := job.monitored + len(job.config.monitored):
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
+    if job.config.run.noise_scale:
+        yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2)
     axes, every = len(job.layout.step_groups()), job.config.faults.check_every
     if every and job.step is not None and job.step % every == 0:
         yield _over(job.layout, "checksums", "metrics", "world", "all_gather", checks_bytes(axes, job.world))

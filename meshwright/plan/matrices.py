@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshwright.engine.optim.matrices import (
     FILL,
     TOGETHER,
+    BucketPlan,
     MatrixParameter,
     cut_axis,
     plan_rounds,
@@ -17,17 +18,51 @@ from meshwright.engine.optim.matrices import (
 from meshwright.engine.optim.rule import MatrixRule, rules_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import collective_seconds
-from meshwright.plan.held import Packing, packing_of, records_once
-from meshwright.plan.job import Job, ranks_per_node
+from meshwright.plan.held import Buffer, Packing, packing_of, records_once
+from meshwright.plan.job import Job, ranks_per_node, remembered
 from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.model.part import ALONE
 from meshwright.spec.traffic.placement import shard_axes
 
 
 def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
-    """Yield (axis, bytes sent) for each all_to_all of a rank around an update.
+    """Yield (axis, bytes sent) for each all_to_all of a rank around an update."""
+    for buffer, _, axes, plan in _plans(job, pp_rank):
+        yield from ((axes[hop], sent * buffer.gradient) for hop, sent in plan.calls())
 
-    The rank is `job.rank` or the first rank of the pipeline stage, since the bytes depend on the matrices that a rank
+
+@remembered("zero")
+def owned_state_bytes(job: Job, pp_rank: int) -> int:
+    """Return the bytes of the states that a rank keeps for the matrices that it owns. They are never offloaded."""
+    if not any(rule.matrix_states(1, 1) for rule in _matrix_rules(job).values()):
+        return 0
+    return sum(
+        state_elements(rule, *plan.matrices[number].shape[-2:]) * max(4, buffer.gradient)
+        for buffer, rule, _, plan in _plans(job, pp_rank)
+        for number in plan.mine
+    )
+
+
+def whole_state_bytes(job: Job) -> int:
+    """Return the bytes of the same states of all matrices of the model, each once."""
+    rules = _matrix_rules(job)
+    return sum(
+        math.prod(record.shape[:-2]) * state_elements(rules[record.update_group], rows, record.shape[-1])
+        for record in job.model.records(ALONE).values()
+        for rows in (record.matrices if record.trained else ())
+    ) * max(4, job.states.grad)  # fmt: skip
+
+
+def state_elements(rule: MatrixRule, rows: int, columns: int) -> int:
+    """Return the number of elements of the states that the owner of a matrix keeps."""
+    return sum(math.prod(shape) for shape in rule.matrix_states(rows, columns).values())
+
+
+def _plans(job: Job, pp_rank: int) -> Iterator[tuple[Buffer, MatrixRule, tuple[str, str], BucketPlan]]:
+    """Yield each bucket of matrices of a rank: its buffer, its rule, the axes that cut it, and the rank's plan.
+
+    The rank is `job.rank` or the first rank of the pipeline stage, since the plan depends on the matrices that a rank
     owns.
     """
     layout, c = job.layout, job.config
@@ -51,8 +86,7 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
             buckets[bucket][1].append(MatrixParameter(start, records))
         size, index = zip(*(_place(job, axis, rank) for axis in axes), strict=True)
         rounds = plan_rounds(buckets, (size[0], index[0]), (size[1], index[1]), rule.matrix_flops)
-        for plan in (plan for plans in rounds for plan in plans):
-            yield from ((axes[hop], sent * buffer.gradient) for hop, sent in plan.calls())
+        yield from ((buffer, rule, axes, plan) for plans in rounds for plan in plans)
 
 
 def _packing_at(job: Job, pp_rank: int, rank: int) -> Packing:
@@ -124,8 +158,9 @@ def matrix_seconds(job: Job, cluster: Cluster) -> float:
 
 def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, group: int) -> float:
     """Return the seconds of `matrix_seconds` for one pipeline rank."""
-    layout, precision = job.layout, job.config.train.precision_facts
-    rate = cluster.device.rate(precision.stored) * cluster.efficiency.product
+    layout = job.layout
+    precision = "fp64" if job.config.train.precision_facts.is_double else rule.precision
+    rate = cluster.device.rate(precision) * cluster.efficiency.product
     mean = largest = 0.0
     sent = dict[str, float]()
     for record, count, ranks in _shared_records(job, pp_rank, group):

@@ -17,7 +17,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import Whole, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remembered
-from meshwright.plan.matrices import matrix_bytes
+from meshwright.plan.matrices import matrix_bytes, owned_state_bytes, whole_state_bytes
 from meshwright.plan.stack import BYTES
 from meshwright.spec.model.part import ALONE
 from meshwright.spec.schedule.table import MEANING, WEIGHT
@@ -134,7 +134,9 @@ def copied_bytes(job: Job) -> int:
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
     records = job.model.records(ALONE).values()
-    return sum(record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records)
+    return whole_state_bytes(job) + sum(
+        record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records
+    )
 
 
 def is_offloaded(job: Job, place: Place) -> bool:
@@ -203,7 +205,7 @@ def rank_states(job: Job, pp_rank: int) -> tuple[float, float, float, float]:
     parameters, gradients, master, optimizer = (
         sum(each) for each in zip(*(_states(job, one) for one in buffer_sizes(job, pp_rank)), strict=True)
     )
-    return parameters, gradients, master, optimizer
+    return parameters, gradients, master, optimizer + owned_state_bytes(job, pp_rank)
 
 
 def rank_memory(job: Job, pp_rank: int) -> Memory:

@@ -55,20 +55,22 @@ def states_of(config: Config, own: bool = True) -> States:
     """
     precision, master, rules = config.train.precision_facts, config.optimizer.master_dtype, rules_of(config.optimizer)
     all_rules = [rule for group in rules for rule in group if rule is not None]
+    fused = all(rule.has_kernel for rule in all_rules) and not config.optimizer.ema
     param = precision.bytes
 
     def wide(name: str) -> int:
         return max(BYTES.get(name, 4), 8 if precision.is_double else 0)
 
     def kept(rule: Rule) -> tuple[int, ...]:
-        return tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states)
+        own = tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states)
+        return (*own, wide("fp32")) if config.optimizer.ema else own
 
     offload = config.zero.offload
     has_master = param < 4 and BYTES[master] > param
     paired = own and has_master and precision.cuts_fp32 and set(offload.places) == {Place.DEVICE}
     return States(
         param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
-        rule=kept(rules[0].elements), fused=all(rule.has_kernel for rule in all_rules), paired=paired,
+        rule=kept(rules[0].elements), fused=fused, paired=paired,
         rules=tuple(
             (UpdateKind(number, rule is group.matrices), kept(rule))
             for number, group in enumerate(rules) for rule in group if rule not in (None, rules[0].elements)

@@ -119,7 +119,7 @@ class LayerNorms(Hook):
 def _pieces(trainer: Trainer) -> Iterator[Piece]:
     parallel = trainer.data_parallel
     for state in trainer.optimizer.tensors():
-        if state.name != PARAM or not state.buffer.key.trained:
+        if not isinstance(state, State) or state.name != PARAM or not state.buffer.key.trained:
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)

@@ -364,6 +364,10 @@ def _details(lines: list[dict[str, Any]], recent: list[dict[str, Any]]) -> dict[
     groups = {"phases": "phases", "exposed": "exposed_s", "monitored": "monitored", "losses": "losses"}
     for name, key in groups.items():
         parts = [numbers(line.get(key)) for line in lines]
+        if name == "monitored":
+            noise = [numbers(line.get("noise")) for line in lines]
+            shown = [{"noise scale": each["scale"]} if "scale" in each else {} for each in noise]
+            parts = [part | more for part, more in zip(parts, shown, strict=True)]
         names = list(dict.fromkeys(n for part in parts for n in part))
         columns[name] = {n: [part.get(n) for part in parts] for n in names}
     for key in ("busy_s", "waited_s", "data_s", "peak_bytes"):

@@ -85,7 +85,8 @@ class Place:
             },
             pipeline={"schedule": "interleaved" if self.chunks > 1 else "1f1b"},
             train={"precision": "fp64", "global_batch": BATCH, "micro_batch": self.micro, "steps": 20, "clip": 0.7},
-            optimizer={"name": self.optimizer, "lr": 1e-3},
+            # SOAP's small eps would amplify the rounding of its rotations.
+            optimizer={"name": self.optimizer, "lr": 1e-3, "eps": 1e-5 if self.optimizer == "soap" else 1e-8},
             lr={"warmup": 5},
             comm={"bucket_mib": self.bucket},
         )  # fmt: skip
@@ -208,8 +209,10 @@ def undisturbed(
     whole = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
-            local = plain(state.values(slot, 0, slot.record.numel)).view(slot.record.local_shape)
-            whole[f"{state.name}/{slot.record.name}"] = local.numpy()
+            low, high = state.holds(slot)
+            if low < high:
+                local = plain(state.values(slot, low, high)).view(state.own_record(slot).local_shape)
+                whole[f"{state.name}/{slot.record.name}"] = local.numpy()
     return whole, read
 
 
@@ -271,7 +274,7 @@ def test_all_pairs_of_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["lion", "muon"])
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor", "soap"])
 def test_another_optimizers_states_go_to_another_layout(name: str, tmp_path: Path) -> None:
     pairs = [(ZERO3, TP2PP2), (DISK1, ZERO3), (TP2PP2, ONE), (TP4, ZERO2), (CUBE3, TP4)]
     check_pairs(tmp_path, [(replace(a, optimizer=name), replace(b, optimizer=name), True) for a, b in pairs], 2)

@@ -79,6 +79,8 @@ EXAMPLES: dict[str, Sections] = {
     "server": {"train": {"server": {"ranks": 1}}},
     "elastic": {"faults": {"elastic": True}},
     "grid": {"layout": {"tp": 4, "tp_grid": [2, 2]}},
+    "ema": {"optimizer": {"ema": 0.9}},
+    "noise_scale": {"run": {"noise_scale": True}},
     "compiled_together": {"train": {"compile_together": 2}},
 }
 # The plain keys by section: they work with every feature, or only rules about numbers check them.
@@ -104,6 +106,8 @@ train.server: staleness
 zero.offload: path buffer_mib
 optimizer: name lr betas eps weight_decay master_dtype state_dtype groups
 optimizer.muon: momentum iterations coefficients scale precision per_head adamw_lr
+optimizer.adafactor: decay clip eps
+optimizer.soap: every max_side
 loss_scale: initial window hysteresis min
 lr: schedule warmup decay min
 comm: backend timeout bucket_mib switches

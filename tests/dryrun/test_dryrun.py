@@ -79,6 +79,19 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         "optimizer": {"name": "muon"}, "zero": {"stage": 1}, "layout": {**SP, "ep": 2, "etp": 1}, "train": BF16,
         "model": MIXTURE,
     }),
+    "adafactor-kv-copies": (4, {
+        "optimizer": {"name": "adafactor"}, "zero": {"stage": 1}, "layout": {**SP, "tp": 4}, "model": LLAMA,
+        "train": BF16,
+    }),
+    "soap-zero2": (8, {
+        "optimizer": {"name": "soap", "soap": {"max_side": 32}}, "zero": {"stage": 2}, "layout": {**SP, "pp": 2},
+        "model": LLAMA, "train": BF16,
+    }),
+    "soap-experts-offload": (4, {
+        "optimizer": {"name": "soap"}, "zero": {"stage": 3, "offload": DISK}, "layout": {**SP, "ep": 2, "etp": 1},
+        "train": BF16, "model": MIXTURE,
+    }),
+    "ema": (4, {"optimizer": {"ema": 0.9}, "zero": {"stage": 2}, "layout": {"pp": 2}, "train": BF16}),
     "lion-offload": (2, {"optimizer": {"name": "lion"}, "zero": {"stage": 3, "offload": DISK}, "train": BF16}),
     "pieces": (2, {"recompute": {"mode": "full", "offload": True, "pieces": 3}, "layout": SP, "train": BF16}),
     "zero3-full": (4, {"zero": {"stage": 3}, "layout": SP, "recompute": {"mode": "full"}, "train": {"micro_batch": 4}}),

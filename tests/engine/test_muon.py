@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.config.rules import check
 from meshwright.engine.optim.matrices import BucketPlan, MatrixParameter, matrices_of, plan_rounds
-from meshwright.engine.optim.muon import orthogonalised
+from meshwright.engine.optim.muon import COEFFICIENTS, orthogonalised
 from meshwright.errors import UserError
 from meshwright.plan.communication import all_ranks, by_line, stage_calls
 from meshwright.plan.job import job_of
@@ -141,6 +141,23 @@ def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
     exact = orthogonalised(x, "polar_express", 12)
     u, _, v = torch.linalg.svd(x, full_matrices=False)
     torch.testing.assert_close(exact, u @ v, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("coefficients, iterations, band", [
+    ("quintic", 5, 0.4), ("cans", 5, 0.2), ("polar_express", 8, 0.01), ("deepseek_v4", 10, 0.02),
+])  # fmt: skip
+def test_each_set_of_coefficients_brings_small_values_near_one(coefficients: str, iterations: int, band: float) -> None:
+    """The singular values span three orders of magnitude, of which the first has most of the norm."""
+    draw = torch.Generator().manual_seed(3)
+    u, v = (torch.linalg.qr(torch.randn(n, 12, generator=draw, dtype=torch.float64)).Q for n in (12, 30))
+    x = (u * torch.logspace(0, -2 if iterations == 5 else -3, 12, dtype=torch.float64)) @ v.T
+    values = torch.linalg.svdvals(orthogonalised(x[None], coefficients, iterations))
+    assert ((values - 1).abs() < band).all(), values
+
+
+def test_a_config_takes_every_set_of_coefficients() -> None:
+    for name in COEFFICIENTS:
+        assert small_config(optimizer={"muon": {"coefficients": name}}).optimizer.muon.coefficients == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

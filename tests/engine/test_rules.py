@@ -160,7 +160,10 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         small_config(optimizer={"groups": [{"match": "*", "lr": -1}]})
 
 
-@pytest.mark.parametrize("before, after", [("adamw", "lion"), ("lion", "adamw"), ("adamw", "muon"), ("muon", "adamw")])
+@pytest.mark.parametrize("before, after", [
+    ("adamw", "lion"), ("lion", "adamw"), ("adamw", "muon"), ("muon", "adamw"), ("soap", "adafactor"),
+    ("adafactor", "soap"),
+])  # fmt: skip
 def test_another_optimizers_states_begin_anew(before: str, after: str, tmp_path: Path) -> None:
     source = make_trainer(small_config(optimizer={"name": before}))
     source.step()

@@ -146,4 +146,9 @@ OFFLOAD = str(Path(tempfile.gettempdir()) / "meshwright-offload-tests")
 MUON: dict[str, Any] = {
     "optimizer__name": "muon", "optimizer__muon__precision": "fp32", "optimizer__muon__adamw_lr": 5e-4,
 }  # fmt: skip
+# These cases have no biases, as Lion's: an update that is divided by its own size follows the rounding of zeros.
+ADAFACTOR: dict[str, Any] = {"optimizer__name": "adafactor", "optimizer__lr": 1e-3}
+# SOAP divides the elements of a rotated gradient by their own sizes. Rotation rounds small elements by the size of the
+# large ones, so a small eps would amplify rounding.
+SOAP: dict[str, Any] = {"optimizer__name": "soap", "optimizer__soap__every": 2, "optimizer__eps": 1e-5}
 HEADS: dict[str, Any] = {"optimizer__muon__per_head": True}

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.parity.cases import HEADS, LLAMA, MUON, OFFLOAD, SPLIT, TWO_CHUNKS, Case, cut, layouts, special
+from tests.parity.cases import (
+    ADAFACTOR,
+    HEADS,
+    LLAMA,
+    MUON,
+    OFFLOAD,
+    SOAP,
+    SPLIT,
+    TWO_CHUNKS,
+    Case,
+    cut,
+    layouts,
+    special,
+)
 
 MIXTURES: dict[str, dict[str, Any]] = {
     # DeepSeek-V3's: sigmoid scores, a balancing bias, groups, a shared expert, a dense block first.
@@ -87,6 +100,9 @@ def _mixtures() -> Iterator[Case]:
     yield _mixture("deepseek", cut(2, 2, 1), 2, 1, "muon-latent-heads", **latent, **MUON, **HEADS, zero__stage=2)
     yield _mixture("olmoe", cut(2, 2, 1), 2, 2, "muon", **MUON, zero__stage=2)
     yield _mixture("mixtral", cut(4, 1, 1), 2, 1, "muon", **MUON, zero__stage=3)
+    for name, rule in (("adafactor", ADAFACTOR), ("soap", SOAP)):
+        yield _mixture("olmoe", cut(2, 2, 1), 2, 2, name, **rule, zero__stage=2)
+        yield _mixture("mixtral", cut(4, 1, 1), 2, 1, name, **rule, zero__stage=3)
 
 
 _OFFLOADED = {

@@ -36,7 +36,7 @@ _QUICK_CONTEXTS = (
 )  # fmt: skip
 _QUICK_SHARDED = (
     "zero1-node", "zero3-ramp", "zero3-chunks-on-one-rank", "groups-zero2", "lion-zero3-disk", "muon-zero2",
-    "muon-kv-copies",
+    "muon-kv-copies", "adafactor-zero2", "soap-zero2",
 )  # fmt: skip
 _QUICK_LABELS = (
     "chunks-on-one-rank", "uneven-split", "micro-batch-2", "documents", "masked-rank", "ramp", "order",

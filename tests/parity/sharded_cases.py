@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from tests.parity.cases import (
+    ADAFACTOR,
     FAMILIES,
     HEADS,
     INTERLEAVED,
@@ -14,6 +15,7 @@ from tests.parity.cases import (
     MUON,
     OFFLOAD,
     SCHEDULES,
+    SOAP,
     Case,
     cut,
     layouts,
@@ -79,6 +81,24 @@ def _sharded(number: int, stage: int, dp: int, tp: int, pp: int, choice: Choice)
     return Case(dp, tp, pp, choice["sp"], choice["schedule"], family, tied, label, tuple(extra.items()))
 
 
+def _with_matrix_states(name: str, rule: dict[str, Any]) -> Iterator[Case]:
+    """Yield cases of a rule that keeps states of whole matrices on their owners."""
+    yield special(name, cut(2, 1, 1, **LLAMA), **rule)
+    yield special(name, cut(1, 2, 2, sp=True, **LLAMA), **rule)
+    yield special(f"{name}-kv-copies", cut(1, 4, 1, sp=True, **LLAMA), **rule)
+    yield special(f"{name}-heads-zero2-kv-copies", cut(2, 4, 1, **LLAMA), **rule, **HEADS, zero__stage=2)
+    yield special(f"{name}-zero1-cpu", cut(2, 1, 2, **LLAMA), **rule, zero__stage=1, zero__offload__optimizer="cpu")
+    yield special(
+        f"{name}-zero1-node", cut(4, 1, 1, **LLAMA), **rule, zero__stage=1, zero__shard_group="node",
+        layout__node_size=2,
+    )  # fmt: skip
+    yield special(f"{name}-zero2", cut(2, 2, 1, sp=True, **LLAMA), **rule, zero__stage=2)
+    yield special(f"{name}-zero3-disk", cut(2, 1, 2, **LLAMA), **rule, **DISK)
+    yield special(f"{name}-zero3", cut(2, 2, 2, **LLAMA), **rule, zero__stage=3)
+    yield special(f"{name}-zero2-cp", cut(1, 1, 2, cp=2, **LLAMA), **rule, zero__stage=2, layout__cp=2)
+    yield special(f"{name}-zero3-chunks", cut(4, 1, 2, **LLAMA, **INTERLEAVED), **rule, zero__stage=3)
+
+
 COVER = list(_cover())
 SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("zero1-node", cut(4, 1, 1), zero__stage=1, zero__shard_group="node", layout__node_size=2),
@@ -95,6 +115,9 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("groups-zero2", cut(2, 2, 1, sp=True, **LLAMA), **GROUPS, zero__stage=2),
     special("groups-zero3-disk", cut(2, 2, 2, **LLAMA), **GROUPS, **DISK),
     special("groups-zero1-pp", cut(2, 1, 4, **LLAMA), **GROUPS, zero__stage=1),
+    special("ema", cut(2, 2, 1, sp=True, **LLAMA), optimizer__ema=0.7),
+    special("ema-zero2-muon", cut(2, 2, 1, sp=True, **LLAMA), **MUON, optimizer__ema=0.7, zero__stage=2),
+    special("ema-zero3-disk", cut(2, 1, 2, **LLAMA), optimizer__ema=0.7, **DISK),
     special("muon", cut(2, 1, 1), **MUON),
     special("muon", cut(1, 2, 1, sp=True), **MUON),
     special("muon-kv-copies", cut(1, 4, 1, sp=True, **LLAMA), **MUON),
@@ -110,4 +133,5 @@ SHARDED = [_sharded(number, *found) for number, found in enumerate(COVER)] + [
     special("muon-zero3", cut(2, 2, 2, **LLAMA), **MUON, zero__stage=3, optimizer__muon__coefficients="polar_express"),
     special("muon-zero2-cp", cut(1, 1, 2, cp=2, **LLAMA), **MUON, zero__stage=2, layout__cp=2),
     special("muon-zero3-chunks", cut(4, 1, 2, **LLAMA, **INTERLEAVED), **MUON, zero__stage=3),
+    *(case for name, rule in (("adafactor", ADAFACTOR), ("soap", SOAP)) for case in _with_matrix_states(name, rule)),
 ]

@@ -380,6 +380,7 @@ TP, TP_SP, DP = Case(1, 2, 1), Case(1, 2, 1, sp=True), Case(2, 1, 1)
 PP = Case(1, 1, 2, schedule="gpipe", tied=False)
 TIED = Case(1, 1, 2)
 MATRICES = next(case for case in SHARDED if case.label == "muon" and case.tp == 2)
+MATRIX_STATES = next(case for case in SHARDED if case.label == "adafactor" and case.dp == 2)
 ZERO1, ZERO2, ZERO3 = (Case(2, 1, 1, label=f"zero{n}", extra=(("zero.stage", n),)) for n in (1, 2, 3))
 COPIES = Case(1, 4, 1, family="llama")
 ALL = Case(1, 2, 2, sp=True)
@@ -395,7 +396,7 @@ def _own_slices_of_matrices(trainer: Trainer) -> Iterator[None]:
 
     def fake(self: MatrixExchange, transform: Transform) -> None:
         for slot in (slot for bucket in self.buffer.buckets for slot in bucket.slots):
-            slot.grad.copy_(transform(slot.grad[None])[0])
+            slot.grad.copy_(transform(slot.grad[None], [])[0])
 
     with mock.patch.object(MatrixExchange, "run", fake):
         yield
@@ -425,6 +426,20 @@ def _matrices_not_gathered(trainer: Trainer) -> Iterator[None]:
 def _matrices_of_another_owner(trainer: Trainer) -> Iterator[None]:
     """Plant a bug: each rank takes the matrices of another owner for its own, so that no rank updates them."""
     with mock.patch.object(exchange.Gathered, "of", lambda self, plan: []):
+        yield
+
+
+@contextmanager
+def _matrix_states_not_kept(trainer: Trainer) -> Iterator[None]:
+    """Plant a bug: an owner's states of a matrix begin anew in each step."""
+    real = exchange.Gathered.of
+
+    def fake(self: exchange.Gathered, plan: Any) -> Any:
+        for state in trainer.optimizer.owned():
+            state.clear()
+        return real(self, plan)
+
+    with mock.patch.object(exchange.Gathered, "of", fake):
         yield
 
 
@@ -467,6 +482,7 @@ BUGS = {
     "matrices-not-gathered": Bug(MATRICES, _matrices_not_gathered, "parameters"),
     "matrices-updated-by-slices": Bug(MATRICES, _own_slices_of_matrices, "parameters"),
     "matrices-of-another-owner": Bug(MATRICES, _matrices_of_another_owner, "parameters"),
+    "matrix-states-not-kept": Bug(MATRIX_STATES, _matrix_states_not_kept, "parameters"),
 }
 
 WIDE = set(list(BUGS)[1::2])  # Every other one is left to `make test-all`.

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         "optimizer": {"name": "muon"}, "layout": {"tp": 2}, "model": LLAMA,
     }),
     "lion": (4, {"train": {"precision": "bf16"}, "optimizer": {"name": "lion", "state_dtype": "bf16"}}),
+    "ema": (4, {"train": {"precision": "bf16"}, "optimizer": {"ema": 0.9}}),
     "states-cpu": (4, {"zero": {"stage": 1, "offload": {"optimizer": "cpu"}}, "train": {"precision": "bf16"}}),
     "states-disk": (4, {
         "zero": {"stage": 3, "offload": {"optimizer": "disk", "params": "disk", "buffer_mib": 0.04, "path": OFFLOAD}},

@@ -28,6 +28,7 @@ from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.engine.context import Context, build_context
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.buffers import REDUCER
 from meshwright.engine.step import StepResult, Trainer
@@ -72,10 +73,13 @@ def make_trainer(
 
 def moments(trainer: Trainer) -> Pairs:
     """Return (record, value) of the optimizer states of every local parameter, each under a unique name."""
-    pairs = []
+    pairs: Pairs = []
     for state in trainer.states():
         name = state.name
-        if name != "param" and not name.startswith(REDUCER):
+        if isinstance(state, MatrixState):
+            held = [state.held[id(slot)] for slot in state.buffer.slots if id(slot) in state.held]
+            pairs += [(replace(o.record, name=f"{name}/{o.record.name}"), o.tensor.double().cpu()) for o in held]
+        elif name != "param" and not name.startswith(REDUCER):
             found = whole_locals(trainer, state.buffer, state.tensors)
             pairs += [(replace(slot.record, name=f"{name}/{slot.record.name}"), value) for slot, value in found]
     return pairs

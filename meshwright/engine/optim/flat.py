@@ -13,7 +13,7 @@ divisor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +24,10 @@ from meshwright.config.memory import OffloadConfig, Place
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.device import PRECISION_DTYPES, accelerator
 from meshwright.engine.optim.exchange import MatrixExchange
-from meshwright.engine.optim.rule import MatrixRule, Rule, UpdateStep, rules_of
+from meshwright.engine.optim.owned import MatrixState
+from meshwright.engine.optim.rule import MatrixRule, Rule, StateSpec, UpdateStep, rules_of
 from meshwright.engine.optim.scaling import Scaling
-from meshwright.engine.sharding.buffers import PARAM, Bucket, FlatBuffer, State
+from meshwright.engine.sharding.buffers import EMA, PARAM, Bucket, FlatBuffer, State
 from meshwright.engine.sharding.offload import Prefetcher, StateStore, cut_pieces
 from meshwright.engine.sharding.remainders import PairedTensor, Values
 from meshwright.kernels import kernels_take
@@ -35,6 +36,8 @@ from meshwright.spec.traffic.placement import piece_size
 # The elements that are updated at a time if an update needs workspace: for example, if no kernel takes split masters,
 # so that they must be joined first.
 SLICE = 2**22
+# The moving average of the weights, which `optimizer.ema` adds to the states of every rule.
+AVERAGE = StateSpec(EMA, wide=True)
 
 
 class UpdatePart(NamedTuple):
@@ -42,7 +45,8 @@ class UpdatePart(NamedTuple):
 
     `decay` says whether its first weights decay, and `flips` are the offsets in the range at which that changes.
     `weights` are the model's weights if they are narrower than the masters. A `master` of int16 holds the
-    remainders of masters whose other halves are the weights.
+    remainders of masters whose other halves are the weights. `average` is the moving average of the weights, if the run
+    keeps one.
     """
 
     decay: bool
@@ -51,12 +55,14 @@ class UpdatePart(NamedTuple):
     states: tuple[Tensor, ...]
     weights: Tensor | None
     flips: tuple[int, ...] = ()
+    average: Tensor | None = None
 
     def cut(self, low: int, high: int) -> UpdatePart:
         """Return elements low to high. Either all or none of them must decay."""
         states = tuple(state[low:high] for state in self.states)
         weights = None if self.weights is None else self.weights[low:high]
-        return UpdatePart(self.decay, self.master[low:high], self.grad[low:high], states, weights)
+        average = None if self.average is None else self.average[low:high]
+        return UpdatePart(self.decay, self.master[low:high], self.grad[low:high], states, weights, average=average)
 
     def slices(self) -> Iterator[UpdatePart]:
         """Yield the range in slices of at most SLICE elements."""
@@ -106,7 +112,8 @@ class FlatState:
         if not self.in_place and not self.paired:
             for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)
-        self.stores = [masters, *(new(self.dtype if state.wide else state_dtype) for state in rule.states)]
+        self.specs = (*rule.states, AVERAGE) if rule.config.ema else rule.states
+        self.stores = [masters, *(new(self.dtype if state.wide else state_dtype) for state in self.specs)]
         # The remainders of paired masters are always on the device and need no copy.
         copied = self.stores[1:] if self.paired else self.stores
         all_in_place = all(store.ready_in_place(buffer.device, self.dtype) for store in copied)
@@ -186,7 +193,8 @@ class FlatState:
         master, *states = (_from(store.shares[bucket.index], low, high) for store in self.stores)
         weights = None if self.in_place else _from(bucket.own_params, low, high)
         flips = tuple(at - low for at in flips)
-        return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(states), weights, flips)
+        average = states.pop() if self.rule.config.ema else None
+        return UpdatePart(decay, master, _from(bucket.own_grads, low, high), tuple(states), weights, flips, average)
 
     def portions(self, joined: bool = False) -> Iterator[tuple[list[UpdatePart], list[Bucket]]]:
         """Yield the parts to update together, and the buckets that are complete after them.
@@ -216,7 +224,8 @@ class FlatState:
             master, *states = remainders + copies
             weights = None if self.in_place else bucket.own_params[at]
             grad = bucket.own_grads[at].to(self.dtype)
-            whole = UpdatePart(True, master, grad, tuple(states), weights)
+            average = states.pop() if self.rule.config.ema else None
+            whole = UpdatePart(True, master, grad, tuple(states), weights, average=average)
             for _, low, high, decay, _ in (span for span in self._ranges if span.bucket is bucket):
                 low, high = max(low, piece.low), min(high, piece.high)
                 if low < high:
@@ -271,7 +280,8 @@ class FlatOptimizer:
         trained = [buffer for buffer in buffers if buffer.key.trained]
         self.frozen = [buffer for buffer in buffers if not buffer.key.trained]
         offload = offload or OffloadConfig()
-        fused = all(rule.has_kernel for group in rules for rule in group if rule is not None)
+        # The kernels do not update an average.
+        fused = all(rule.has_kernel for group in rules for rule in group if rule is not None) and not config.ema
         self.states = [
             FlatState(buffer, rules[buffer.key.update.group].of(buffer.key.update), offload, kernels, fused)
             for buffer in trained
@@ -283,6 +293,7 @@ class FlatOptimizer:
                 assert exchange is not None
                 self._exchanges[state] = exchange(state.buffer, state.rule)
         self._updates: int | Tensor = 0
+        self.averaged = 0  # the number of updates since the moving average of the weights began
 
     @property
     def updates(self) -> int:
@@ -293,14 +304,21 @@ class FlatOptimizer:
     def updates(self, value: int) -> None:
         self._updates = value
 
-    def tensors(self) -> Iterator[State]:
+    def tensors(self) -> Iterator[State | MatrixState]:
         """Yield every state that a checkpoint must hold, the parameters included."""
         for state in self.states:
             yield State(PARAM, state.buffer, state.master)
-            for spec, store in zip(state.rule.states, state.stores[1:], strict=True):
-                yield State(spec.name, state.buffer, store.shares)
+            for spec, store in zip(state.specs, state.stores[1:], strict=True):
+                begins = state.master if spec is AVERAGE else ()
+                yield State(spec.name, state.buffer, store.shares, begins=begins)
+        yield from self.owned()
         for buffer in self.frozen:
             yield State(PARAM, buffer, [bucket.own_params for bucket in buffer.buckets])
+
+    def owned(self) -> Iterator[MatrixState]:
+        """Yield the states of the whole matrices that this rank owns."""
+        for exchange in self._exchanges.values():
+            yield from (state for state in exchange.states if state.held)
 
     def publish(self) -> None:
         """Bring the model's weights up to date after other code, such as a load, has set the masters."""
@@ -348,6 +366,7 @@ class FlatOptimizer:
     def step(self, lr: float, divisor: float) -> None:
         """Make one update with gradients / divisor."""
         self.updates += 1
+        self.averaged += 1
         if self.on_device:
             numbers = torch.tensor([1.0, 1.0 / divisor], dtype=torch.float64, device=self.states[0].buffer.device)
             self._fused_step(lr, list(numbers))
@@ -358,7 +377,7 @@ class FlatOptimizer:
             assert isinstance(state.rule, MatrixRule)
             for parts, _ in state.portions():
                 state.rule.direct([part for part in parts if not part.master.is_meta], step)
-            exchange.run(state.rule.transform)
+            exchange.run(partial(state.rule.transform, step=step))
         # Buffers are in the order of backward. In reverse, the weights that forward needs first are complete first.
         for state in reversed(self.states):
             own = step._replace(lr=self._lr_of(state.rule, lr))
@@ -368,12 +387,22 @@ class FlatOptimizer:
                     self.updated(bucket)
 
     def _update(self, rule: Rule, parts: list[UpdatePart], step: UpdateStep) -> None:
-        """Update the masters and states of some ranges by a rule, then copy the masters to the weights."""
+        """Update the masters and states of some ranges by a rule, then their average and weights."""
         for group in _joined(parts):
             for decay in (True, False):
                 chosen = [part for part in group if part.decay == decay and not part.master.is_meta]
                 if chosen:
                     rule.update(chosen, rule.config.weight_decay if decay else 0.0, step)
             for part in group:
+                if part.average is not None and not part.master.is_meta:
+                    part.average.lerp_(part.master, self._average_weight)
                 if part.weights is not None:
                     part.weights.copy_(part.master)
+
+    @property
+    def _average_weight(self) -> float:
+        """The weight of the newest weights in the moving average.
+
+        The first averages are plain means: a new run's first weights are random, and would stay in it for long.
+        """
+        return max(1.0 - self.config.ema, 1.0 / self.averaged)

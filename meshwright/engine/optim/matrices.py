@@ -103,6 +103,10 @@ class BucketPlan:
         """The numbers of the matrices that this rank updates."""
         return [number for number, ranks in enumerate(self.owned) if ranks[self.index[1]]]
 
+    def first_owner(self, number: int) -> int:
+        """Return the first tensor-parallel rank that updates a matrix."""
+        return next(rank for rank, boxes in enumerate(self.owned[number]) if boxes)
+
     def calls(self) -> Iterator[tuple[int, int]]:
         """Yield (hop, elements that this rank sends) of each call.
 

@@ -38,6 +38,24 @@ def _safe(a: float, b: float, c: float, by: float = 1.01) -> Polynomial:
 # The polynomial of each iteration; the last one is used for all further iterations.
 COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
+    # Each iteration's own, for five (You Jiacheng, 2025).
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # Chebyshev-optimal ones, for five (Grishina et al., 2025, arXiv 2506.10935).
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    # The simple ones, then two that end at 1 exactly, for ten iterations.
+    "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
     # Polar Express (Amsel et al., 2025, arXiv 2505.16932), Algorithm 1.
     "polar_express": (
         _safe(8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -94,6 +112,10 @@ class Muon(MatrixRule):
     def config_of_others(self) -> OptimizerConfig:
         return replace(self.config, lr=self.muon.adamw_lr or self.config.lr)
 
+    @property
+    def precision(self) -> str:
+        return self.muon.precision
+
     def matrix_flops(self, rows: int, columns: int) -> float:
         short, long = sorted((rows, columns))
         return self.muon.iterations * 2.0 * (2 * long * short**2 + short**3)
@@ -111,7 +133,7 @@ class Muon(MatrixRule):
             momentum.mul_(self.muon.momentum).add_(grad)
             grad.add_(momentum, alpha=self.muon.momentum)
 
-    def transform(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor, states: Sequence[Tensor], step: UpdateStep) -> Tensor:
         import torch
 
         rows, columns = x.shape[-2:]

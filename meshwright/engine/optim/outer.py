@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
+from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import OUTER, PARAM, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
 from meshwright.engine.sharding.compression.make import replica_sums
 from meshwright.engine.sharding.compression.residual import Compressing
@@ -250,7 +251,7 @@ class OuterOptimizer:
         if (work := self._works.pop((bucket, f), None)) is not None:
             work.wait()
 
-    def tensors(self, inner: Iterator[State]) -> Iterator[State]:
+    def tensors(self, inner: Iterator[State | MatrixState]) -> Iterator[State | MatrixState]:
         """Yield the states that a checkpoint must hold.
 
         `param` are the outer parameters, the one model that all replicas train. The local states of each replica

@@ -9,7 +9,7 @@ import torch before an update is made, and a line in `RULES` of config/optimizer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from meshwright.config.optimizer import RULES, OptimizerConfig
@@ -83,10 +83,23 @@ class MatrixRule(Rule):
     """A rule that updates the matrices of blocks as wholes, and leaves all other parameters to the rule `others`.
 
     An update has three passes: `direct` on ranges of elements; `transform` on whole matrices, each of which is gathered
-    on one rank; and `update` on ranges again.
+    on one rank, its owner; and `update` on ranges again.
     """
 
     others: ClassVar[type[Rule]]
+
+    @property
+    def precision(self) -> str:
+        """The precision in which `transform` multiplies matrices, in runs that are not in fp64."""
+        return "fp32"
+
+    def matrix_states(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the states that the owner of a matrix keeps for it: their shapes by name.
+
+        They begin with zeros and stay on the device, in the precision of updates. The names are the same for all
+        matrices. Checkpoints name them STATE/PARAMETER, as they do those of `states`.
+        """
+        return {}
 
     @property
     def config_of_others(self) -> OptimizerConfig:
@@ -106,8 +119,11 @@ class MatrixRule(Rule):
         """Replace the gradients of some ranges by the input of `transform`."""
 
     @abstractmethod
-    def transform(self, x: Tensor) -> Tensor:
-        """Return the matrices [count, rows, columns] that replace these gradients."""
+    def transform(self, x: Tensor, states: Sequence[Tensor], step: UpdateStep) -> Tensor:
+        """Return the matrices [count, rows, columns] that replace these gradients.
+
+        `states` are the `matrix_states` of all of them, stacked, which are changed in place.
+        """
 
 
 class Rules(NamedTuple):

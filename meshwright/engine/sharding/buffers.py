@@ -44,6 +44,7 @@ from meshwright.spec.traffic.placement import (
 
 REDUCER = "reducer."  # the prefix of the names of a reducer's states
 REPLICA_STATE = "replica."  # the prefix of states that differ between the replicas of `layout.replicas`
+EMA = "ema"  # the name of the moving average of the weights
 OUTER = "outer."  # the prefix of states of the synchronisation of these replicas
 
 
@@ -322,7 +323,8 @@ class State(NamedTuple):
     With `additive` each rank has a separate row, which may cover the whole bucket. With `replica` each replica of
     `layout.replicas` has a row; a run with another number of replicas begins with the mean of the rows or, if they are
     `summed`, with their sum. `absorbs` names another kind of state that is added to this one if the run has no such
-    state. `widest` has, by the name of a global tensor, the most rows of any parameter that holds a slice of it.
+    state. `begins` are the values that it has in a new run, if these are not zeros. `widest` has, by the name of a
+    global tensor, the most rows of any parameter that holds a slice of it.
     """
 
     name: str
@@ -332,12 +334,17 @@ class State(NamedTuple):
     replica: Rows | None = None
     summed: bool = False
     absorbs: str = ""
+    begins: Sequence[Values] = ()
     widest: Mapping[str, int] = {}
 
     def record(self, slot: Slot) -> ParamRecord:
         """Return the record of a parameter's state in the global tensor that a checkpoint holds."""
         rows = self.additive or self.replica
         return slot.record if rows is None else row_of(slot.record, *rows)
+
+    def own_record(self, slot: Slot) -> ParamRecord:
+        """Return the record in a checkpoint without replicas, of a state that is not additive."""
+        return slot.record
 
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for elements low to high.
@@ -356,8 +363,16 @@ class State(NamedTuple):
 
     def clear(self, slot: Slot | None = None) -> None:
         """Reset the state, or that of one parameter, to its value in a new run."""
-        for tensor in self.tensors if slot is None else [self.values(slot, *self.holds(slot))]:
-            tensor.zero_()
+        reset = self if not self.begins else self._replace(tensors=self.begins)
+        pairs = list(zip(self.tensors, reset.tensors, strict=True))
+        if slot is not None:
+            held = self.holds(slot)
+            pairs = [(self.values(slot, *held), reset.values(slot, *held))]
+        for tensor, begin in pairs:
+            if self.begins:
+                tensor[:] = plain(begin)
+            else:
+                tensor.zero_()
 
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Return the range (low, high) of a parameter's elements that this rank holds; it is empty if high <= low."""
@@ -408,6 +423,9 @@ class SideState(NamedTuple):
 
     def record(self, slot: Slot) -> ParamRecord:
         return row_of(self.held[id(slot)][1], *self._rows_of(slot)[0])
+
+    def own_record(self, slot: Slot) -> ParamRecord:
+        return self.record(slot)
 
     def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for a parameter's tensor.

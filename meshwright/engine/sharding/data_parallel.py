@@ -108,8 +108,8 @@ class DataParallel:
         self.trained = [buffer for buffer in self.buffers if buffer.key.trained]
         self.buckets = [bucket for buffer in self.trained for bucket in buffer.buckets]
         self._take_gradients(units, list(_own_weights(modules, slots)), overlap.gradients)
-        # A callback for this rank's gradients of a bucket before they are summed.
-        self.reduces: Callable[[Bucket, Tensor], None] = lambda bucket, grads: None
+        # Callbacks for this rank's gradients of a bucket before they are summed.
+        self.reduces: list[Callable[[Bucket, Tensor], None]] = []
         reducer.prepare(self.trained)
 
     def _take_gradients(self, units: list[GatedUnit], own_weights: list[OwnWeight], overlaps: bool) -> None:
@@ -169,7 +169,8 @@ class DataParallel:
         """Begin to reduce a bucket: a reduce-scatter over its shards, or in stage 0 an all-reduce over its replicas."""
         shards, replicas = self.groups(bucket.buffer)
         grads, ledger, reducer = bucket.grads.tensor, self.mesh.ledger, self._reducer_of(bucket.buffer)
-        self.reduces(bucket, grads)
+        for callback in self.reduces:
+            callback(bucket, grads)
         with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
                 return _Counted(reducer.reduce_scatter(bucket, out, grads, shards), ledger)
