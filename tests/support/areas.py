@@ -39,6 +39,7 @@ TESTS_OF: dict[str, tuple[str, ...]] = {
     "comm": ("comm", "parity"),
     "config": ("config", "check", "cli", "fuzz"),
     "device": ("run", "nn"),
+    "device_kinds": ("run", "launch"),
     "disk": ("checkpoint", "data", "cli"),
     "dryrun": ("dryrun", "plan"),
     "engine": ("engine", "parity", "checkpoint", "check", "tune"),
