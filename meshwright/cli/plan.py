@@ -23,6 +23,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.page import page, ranking_cells
 from meshwright.plan.rank import rank_json
+from meshwright.plan.schedules import against_others
 from meshwright.plan.search import (
     MARGIN_PERCENT,
     SPACE_FIELDS,
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> None:
         raise why_nothing(base, cluster, result, limit, space, fixed)
     shown = without_twins(result.candidates)[: args.top]
     reasons = why_best(result.candidates, result.layouts, result.fitting)
+    if shown[0].job.layout.pp > 1 and "pipeline.schedule" not in fixed_keys(args.words):
+        reasons.append(f"Schedule {against_others(shown[0], limit).why()}.")
     if result.broken:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(target, cluster, stack, base)

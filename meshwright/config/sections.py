@@ -34,7 +34,7 @@ from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED, ContextPlan
 from meshwright.spec.layout.grid import Grid
 from meshwright.spec.layout.norms import NORMS, NormKind
-from meshwright.spec.schedule.kinds import training_kinds
+from meshwright.spec.schedule.kinds import AUTO, training_kinds
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
@@ -286,7 +286,7 @@ class ContextConfig:
 class PipelineConfig:
     """The pipeline schedule and the division of layers over stages."""
 
-    schedule: str = "1f1b"  # one of the kinds in spec/schedule/kinds.py
+    schedule: str = "1f1b"  # one of the kinds in spec/schedule/kinds.py, or auto
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
     encoder_stages: int = 0  # t5: virtual stages of the encoder; 0: blocks are split evenly, wherever the encoder ends
 
@@ -294,7 +294,7 @@ class PipelineConfig:
         not_negative("pipeline", self, "encoder_stages")
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
-        kinds = training_kinds()
+        kinds = [*training_kinds(), AUTO]
         if self.schedule not in kinds:
             close = nearest(self.schedule, kinds)
             raise UserError(f"pipeline.schedule={self.schedule} is not one of {', '.join(kinds)}{close}")

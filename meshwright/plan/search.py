@@ -32,7 +32,7 @@ from meshwright.plan.flops import best_split
 from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
-from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
+from meshwright.spec.schedule.kinds import AUTO, KINDS, default_kind, training_kinds
 from meshwright.spec.schedule.table import PhaseTimes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -102,7 +102,8 @@ SPACE_FIELDS = {each.metadata["key"]: each.name for each in fields(SearchSpace)}
 
 def fixed_keys(words: Sequence[str]) -> list[str]:
     """Return the keys of these `a.b=c` words that fix a choice of the search."""
-    return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in SPACE_FIELDS]
+    chosen = [word for word in words if word != f"pipeline.schedule={AUTO}"]
+    return [key for key in dict.fromkeys(word.partition("=")[0] for word in chosen) if key in SPACE_FIELDS]
 
 
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
@@ -292,6 +293,7 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
+    base = base.replaced(pipeline={"schedule": default_kind(1), "split": ()})
     if not base.config.model.experts.count and (why := first_broken_rule(base.config, base.world, EXPERT_RULES)):
         return replace(result, refused=why)
 
