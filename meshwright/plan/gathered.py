@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
 from meshwright.plan.job import Job, remembered
-from meshwright.spec.model.part import Coordinate, Unit
+from meshwright.spec.model.part import Coordinate, Unit, innermost
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
 IN_FLIGHT = 2  # Reductions in flight at once: the one just started, and the one before it.
@@ -124,9 +124,12 @@ def _counted(unit: Unit, at: Coordinate) -> int:
     """Return the number of gradients that arrive until a unit's memory is at its peak.
 
     The backward of a block begins with its last body, and the peak is where that body's largest weight, the first in
-    forward, gets its gradient. In other units all gradients count.
+    forward, gets its gradient, or before that, in the backward of a gated activation. In other units all gradients
+    count.
     """
     if not unit.stackable:
         return len(unit_records(unit, at))
-    sizes = [record.numel for record in reversed(unit.parts[-1].part.records(at, "").values())]
-    return len(sizes) - sizes[::-1].index(max(sizes))
+    part = unit.parts[-1].part
+    sizes = [record.numel for record in reversed(part.records(at, "").values())]
+    until = len(sizes) - sizes[::-1].index(max(sizes))
+    return until - getattr(innermost(part), "gated", False)
