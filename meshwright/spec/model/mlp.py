@@ -102,7 +102,7 @@ class MLPPart(Part):
         """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""
         widths = 2
         if self.gated:
-            widths = 4 if self._recomputes_swiglu(at, kernels) else 5
+            widths = 3 if self._recomputes_swiglu(at, kernels) else 5
         return float(rows_of_chunk(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
 
 
