@@ -50,7 +50,7 @@ from meshwright.record.run_folder import check_folders, last_step, refuse_finish
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
-from meshwright.spec.schedule.kinds import AUTO
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
     # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
-    known = args.nproc or (1 if config.run.device == "cpu" else 0)
+    known = args.nproc or (1 if config.run.on_cpu else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 def with_choices(args: argparse.Namespace, config: Config, nodes: int) -> Config:
     """Return the config with the planner's choices in place of `layout=auto` and `pipeline.schedule: auto`. They are
     added to the arguments, from which the ranks read the config."""
-    if AUTO_LAYOUT not in args.overrides and config.pipeline.schedule != AUTO:
+    if AUTO_LAYOUT not in args.overrides and config.pipeline.schedule != AUTO_SCHEDULE:
         return config
     from meshwright.launch.this_machine import resolve, schedule_words
 
@@ -172,7 +172,7 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
         config = config_of(args)
-    if config.pipeline.schedule == AUTO:
+    if config.pipeline.schedule == AUTO_SCHEDULE:
         from meshwright.launch.this_machine import schedule_words
 
         chosen = schedule_words(config, place.world, place.local_world, says=place.rank == 0)

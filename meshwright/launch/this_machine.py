@@ -32,7 +32,7 @@ from meshwright.plan.search import (
 )
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds, size
-from meshwright.spec.schedule.kinds import AUTO
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 
 OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # Words in the errors of torch and the system.
 WAYS = 3  # The most suggestions in a message, and the most keys that a suggestion changes.
@@ -42,7 +42,7 @@ def on_cpu(config: Config) -> bool:
     """Return True if ranks of this machine compute on its CPUs."""
     from meshwright.device import accelerator_count
 
-    return config.run.device == "cpu" or not accelerator_count()
+    return config.run.on_cpu or not accelerator_count()
 
 
 def here(config: Config, ranks: int) -> Job:
@@ -103,11 +103,11 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
     c = config
     for stage in range(max(1, c.zero.stage + 1), 4):
         yield {"zero.stage": stage}
-    if c.recompute.mode != "full":
+    if c.recompute.blocks != 1:
         yield {"recompute.mode": "full"}
     if c.train.micro_batch > 1:
         yield {"train.micro_batch": 1}
-    if c.train.precision in ("fp32", "fp64"):
+    if c.train.precision_facts.is_wide:
         yield {"train.precision": "bf16"}
     for tp in (2, 4, 8):
         if tp > c.layout.tp and ranks % tp == 0:
@@ -243,9 +243,9 @@ def devices_of(
 def with_schedule(config: Config, ranks: int, local_ranks: int, says: bool = True) -> Config:
     """Return the config with `pipeline.schedule: auto` replaced by the schedule that is the fastest on this machine's
     devices and fits. All ranks of a launcher choose the same one, since nothing that changes is measured."""
-    if config.pipeline.schedule != AUTO:
+    if config.pipeline.schedule != AUTO_SCHEDULE:
         return config
-    asked = f"pipeline.schedule={AUTO}"
+    asked = f"pipeline.schedule={AUTO_SCHEDULE}"
     cluster, limit = devices_of(config, local_ranks, asked, "schedule", free=False)
     node = config.layout.node_size or local_ranks
     host = cluster.device.units == 1

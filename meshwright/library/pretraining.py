@@ -27,7 +27,7 @@ from meshwright.plan.measured import speed_of
 from meshwright.run import pretrain as run
 from meshwright.run.pretrain import SpeedOf
 from meshwright.spec.model.graph import Stage
-from meshwright.spec.schedule.kinds import AUTO
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 from meshwright.watch.live import Display
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
@@ -76,10 +76,10 @@ def pretrain(
     resolved = _config_of(config, is_own, datasets_provider is not None, sections)
     if is_own and forward_step is None:
         raise UserError("a model of your own needs a forward_step(ctx, module, batch, received): give one to pretrain")
-    if resolved.pipeline.schedule == AUTO:
+    if resolved.pipeline.schedule == AUTO_SCHEDULE:
         if is_own:
-            fix = "name a schedule for a model of your own"
-            raise UserError(f"pipeline.schedule={AUTO} predicts the times of a model that the config describes: {fix}")
+            why = "predicts the times of a model that the config describes: name a schedule for a model of your own"
+            raise UserError(f"pipeline.schedule={AUTO_SCHEDULE} {why}")
         place = joined_place() or find_place()
         resolved = with_schedule(resolved, place.world, place.local_world, says=place.rank == 0)
     built: list[nn.Module] = []

@@ -270,7 +270,7 @@ class Linear(Adapted):
         """Return x and the product of norm(x). All further uses of x must take the returned one, so that their gradient
         is added in this layer's backward."""
         if self.adapters and norm.fuses:
-            x, y = self.adapted(x, self.sides, Before("norm", norm.weight, norm.eps))
+            x, y = self.adapted(x, self.sides, Before(norm.weight, norm.eps))
         elif self.adapters:
             return x, self(norm(x))
         else:
@@ -281,7 +281,7 @@ class Linear(Adapted):
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
         if self.adapters:
-            return self.biased(self.adapted(x, self.sides, Before("swiglu"))[1])
+            return self.biased(self.adapted(x, self.sides, Before(swiglu=True))[1])
         return self.biased(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property

@@ -15,7 +15,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import needed_gib
 from meshwright.plan.search import Candidate, SearchSpace
 from meshwright.show.units import percent, seconds
-from meshwright.spec.schedule.kinds import AUTO, default_kind, training_kinds
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, default_kind, training_kinds
 
 # A gain below this share of a step is less than the predictions' error. It is not worth more memory.
 WORTHWHILE = 0.01
@@ -115,7 +115,7 @@ def choose_schedule(job: Job, cluster: Cluster, limit_gib: float) -> Choice:
     if not fitting:
         least = min(tried, key=lambda one: one.memory_gib)
         raise UserError(
-            f"pipeline.schedule={AUTO}: no schedule fits into {limit_gib:.1f} GiB, the smallest is "
+            f"pipeline.schedule={AUTO_SCHEDULE}: no schedule fits into {limit_gib:.1f} GiB, the smallest is "
             f"{_name(least)} with {least.memory_gib:.1f} GiB: shard more (layout.tp, zero.stage) or set recompute.mode"
         )
     alike = [one for one in fitting if one.cost.step_s <= (1 + WORTHWHILE) * fitting[0].cost.step_s]

@@ -22,7 +22,7 @@ from meshwright.plan.schedules import choose_schedule
 from meshwright.plan.search import MOST_DEVICES, usable_gib
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.spec.layout.layout import check_world
-from meshwright.spec.schedule.kinds import AUTO, default_kind
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, default_kind
 
 # The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
@@ -163,9 +163,9 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
     """Return the job of a target on that many devices of a cluster. Refuse it if it breaks a rule."""
     host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
-    if target.config.pipeline.schedule == AUTO:
+    if target.config.pipeline.schedule == AUTO_SCHEDULE:
         choice = choose_schedule(job, cluster, usable_gib(cluster))
-        notice(f"pipeline.schedule={AUTO}: {choice.why()}")
+        notice(f"pipeline.schedule={AUTO_SCHEDULE}: {choice.why()}")
         job = choice.best.job
     check(job.config, devices, PLANNING_RULES)
     return job

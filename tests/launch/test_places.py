@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from ipaddress import IPv4Address, IPv6Address
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright import device
+from meshwright.config.precision import PRECISIONS
 from meshwright.errors import UserError
 from meshwright.launch import processes
 from meshwright.launch.processes import Place, find_place, interface_of, rendezvous
@@ -155,3 +158,15 @@ def test_ranks_share_the_cores_that_they_may_use(env: dict[str, str], cores: int
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert device.cores_of_rank(4) == cores
+
+
+def test_devices_name_the_precisions_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    refused: dict[str, list[str]] = {}
+    for kind in ("cpu", "cuda", "npu"):
+        for precision in PRECISIONS:
+            with contextlib.suppress(UserError):
+                device.Device(kind).check_precision(precision)
+                continue
+            refused.setdefault(kind, []).append(precision)
+    assert refused == {"cuda": ["bf16", "fp8"], "npu": ["fp64", "fp8"]}
