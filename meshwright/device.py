@@ -518,13 +518,16 @@ def return_freed_memory() -> None:
         setting(mmap_threshold, 2**20)
 
 
-def host_memory_bytes() -> float:
-    """Return the bytes of host memory that this process may still allocate: the least of free memory and all limits."""
+def host_memory_bytes(free: bool = True) -> float:
+    """Return the bytes of host memory that this process may still allocate: the least of free memory and all limits.
+
+    Without `free`, memory that is in use counts as well, so that all processes of a machine get the same number."""
     bounds = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     for path, pattern, unit in (("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
                                 ("/sys/fs/cgroup/memory.max", r"(\d+)", 1)):  # fmt: skip
         with suppress(OSError):
-            if match := re.search(pattern, Path(path).read_text(encoding="utf-8")):
+            text = Path(path).read_text(encoding="utf-8") if free or "meminfo" not in path else ""
+            if match := re.search(pattern, text):
                 bounds.append(float(match.group(1)) * unit)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min(*bounds, math.inf if limit == resource.RLIM_INFINITY else float(limit))

@@ -32,6 +32,7 @@ from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.page import page, ranking_cells
 from meshwright.plan.question import Question, question_of
 from meshwright.plan.rank import rank_json
+from meshwright.plan.schedules import against_others
 from meshwright.plan.search import (
     MARGIN_PERCENT,
     SPACE_FIELDS,
@@ -122,6 +123,8 @@ def ranked(args: argparse.Namespace, cluster_name: str | None) -> Ranking:
     asked, base, result = _searched(args, cluster_name)
     shown = without_twins(result.candidates)[: args.top]
     reasons = why_best(result.candidates, result.layouts, result.fitting)
+    if shown[0].job.layout.pp > 1 and "pipeline.schedule" not in fixed_keys(args.words):
+        reasons.append(f"Schedule {against_others(shown[0], asked.limit).why()}.")
     if result.broken:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(asked.target, asked.cluster, base.stack, base)

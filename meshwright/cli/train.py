@@ -53,6 +53,7 @@ from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
 from meshwright.show.terminal import say_next
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 
 EXAMPLES = """example:
   meshwright train examples/demo.yaml --nproc 8 layout.tp=2 layout.pp=2 train.steps=50
@@ -96,12 +97,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     check_elastic_arguments(args, config)
     _, nodes = nodes_of(args)
-    if AUTO_LAYOUT in args.overrides:
-        from meshwright.launch.this_machine import resolve
-
-        ranks = nodes * (args.nproc or local_devices(config.run.device, least=1))
-        args.overrides = resolve(config, args.overrides, ranks)
-        config = config_of(args)
+    config = with_choices(args, config, nodes)
     if args.restarts < 0:
         raise UserError(f"--restarts {args.restarts} must not be negative")
     check_folders(config)
@@ -144,6 +140,21 @@ def run(args: argparse.Namespace) -> int:
     return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
 
 
+def with_choices(args: argparse.Namespace, config: Config, nodes: int) -> Config:
+    """Return the config with the planner's choices in place of `layout=auto` and `pipeline.schedule: auto`. They are
+    added to the arguments, from which the ranks read the config."""
+    if AUTO_LAYOUT not in args.overrides and config.pipeline.schedule != AUTO_SCHEDULE:
+        return config
+    from meshwright.launch.this_machine import resolve, schedule_words
+
+    local = args.nproc or (tiny_config(args.config)[1] if args.tiny else local_devices(config.run.device, least=1))
+    if AUTO_LAYOUT in args.overrides:
+        args.overrides = resolve(config, args.overrides, nodes * local)
+        config = config_of(args)
+    args.overrides = [*args.overrides, *schedule_words(config, nodes * local, local)]
+    return config_of(args)
+
+
 def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
     """Write an event of the launcher to the run's folder, if the run has begun. A mistake that is found before this
     command's ranks have begun leaves the folder as it was."""
@@ -166,6 +177,12 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
         from meshwright.launch.this_machine import resolve
 
         args.overrides = resolve(config, args.overrides, place.world, says=place.rank == 0)
+        config = config_of(args)
+    if config.pipeline.schedule == AUTO_SCHEDULE:
+        from meshwright.launch.this_machine import schedule_words
+
+        chosen = schedule_words(config, place.world, place.local_world, says=place.rank == 0)
+        args.overrides = [*args.overrides, *chosen]
         config = config_of(args)
     world = place.world
     check_rank(args)

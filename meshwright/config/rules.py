@@ -19,7 +19,7 @@ from meshwright.device_kinds import AUTO, DEVICE_KINDS
 from meshwright.errors import UserError, divisors, either, plural
 from meshwright.spec.layout import Layout, node_parts
 from meshwright.spec.layout.packed import BLOCK
-from meshwright.spec.schedule.kinds import KINDS, LARGEST_TABLE, training_kinds
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, KINDS, LARGEST_TABLE, NOT_CHOSEN, training_kinds
 
 # A rule takes a config, which all of them call `c`, and the number of ranks.
 Rule = Callable[[Config, int], Iterator[str]]
@@ -276,6 +276,12 @@ def layers_fill_stages(c: Config, world: int) -> Iterator[str]:
             f"pp x chunks = {stages} stages need at least as many layers, and model.layers={c.model.layers}: "
             "lower layout.pp or layout.chunks"
         )
+
+
+def schedule_is_chosen(c: Config, world: int) -> Iterator[str]:
+    """Check that a schedule was chosen. Commands that know the devices replace `auto` before they check the rules."""
+    if c.pipeline.schedule == AUTO_SCHEDULE:
+        yield NOT_CHOSEN
 
 
 def schedule_takes_chunks(c: Config, world: int) -> Iterator[str]:
@@ -542,9 +548,9 @@ def copies_outlive_ranks(c: Config, world: int) -> Iterator[str]:
 
 # The order matters, because only the first broken rule is reported: later rules may assume that earlier ones hold.
 RULES: list[Rule] = [
-    features_fit, kind_fits, foreign_model_fits, t5_fits, context_is_shared, world_divides, replicas_fit,
-    experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits, tp_divides_heads,
-    tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
+    schedule_is_chosen, features_fit, kind_fits, foreign_model_fits, t5_fits, context_is_shared, world_divides,
+    replicas_fit, experts_are_cut, etp_divides_experts, order_names_axes, experts_stay_with_their_blocks, grid_fits,
+    tp_divides_heads, tp_fits_kv_heads, tp_divides_ffn, sequence_parallel_splits,
     cp_cuts_sequences, layers_fill_stages, schedule_takes_chunks, batch_divides, eval_divides, shards_fit_nodes,
     dtypes_fit_precision, matrices_are_known, noise_has_small_batches, fp8_fits_tokens, pieces_cut_tokens,
     lr_fits_steps, positions_to_reset, end_token_is_one, blocks_compile_together, backend_fits_device,

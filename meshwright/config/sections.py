@@ -38,7 +38,7 @@ from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED, ContextPlan
 from meshwright.spec.layout.grid import Grid
 from meshwright.spec.layout.norms import NORMS, NormKind
-from meshwright.spec.schedule.kinds import training_kinds
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, training_kinds
 
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 AUTO_SAVE_S = 900.0  # seconds between checkpoints with every=auto
@@ -313,7 +313,7 @@ class ContextConfig:
 class PipelineConfig:
     """The pipeline schedule and the division of layers over stages."""
 
-    schedule: str = "1f1b"  # one of the kinds in spec/schedule/kinds.py
+    schedule: str = "1f1b"  # one of the kinds in spec/schedule/kinds.py, or auto
     split: tuple[int, ...] = ()  # layers of each virtual stage, in the order of the layers; empty: evenly
     encoder_stages: int = 0  # t5: virtual stages of the encoder; 0: blocks are split evenly, wherever the encoder ends
 
@@ -321,7 +321,7 @@ class PipelineConfig:
         not_negative("pipeline", self, "encoder_stages")
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
-        one_of("pipeline.schedule", self.schedule, training_kinds())
+        one_of("pipeline.schedule", self.schedule, [*training_kinds(), AUTO_SCHEDULE])
 
 
 @dataclass(frozen=True)

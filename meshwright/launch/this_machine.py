@@ -12,14 +12,15 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from meshwright.config.load import config_from, merged, nested, to_mapping, without_auto
+from meshwright.config.load import AUTO_LAYOUT, config_from, merged, nested, to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, either, notice
 from meshwright.plan.account import plain_words
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.job import Job, checked_job
+from meshwright.plan.job import Job, checked_job, job_of
 from meshwright.plan.measured import cluster_for
 from meshwright.plan.memory import Memory, largest
+from meshwright.plan.schedules import choose_schedule
 from meshwright.plan.search import (
     MARGIN_PERCENT,
     Candidate,
@@ -31,6 +32,7 @@ from meshwright.plan.search import (
 )
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds, size
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 
 OUT_OF_MEMORY = "out of memory|allocate memory|alloc_cpu"  # Words in the errors of torch and the system.
 WAYS = 3  # The most suggestions in a message, and the most keys that a suggestion changes.
@@ -48,12 +50,13 @@ def here(config: Config, ranks: int) -> Job:
     return checked_job(config, ranks, host=on_cpu(config))
 
 
-def room_of(config: Config, local_ranks: int) -> tuple[str, float]:
-    """Return the name of the memory that a rank uses, and the number of bytes that it may use."""
+def room_of(config: Config, local_ranks: int, free: bool = True) -> tuple[str, float]:
+    """Return the name of the memory that a rank uses, and the number of bytes that it may use. Of a host's memory, that
+    is only what is free now, unless `free` is False."""
     from meshwright.device import Device, accelerator_count, host_memory_bytes
 
     if on_cpu(config):
-        return "this machine's free memory, for each of its ranks", host_memory_bytes() / local_ranks
+        return "this machine's free memory, for each of its ranks", host_memory_bytes(free) / local_ranks
     sharing = -(-local_ranks // accelerator_count())
     return "the device", Device.find(config.run.device).memory_bytes() / sharing
 
@@ -218,20 +221,47 @@ def devices_are_known(config: Config, ranks: int) -> bool:
     return on_cpu(config) or cluster_for(Device.find(config.run.device).name, gib) is not None
 
 
-def devices_of(config: Config, ranks: int) -> tuple[Cluster, float]:
-    """Return the cluster that describes this machine's devices, and the GiB that a rank's layout may use."""
+def devices_of(
+    config: Config, ranks: int, asked: str = AUTO_LAYOUT, own: str = "layout", free: bool = True
+) -> tuple[Cluster, float]:
+    """Return the cluster that describes this machine's devices, and the GiB that a rank's layout may use. `asked` is
+    the word that needs them, and `own` names what to give instead."""
     from meshwright.device import Device
 
     device = Device.find(config.run.device)
-    _, room = room_of(config, ranks)
+    _, room = room_of(config, ranks, free)
     limit = MARGIN * room / 2**30
     cluster = cluster_for("cpu" if device.module is None else device.name, room / 2**30)
     if cluster is None:
         raise UserError(
-            f"layout=auto knows no cluster of {device.name}: give the layout yourself, or plan with a profile of this "
+            f"{asked} knows no cluster of {device.name}: give the {own} yourself, or plan with a profile of this "
             "machine (`meshwright comm bench --out here.yaml`, then `meshwright plan CONFIG --cluster here.yaml`)"
         )
     return cluster, limit
+
+
+def with_schedule(config: Config, ranks: int, local_ranks: int, says: bool = True) -> Config:
+    """Return the config with `pipeline.schedule: auto` replaced by the schedule that is the fastest on this machine's
+    devices and fits. All ranks of a launcher choose the same one, since nothing that changes is measured."""
+    if config.pipeline.schedule != AUTO_SCHEDULE:
+        return config
+    asked = f"pipeline.schedule={AUTO_SCHEDULE}"
+    cluster, limit = devices_of(config, local_ranks, asked, "schedule", free=False)
+    node = config.layout.node_size or local_ranks
+    host = cluster.device.units == 1
+    job = job_of(config, ranks, own_stack(config, host), cluster_node=node, host=host)
+    choice = choose_schedule(job, cluster, limit)
+    if says:
+        notice(f"{asked}: {choice.why()}")
+    return choice.config
+
+
+def schedule_words(config: Config, ranks: int, local_ranks: int, says: bool = True) -> list[str]:
+    """Return the words by which `with_schedule` changes a config."""
+    chosen = with_schedule(config, ranks, local_ranks, says)
+    if chosen is config:
+        return []
+    return [f"pipeline.schedule={chosen.pipeline.schedule}", f"layout.chunks={chosen.layout.chunks}"]
 
 
 def choose(config: Config, local: int, ranks: int) -> tuple[int, list[str]]:

@@ -19,12 +19,15 @@ from meshwright.engine.own_models import GIVEN, OWN_DEFAULTS, config_of_program,
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.step import ForwardStep, Trainer
 from meshwright.errors import UserError
+from meshwright.launch.processes import find_place, joined_place
+from meshwright.launch.this_machine import with_schedule
 from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import record_of
 from meshwright.plan.measured import speed_of
 from meshwright.run import pretrain as run
 from meshwright.run.pretrain import SpeedOf
 from meshwright.spec.model.graph import Stage
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE
 from meshwright.watch.live import Display
 
 ModelProvider = Callable[[Context, Stage], nn.Module]
@@ -73,6 +76,12 @@ def pretrain(
     resolved = _config_of(config, is_own, datasets_provider is not None, sections)
     if is_own and forward_step is None:
         raise UserError("a model of your own needs a forward_step(ctx, module, batch, received): give one to pretrain")
+    if resolved.pipeline.schedule == AUTO_SCHEDULE:
+        if is_own:
+            why = "predicts the times of a model that the config describes: name a schedule for a model of your own"
+            raise UserError(f"pipeline.schedule={AUTO_SCHEDULE} {why}")
+        place = joined_place() or find_place()
+        resolved = with_schedule(resolved, place.world, place.local_world, says=place.rank == 0)
     built: list[nn.Module] = []
     with ExitStack() as shown:
         if watcher is None and not quiet:

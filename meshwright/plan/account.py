@@ -150,6 +150,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "micro_batches": job.micro_batches, "step_time_s": cost.step_s,
         "tokens_per_s": cost.tokens_per_s_device * job.world, "tokens_per_s_per_device": cost.tokens_per_s_device,
         "mfu": cost.mfu, "hfu": cost.hfu, "bubble": cost.bubble, "bubble_s": cost.bubble_s, "idle_s": cost.idle_s,
+        "barrier_s": cost.barrier_s,
         "bubble_from": "table" if cost.simulated else "formula", "compute_s": cost.compute_s,
         "optimizer_s": cost.optimizer_s,
         "comm": {
@@ -223,6 +224,8 @@ def report(cost: Cost, tokens: float | None = None, full: bool = True) -> str:
         f"  compute          {seconds(cost.compute_s)} (busiest stage)",
         f"  bubble           {percent(cost.bubble)} ({seconds(cost.bubble_s)}, by the {m['bubble_from']}; "
         f"the busiest stage idles {seconds(cost.idle_s)})",
+        *([f"  barrier          {seconds(cost.barrier_s)} of it, until the last stage has its gradient norm"]
+          if cost.barrier_s else []),
         f"  optimizer        {seconds(cost.optimizer_s)}",
         *([f"  context          {balance_words(job)}"] if job.layout.cp > 1 else []),
         "",

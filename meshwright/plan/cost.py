@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from meshwright.config.memory import Place
 from meshwright.plan.cluster import Cluster
@@ -66,6 +67,9 @@ class Cost:
     simulated: bool
     chunk_times: ChunkTimes = field(repr=False, default=())
     send_s: float = 0.0
+    # The part of the bubble in which ranks wait for the gradient norm of all stages: with a zero-bubble schedule they
+    # end one after the other, and would begin their next step so. 0 if the table was not simulated.
+    barrier_s: float = 0.0
 
     @property
     def tokens_per_s_device(self) -> float:
@@ -108,7 +112,8 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     sums = {rank: RankSums(job, cluster, rank) for rank in _ranks_with_sums(job)}
     chunk_times, stages = _stages(job, where, sums, axes)
     send = _send_seconds(job, cluster)
-    pipeline, bubble, idle, simulated = _pipeline_seconds(job, chunk_times, send, largest if exact else 0)
+    time = _pipeline_time(job, chunk_times, send, largest if exact else 0)
+    pipeline = time.seconds
     sends = job.micro_batches * max(sum(map(sum, crossings(job, rank))) for rank in range(job.layout.pp))
     axes["pp"].add(sends * send, sends * send * job.hides_sends)
     ranks, slow = set(job.representative_ranks), _largest_rank(job)
@@ -121,9 +126,9 @@ def predict_cost(job: Job, cluster: Cluster, exact: bool = True, largest: int = 
     step = (pipeline + reduce + optimizer) * jitter + STEP_FLOOR
     step += STEP_CALLS * wait_seconds(cluster) if job.world > 1 else 0.0
     return Cost(
-        job, cluster, step, compute, bubble, bubble * pipeline, idle, optimizer,
-        {name: axis for name, axis in axes.items() if axis.seconds}, stages, simulated, chunk_times,
-        send * (1 - job.hides_sends) if job.layout.pp > 1 else 0.0,
+        job, cluster, step, compute, time.bubble, time.bubble * pipeline, time.idle, optimizer,
+        {name: axis for name, axis in axes.items() if axis.seconds}, stages, time.simulated, chunk_times,
+        send * (1 - job.hides_sends) if job.layout.pp > 1 else 0.0, time.barrier,
     )  # fmt: skip
 
 
@@ -217,28 +222,41 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     return seconds
 
 
-def _pipeline_seconds(job: Job, times: ChunkTimes, send: float, largest: int) -> tuple[float, float, float, bool]:
-    """Return the time of the pipeline and its idle parts.
+class PipelineTime(NamedTuple):
+    """The time of the pipeline, and its idle parts. An exposed send is not idle time."""
 
-    The result is the seconds from the first forward to the last backward, the idle share of all ranks, the idle seconds
-    of the busiest rank, and whether the table was simulated. An exposed send is not idle time.
-    """
+    seconds: float  # From the first forward to the last backward or, without a barrier, to the next step's forward.
+    bubble: float  # The idle share of all ranks.
+    idle: float  # The idle seconds of the busiest rank.
+    barrier: float  # The seconds that ranks wait for the last one before the update.
+    simulated: bool
+
+
+def _pipeline_time(job: Job, times: ChunkTimes, send: float, largest: int) -> PipelineTime:
+    """Return the time of the pipeline, by its table if that has at most `largest` computes."""
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
     blocked = send * (1 - job.hides_sends)
     times = blocked_times(job, times, blocked)
     ranks = [together(row) for row in times]
     busy = [m * rank.whole for rank in ranks]
     if pp == 1:
-        return busy[0], 0.0, 0.0, True
+        return PipelineTime(busy[0], 0.0, 0.0, 0.0, True)
     closed = KINDS[job.config.pipeline.schedule].seconds
     simulated = pp * m * chunks * 2 <= largest or closed is None
+    barrier = 0.0
     if closed is not None and not simulated:
         longest = closed(ranks, m, chunks)
     else:
         # Beyond the largest table, more micro-batches repeat the steady state, which the slowest rank fills.
         few = min(m, max(2 * pp, largest // (pp * chunks * 2)) // pp * pp + m % pp)
-        longest = _table_seconds(job, times, blocked, few) + (m - few) * max(rank.whole for rank in ranks)
-    return longest, 1.0 - sum(busy) / (pp * longest), max(0.0, longest - max(busy)), simulated
+        simulation = _simulated(job, times, blocked, few)
+        barrier = simulation.makespan - max(simulation.active)
+        longest = simulation.makespan + (m - few) * max(rank.whole for rank in ranks)
+    if not job.stack.update_waits:
+        longest, barrier = longest - barrier, 0.0
+    return PipelineTime(
+        longest, 1.0 - sum(busy) / (pp * longest), max(0.0, longest - max(busy)), barrier, simulated
+    )  # fmt: skip
 
 
 def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, float] | None = None) -> ChunkTimes:
@@ -259,11 +277,11 @@ def blocked_times(job: Job, times: ChunkTimes, blocked: float, slow: dict[int, f
     )  # fmt: skip
 
 
-def _table_seconds(job: Job, times: ChunkTimes, blocked: float, micro_batches: int) -> float:
-    """Return the makespan of the schedule's table. Each exposed send takes `blocked` more seconds."""
+def _simulated(job: Job, times: ChunkTimes, blocked: float, micro_batches: int) -> Simulation:
+    """Simulate the computes of the schedule's table. Each exposed send takes `blocked` more seconds."""
     c = job.config
     table = compute_table(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks)
-    return _timed(table, times, blocked).makespan
+    return _timed(table, times, blocked)
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:

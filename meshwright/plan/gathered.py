@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
 from meshwright.plan.job import Job, remembered
-from meshwright.spec.model.part import Coordinate, Unit
+from meshwright.spec.model.part import Coordinate, Unit, innermost
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
 IN_FLIGHT = 2  # Reductions in flight at once: the one just started, and the one before it.
@@ -56,7 +56,7 @@ def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     buckets, first_units = _buckets(job, packing), [param.unit for param in packing.params]
     state, by_chunk = (0.0, 0.0), []
     for chunk in reversed(packing.chunks):
-        state, by_unit = _backward(chunk, job.at, buckets, first_units, *state)
+        state, by_unit = _backward(chunk, job, buckets, first_units, *state)
         by_chunk.append(by_unit)
     return by_chunk[::-1]
 
@@ -82,7 +82,7 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
 
 
 def _backward(
-    chunk: list[UnitParameters], at: Coordinate, buckets: list[_Bucket], first_units: list[int],
+    chunk: list[UnitParameters], job: Job, buckets: list[_Bucket], first_units: list[int],
     now: float, lasting: float,
 ) -> tuple[tuple[float, float], list[Whole]]:  # fmt: skip
     """Follow the backward of a chunk.
@@ -96,7 +96,7 @@ def _backward(
     shares, by_unit = 0.0, []
     for number, unit, params in reversed(chunk):
         most = (now, lasting, shares)
-        counted = _counted(unit, at)
+        counted = _counted(unit, job.at, job.kernels.fused)
         for arrived, param in enumerate(reversed(params), 1):
             bucket = buckets[param]
             more = 0.0 if bucket.allocated else bucket.gradients
@@ -120,13 +120,16 @@ def _backward(
 
 
 @lru_cache(maxsize=20_000)
-def _counted(unit: Unit, at: Coordinate) -> int:
+def _counted(unit: Unit, at: Coordinate, fused: bool) -> int:
     """Return the number of gradients that arrive until a unit's memory is at its peak.
 
-    The backward of a block begins with its last body, and the peak is where that body's largest weight, the first in
-    forward, gets its gradient. In other units all gradients count.
+    The backward of a block begins with its last body. If it is compiled, the peak is where that body's largest weight,
+    the first in forward, gets its gradient. Otherwise a gated activation has its peak before that, in its own backward.
+    In other units all gradients count.
     """
     if not unit.stackable:
         return len(unit_records(unit, at))
-    sizes = [record.numel for record in reversed(unit.parts[-1].part.records(at, "").values())]
-    return len(sizes) - sizes[::-1].index(max(sizes))
+    part = unit.parts[-1].part
+    sizes = [record.numel for record in reversed(part.records(at, "").values())]
+    until = len(sizes) - sizes[::-1].index(max(sizes))
+    return until if fused or not getattr(innermost(part), "gated", False) else until - 1

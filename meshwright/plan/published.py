@@ -81,6 +81,11 @@ SOURCES: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
+# The zero-bubble paper's ZB-1p and ZB-2p are found by a search within the memory of p and 2p micro-batches. ZB-H1 and
+# ZB-H2 are the schedules of that memory that it describes.
+SEARCHED = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One line as the planner sees it."""
@@ -292,6 +297,8 @@ def job_of_row(row: Row, cluster: Cluster) -> Job:
         ),
         ZeroConfig(zero), RecomputeConfig(row["recompute"]),
     )  # fmt: skip
+    if row.get("schedule") in SEARCHED:  # their update is validated afterwards, so no stage waits for the others
+        stack = replace(stack, update_waits=False)
     loss = FUSED_LOGIT_BYTES if re.search(r", Liger,", text) else stack.logit_bytes
     return Job(config, gpus, replace(stack, states=states, logit_bytes=loss))
 
@@ -316,8 +323,10 @@ def _check_cut(model: ModelConfig, tp: int, pp: int, text: str) -> None:
 def _schedule(row: Row, layers: int, pp: int) -> tuple[int, str]:
     """Return the chunks of a pipeline rank and their schedule, which is 1F1B unless the row names another."""
     chunks, name = _int(row, "vpp", 1), row.get("schedule", "")
-    if name.startswith(("zb", "dualpipe")):
-        raise CannotTake(f"the schedule {name} is not modelled yet")
+    if name.startswith("dualpipe"):
+        raise CannotTake(f"the schedule {name} holds two copies of each stage, which is not modelled")
+    if name in SEARCHED:
+        return 1, SEARCHED[name]
     if name == "gpipe":
         if chunks > 1:
             raise CannotTake(f"the schedule gpipe has one chunk per rank, not vpp={chunks}")
@@ -342,7 +351,8 @@ def _check_batch(devices: tuple[int, int], dp: int, micro: int, batch: int) -> N
 
 def _ends_are_slots(layers: int, pp: int, text: str) -> bool:
     """Return whether the embedding and the output layer each take the place of a layer in the split into stages."""
-    return "embeddings counted as pipeline slots" in text or ("bigscience" in text and (layers + 2) % pp == 0)
+    words = ("embeddings counted as pipeline slots", "First and last stage have one layer fewer")
+    return any(each in text for each in words) or ("bigscience" in text and (layers + 2) % pp == 0)
 
 
 def _split(model: ModelConfig, pp: int, chunks: int, text: str) -> tuple[int, ...]:

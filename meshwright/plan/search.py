@@ -35,7 +35,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
 from meshwright.spec.layout.layout import CUT_EXPERTS
 from meshwright.spec.model.description import check_family, describe
-from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, KINDS, default_kind, training_kinds
 from meshwright.spec.schedule.table import PhaseTimes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -116,7 +116,8 @@ SPACE_FIELDS = {each.metadata["key"]: each.name for each in fields(SearchSpace)}
 
 def fixed_keys(words: Sequence[str]) -> list[str]:
     """Return the keys of these `a.b=c` words that fix a choice of the search."""
-    return [key for key in dict.fromkeys(word.partition("=")[0] for word in words) if key in SPACE_FIELDS]
+    chosen = [word for word in words if word != f"pipeline.schedule={AUTO_SCHEDULE}"]
+    return [key for key in dict.fromkeys(word.partition("=")[0] for word in chosen) if key in SPACE_FIELDS]
 
 
 def space_of(config: Config, fixed: Sequence[str] = ()) -> SearchSpace:
@@ -327,6 +328,7 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
+    base = base.replaced(pipeline={"schedule": default_kind(1), "split": ()})
     if refused := _never(base, space):
         return replace(result, refused=refused)
 

@@ -104,6 +104,7 @@ class Stack:
     cache: float  # Ratio of reserved to allocated memory, for activations.
     own: bool = False  # True for Meshwright itself.
     compiled: bool = False  # True if its blocks are compiled.
+    update_waits: bool = True  # Every rank waits for the gradient norm of all stages before its update.
     states: States | None = None  # The states that it stores, if they differ from Meshwright's.
 
     def kernels(self, host: bool = False, pieces: int = 1, fp8: bool = False) -> Kernels:

@@ -15,13 +15,14 @@ from meshwright.config.rules import PLANNING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import read_yaml
 from meshwright.disk import hub_hint
-from meshwright.errors import UserError, nearest
+from meshwright.errors import UserError, nearest, notice
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
-from meshwright.plan.search import MOST_DEVICES
+from meshwright.plan.schedules import choose_schedule
+from meshwright.plan.search import MOST_DEVICES, usable_gib
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.spec.layout.layout import check_world
-from meshwright.spec.schedule.kinds import default_kind
+from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, default_kind
 
 # The short words of --layout, and the config keys that they stand for.
 LAYOUT_WORDS = {
@@ -165,7 +166,11 @@ def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | No
     """Return the job of a target on that many devices of a cluster. Refuse it if it breaks a rule."""
     host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
-    check(target.config, devices, PLANNING_RULES)
+    if target.config.pipeline.schedule == AUTO_SCHEDULE:
+        choice = choose_schedule(job, cluster, usable_gib(cluster))
+        notice(f"pipeline.schedule={AUTO_SCHEDULE}: {choice.why()}")
+        job = choice.best.job
+    check(job.config, devices, PLANNING_RULES)
     return job
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -164,6 +165,21 @@ def test_train_takes_layout_auto(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and "layout=auto: " in done.stderr, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.wide
+def test_train_takes_schedule_auto(tmp_path: Path) -> None:
+    write_documents(tmp_path / "tokens", [[1, 2, 3, 4] * 40] * 8)
+    (tmp_path / "c.yaml").write_text(
+        "model: {layers: 4, hidden: 32, heads: 2, vocab: 64, seq: 16}\ndata: {prefixes: [tokens]}\nlayout: {pp: 2}\n"
+        "pipeline: {schedule: auto}\ntrain: {steps: 2, global_batch: 8}\n"
+        "run: {dir: run, device: cpu, tensorboard: false}\n"
+    )
+    command = [sys.executable, "-m", "meshwright", "train", "c.yaml", "--nproc", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
+    found = re.search(r"pipeline.schedule=auto: ([\w-]+)", done.stderr)
+    assert done.returncode == 0 and found, done.stderr
+    assert load_config(tmp_path / "run" / "config.yaml").pipeline.schedule == found[1]
 
 
 def test_the_help_is_grouped_fits_and_comes_at_once() -> None:

@@ -128,8 +128,10 @@ MEMORY: dict[str, Sections] = {
 }
 
 
-# The workspace of a whole backward in fp8 is planned 6 MB too small, under 1F1B too, which is 3 % of dualpipev here.
-MEASURED = [(kind, name) for kind in SPLIT for name in MEMORY if (kind, name) != ("dualpipev", "fp8")]
+WHOLE = ("1f1b", "interleaved", "gpipe")
+# The last rank's peak is planned 2.4 % too small where sequences are long and whole backwards are compiled.
+LEFT_OUT = [("1f1b", "long"), ("interleaved", "long")]
+MEASURED = [(kind, name) for kind in (*SPLIT, *WHOLE) for name in MEMORY if (kind, name) not in LEFT_OUT]
 QUICK = [(kind, name) for kind, name in MEASURED if kind == "zb-h1" or name == "llama"]
 
 
@@ -146,7 +148,7 @@ def test_planned_memory_is_that_of_a_dry_run(kind: str, name: str, compiled: boo
     if (kind, name) not in QUICK:
         # The workspace of a layer is an estimate. It weighs less in a deep model.
         given["model"] = {**given["model"], "layers": 32}
-    layout = {"pp": 4, "chunks": KINDS[kind].chunks[0], **given.get("layout", {})}
+    layout = {"pp": 4, "chunks": (*KINDS[kind].chunks, 2)[0], **given.get("layout", {})}
     dp = 2 if "zero" in given else 1
     train = {"precision": "bf16", "micro_batch": 4, "global_batch": 32 * dp, "compile": compiled}
     config = small_config(**{

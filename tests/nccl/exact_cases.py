@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nccl.transports import Transport
-from tests.parity.cases import LLAMA, MICRO_BATCHES, Case, cut, special
+from tests.parity.cases import LLAMA, MICRO_BATCHES, SPLIT, Case, cut, special
 from tests.parity.expert_cases import MIXTURES
 from tests.parity.matrix import CASES as PARITY
 from tests.parity.sharded_cases import SHARDED
@@ -208,6 +208,16 @@ def _messages() -> Iterator[Exact]:
     yield Exact("messages", special("large-x2-pp4", pipe, layout__chunks=2, model__layers=8), True)
 
 
+def _schedules() -> Iterator[Exact]:
+    """Yield the schedules that split backwards. Their sends and receives must pair up with large messages too."""
+    for schedule in SPLIT:
+        pipe = cut(1, 1, 4, schedule=schedule, **LLAMA)
+        yield Exact("schedules", special(f"large-{schedule}", pipe), True)
+        yield Exact("schedules", special(f"{schedule}-dp", cut(2, 1, 2, schedule=schedule), zero__stage=3))
+        tensor = cut(1, 2, 2, sp=True, schedule=schedule, **LLAMA)
+        yield Exact("schedules", special(f"{schedule}-tp", tensor, recompute__mode="full"))
+
+
 def _lora(kind: str = "lora", **more: Any) -> dict[str, Any]:
     return {"tune__kind": kind, "tune__rank": 4, **more}
 
@@ -252,5 +262,6 @@ def _servers() -> Iterator[Exact]:
 
 EXACT_CASES = [
     *_layouts(), *_contexts(), *_experts(), *_sharding(), *_algorithms(), *_grids(), *_overlaps(), *_messages(),
+    *_schedules(),
     *_adapters(), *_other_models(), *_servers(),
 ]  # fmt: skip

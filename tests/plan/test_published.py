@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.plan.cluster import load_cluster
+from meshwright.plan.cost import predict_cost
 from meshwright.plan.mixtures import is_mixture
 from meshwright.plan.predictions import report, summary
 from meshwright.plan.published import TABLE as SHIPPED
@@ -32,6 +34,7 @@ from meshwright.spec.model.graph import active_parameters, parameter_count
 from tests.support.waiting import HANG_S
 
 TABLE = Path(__file__).parent / "published.csv"
+SCHEDULES = SHIPPED.with_name("published_schedules.csv")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,42 @@ def test_mixtures_are_taken_by_their_names(predictions: list[Prediction]) -> Non
         assert abs(found[name].error or 1.0) < 0.1
     pp32 = found["zoo-qwen3-235b-pp32"].case
     assert pp32 is not None and pp32.job.config.pipeline.split == (0, *[1] * 94, 0)
+
+
+def test_schedules_differ_as_published() -> None:
+    """Predicted are the throughputs of the zero-bubble paper, relative to 1F1B with the same model and micro-batches.
+
+    The paper names no recomputation: the memory shows that nothing is computed again."""
+    rows = {row["id"]: row for row in read_rows(SCHEDULES)}
+    found = {name: predict_row(row) for name, row in rows.items()}
+    assert not [p.reason for p in found.values() if p.reason]
+    errors = []
+    for name, row in rows.items():
+        case = found[name].case
+        assert case is not None and case.job.config.recompute.mode == "none"
+        assert found[name].mem_gib == pytest.approx(float(row["mem_gb"]), rel=0.10), name
+        model, micro_batches, _ = re.findall(r"zb-([\d.]+b)-(m\d+)-(.*)", name)[0]
+        plain = f"zb-{model}-{micro_batches}-1f1b"
+        if plain in rows and name != plain:
+            published = samples_of(row) / samples_of(rows[plain])
+            errors.append(found[plain].step_s / found[name].step_s / published - 1)
+    assert len(errors) == 11 and sum(map(abs, errors)) / len(errors) <= 0.03
+
+
+def samples_of(row: dict[str, str]) -> float:
+    """Return the samples per second and device that a row of the zero-bubble paper reports."""
+    return float(row["note"].split()[0])
+
+
+def test_without_post_validation_a_step_ends_with_its_last_stage() -> None:
+    row = next(row for row in read_rows(SCHEDULES) if row["id"] == "zb-28.3b-m96-zb-2p")
+    case = case_of(row)
+    free = predict_cost(case.job, case.cluster)
+    waiting = predict_cost(replace(case.job, stack=replace(case.job.stack, update_waits=True)), case.cluster)
+    assert free.barrier_s == 0.0 and waiting.barrier_s > 0.05 * free.step_s
+    assert waiting.step_s - free.step_s == pytest.approx(waiting.barrier_s, rel=0.05)
+    plain = case_of(next(row for row in read_rows(SCHEDULES) if row["id"] == "zb-28.3b-m96-1f1b"))
+    assert predict_cost(plain.job, plain.cluster).barrier_s == 0.0
 
 
 def test_the_command_writes_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +243,7 @@ def test_bad_tables(tmp_path: Path) -> None:
         ({"recompute": "some"}, "recompute=some"), ({"zero_stage": "9"}, "zero_stage=9"),
         ({"step_time_s": "nan"}, "step_time_s=nan"), ({"gpu": "abacus"}, "no cluster file for the device abacus"),
         ({"precision": "fp4"}, "fp4"), ({"global_batch": "1"}, "less than dp x micro-batch"),
-        ({"schedule": "zb-1p"}, "zb-1p"), ({"schedule": "chimera"}, "chimera"),
+        ({"schedule": "dualpipe"}, "two copies of each stage"), ({"schedule": "chimera"}, "chimera"),
         ({"seq_parallel": "yes"}, "seq_parallel=yes is not one of y, n"), ({"outcome": "OOM"}, "OOM"),
         ({"tp": "128", "pp": "1"}, "finer than its heads"),
     ],

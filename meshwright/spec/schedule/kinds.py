@@ -26,6 +26,12 @@ from meshwright.spec.schedule.table import (
 )
 from meshwright.spec.schedule.v_shaped import dual_pipe_v, v_half, v_placement, zero_bubble_v
 
+# In a config, the schedule that the planner chooses (`plan/schedules.py`). It has no stages and no table.
+AUTO_SCHEDULE = "auto"
+NOT_CHOSEN = (
+    f"pipeline.schedule={AUTO_SCHEDULE} is chosen by `meshwright train`, and for a cluster by `meshwright cost` and "
+    "`simulate`: set pipeline.schedule=1f1b or another one here"
+)
 LARGEST_TABLE = 2**21  # the most stages x micro-batches of a table; a larger one would fill gigabytes of memory
 
 
@@ -278,6 +284,8 @@ def default_kind(chunks: int) -> str:
 
 def placement_of(kind: str, pp: int, chunks: int) -> Placement:
     """Return the (pipeline rank, chunk) of each stage under a kind of schedule."""
+    if kind == AUTO_SCHEDULE:
+        raise UserError(NOT_CHOSEN)
     return KINDS[kind].placement(pp, chunks)
 
 
