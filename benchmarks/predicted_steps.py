@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from common import BenchParser, finish
 
 from meshwright.bench.comm import joined, measure
-from meshwright.bench.request import OPS, Request, parse_sizes
+from meshwright.bench.request import OPS, MeasurementRequest, parse_sizes
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
@@ -140,7 +140,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     layout = Layout(RANKS, node_size=RANKS)
-    request = Request(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
+    request = MeasurementRequest(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
     jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES[: args.shapes])}
     seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
     profiles = []

@@ -14,12 +14,12 @@ from meshwright.bench.fit import Link, Measurement, fit_links
 from meshwright.bench.links import measure_links
 from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
-from meshwright.bench.request import Request
+from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import watched
 from meshwright.device import Device
 from meshwright.errors import UserError
-from meshwright.launch.processes import Place, enter, find_place, leave
+from meshwright.launch.processes import ProcessPlace, enter, find_place, leave
 from meshwright.spec.traffic.ledger import bus_factor
 
 TIMEOUT = 600.0  # The seconds until a hanging call is reported.
@@ -27,7 +27,7 @@ PAYLOAD_SHARE = 8  # The largest payload may take 1/8 of a device's memory.
 
 
 @contextlib.contextmanager
-def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
+def joined(request: MeasurementRequest) -> Iterator[tuple[Mesh, Device, ProcessPlace]]:
     """Join the world and yield this rank's mesh, device and place. Leave the world when the context ends."""
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
@@ -38,7 +38,9 @@ def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
         leave()
 
 
-def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
+def measure(
+    request: MeasurementRequest, mesh: Mesh, device: Device, local_world: int, quiet: bool = False
+) -> dict[str, Any]:
     """Measure everything and return the command's output, the same on every rank. `cluster` holds the planner's
     cluster."""
 

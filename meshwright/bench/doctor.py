@@ -22,7 +22,7 @@ import torch
 import meshwright
 from meshwright.bench.comm import joined
 from meshwright.bench.diagnosis import Facts
-from meshwright.bench.request import Request
+from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.group import Group
 from meshwright.comm.watchdog import open_store
 from meshwright.device import Device, cores_of_rank, host_memory_bytes
@@ -39,7 +39,7 @@ PRODUCTS = 32  # The products in a round of the burn-in.
 WAIT = timedelta(seconds=120)
 
 
-def examine(request: Request, folder: Path, burn_s: float) -> list[Facts]:
+def examine(request: MeasurementRequest, folder: Path, burn_s: float) -> list[Facts]:
     """Examine this rank. Return the facts of all ranks on rank 0, and an empty list on the others."""
     with joined(request) as (mesh, device, place):
         facts = Facts(mesh.rank, socket.gethostname(), device.name)

@@ -24,7 +24,7 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import documents_of
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents, document_attention
-from meshwright.nn.attention.pieces import Rows, kernel, kernel_backward
+from meshwright.nn.attention.pieces import RowPositions, kernel, kernel_backward
 from meshwright.nn.experts.grouped import grouped_product, grouped_weight_grad
 from meshwright.spec.layout.rows import ORDERS
 from meshwright.spec.model.part import Product
@@ -149,7 +149,7 @@ def _tiles(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: i
     """Return the attention kernels of the first context-parallel rank: forward and backward of each tile."""
     m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
-    given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
+    given = ContextRows(RowPositions(order[None].repeat(batch, 0)), device.torch)
     ring = config.context_plan.passes
     sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))

@@ -77,7 +77,7 @@ class Steps:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-class Recorder:
+class GradientRecorder:
     """A hook that passes all gradients of a step, as true means, to `take` before the update uses them."""
 
     def __init__(self, trainer: Trainer, take: Callable[[Pairs], None]) -> None:
@@ -183,7 +183,7 @@ def _train(
 ) -> None:
     """Train all steps, and record the first `compared` ones. The ledger of later steps holds only the communication of
     a normal step. `after` is called between them."""
-    recorder, device = Recorder(trainer, take), trainer.ctx.device
+    recorder, device = GradientRecorder(trainer, take), trainer.ctx.device
     device.reset_peak()
     for step in range(trainer.ctx.config.train.steps):
         recorder.active = step < compared

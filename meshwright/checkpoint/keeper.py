@@ -125,7 +125,7 @@ def _exactly(peer: socket.socket, size: int) -> bytearray:
     return data
 
 
-class Held(NamedTuple):
+class StoredCopy(NamedTuple):
     """A rank's copy: the run's number of ranks and its generation, the list of the blocks, and their bytes."""
 
     world: int
@@ -139,9 +139,9 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], StoredCopy] = {}
 
-    def put(self, step: int, rank: int, new: Held) -> None:
+    def put(self, step: int, rank: int, new: StoredCopy) -> None:
         """Store a copy, and drop all copies except those of the newest steps.
 
         After a loss a run may go back to an earlier step. Copies of an earlier generation from this step on are then
@@ -162,7 +162,7 @@ class Copies:
         with self._lock:
             return [[*at, held.world, held.generation] for at, held in sorted(self._held.items())]
 
-    def get(self, step: int, rank: int) -> Held:
+    def get(self, step: int, rank: int) -> StoredCopy:
         with self._lock:
             held = self._held.get((step, rank))
         if held is None:
@@ -175,7 +175,7 @@ def answer(copies: Copies, header: Header, parts: list[bytearray]) -> tuple[Head
     op = header.get("op")
     try:
         if op == "put" and len(parts) == 2:
-            copies.put(header["step"], header["rank"], Held(header["world"], header["generation"], *parts))
+            copies.put(header["step"], header["rank"], StoredCopy(header["world"], header["generation"], *parts))
             return {}, []
         if op == "found":
             return {"found": copies.found()}, []

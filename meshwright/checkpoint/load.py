@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
-from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, Rows, SideState, Slot, State, regions
+from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, SideState, Slot, State, StateRows, regions
 from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
@@ -133,7 +133,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                     absorbed = f"{state.absorbs}/{slot.record.name}" if isinstance(state, State) else ""
                     if rows.row == 0 and absorbed in reader.index.tensors:
                         more = torch.empty_like(values)
-                        add_saved_rows(reader, absorbed, slot.record, Rows(0, 1), low, high, more)
+                        add_saved_rows(reader, absorbed, slot.record, StateRows(0, 1), low, high, more)
                         values.add_(more)
                 else:
                     # If the saved run had one replica, all replicas of this run start from its state.
@@ -164,7 +164,7 @@ def has_state(reader: Reader, name: str, state: State | SideState, slot: Slot) -
 
 
 def add_saved_rows(
-    reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
+    reader: Reader, name: str, record: ParamRecord, at: StateRows, low: int, high: int, values: Tensor
 ) -> None:
     """Fill a part of an additive state. The ranks that hold it now sum the rows of the ranks that saved it, using each
     row once. On an unchanged layout each rank reads its own row."""

@@ -49,12 +49,12 @@ class AdapterWeights:
         self.packed = {record.name for record in records if record.packs is not None}
         self.adapters = {record.name: record.values.adapters for record in records if record.adapters}
 
-    def changes(self, name: str) -> list[Change]:
+    def changes(self, name: str) -> list[AdapterValues]:
         """Return the values of a weight's adapters."""
         changes = []
         for adapter in self.adapters.get(name, ()):
             norms = None if adapter.norms is None else self.read(adapter.norms)
-            changes.append(Change(adapter, self.read(adapter.down), self.read(adapter.up), norms))
+            changes.append(AdapterValues(adapter, self.read(adapter.down), self.read(adapter.up), norms))
         return changes
 
     def read(self, record: ParamRecord) -> Tensor:
@@ -65,7 +65,7 @@ class AdapterWeights:
         return values
 
 
-class Change(NamedTuple):
+class AdapterValues(NamedTuple):
     """The values of one adapter. `norms`: with DoRA, how far the norms of the rows were moved."""
 
     record: AdapterRecord

@@ -21,7 +21,7 @@ from meshwright.spec.layout.params import Box, ParamRecord, overlap, slices_of
 from meshwright.spec.model.part import ALONE
 
 
-class Piece(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor in the files, and its box in the parameter. `stacked`: it is one of many along a new first dim."""
 
     source: str
@@ -43,7 +43,7 @@ class PlannedFolder:
         self.pieces = self._pieces(module, own)
         self._check()
 
-    def _pieces(self, module: nn.Module, own: dict[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+    def _pieces(self, module: nn.Module, own: dict[str, tuple[int, ...]]) -> dict[str, list[SourceTensor]]:
         """Return the stored tensors of each entry of the state dict. `own`: the shapes of these entries."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -61,7 +61,7 @@ class PlannedFolder:
                 target, pattern = key, None
             grouped.setdefault(target, {}).setdefault(pattern or "", []).append(key)
 
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[SourceTensor]] = {}
         for target, sources in grouped.items():
             if target not in own:
                 continue
@@ -74,11 +74,13 @@ class PlannedFolder:
             pieces[target] = self._joined(target, operations, order)
         return pieces
 
-    def _whole(self, source: str) -> Piece:
+    def _whole(self, source: str) -> SourceTensor:
         shape = self._shape(source)
-        return Piece(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
+        return SourceTensor(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
 
-    def _joined(self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]) -> list[Piece]:
+    def _joined(
+        self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]
+    ) -> list[SourceTensor]:
         """Return the stored tensors of a parameter that is stacked from many, concatenated from a few, or both.
 
         `operations`: (name, dim) of the converter's steps. `sources`: the stored tensors of each source pattern.
@@ -99,7 +101,7 @@ class PlannedFolder:
                 start = [0] * len(box_shape)
                 start[0] = number if stacked else 0
                 start[dim] += offset if rest else 0
-                pieces.append(Piece(source, Box(tuple(start), box_shape, (0,) * len(box_shape)), stacked))
+                pieces.append(SourceTensor(source, Box(tuple(start), box_shape, (0,) * len(box_shape)), stacked))
             offset += box_shape[dim] if rest else 0
         return pieces
 

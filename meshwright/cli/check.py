@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.exact_twin import Checked, exact_twin, full_size
+from meshwright.config.exact_twin import ExactTwin, exact_twin, full_size
 from meshwright.config.load import config_from, load_config, read_sections, set_key
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, batch_divides, check
@@ -116,7 +116,7 @@ def train(ranks: int, body: Callable[..., None], args: argparse.Namespace) -> in
     return CRASHED if code == 1 else code
 
 
-def checked_from(args: argparse.Namespace) -> Checked:
+def checked_from(args: argparse.Namespace) -> ExactTwin:
     """Return the twin, or the full-size config, to run."""
     config = config_of(args)
     devices = devices_of(args, config)
@@ -200,7 +200,7 @@ def check_memory(alone: Config) -> None:
         )
 
 
-def _prepare(checked: Checked, scratch: Path) -> None:
+def _prepare(checked: ExactTwin, scratch: Path) -> None:
     """Write the base weights that the twin's adapters change, if it has adapters."""
     base = checked.config.tune.base
     if checked.config.tune.adapts and base.startswith(str(scratch)):
@@ -249,7 +249,7 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     """Read the results of all ranks, compare them with the reference and return the figures of the page."""
     from meshwright.check.checking import REFERENCE, Steps
 
-    checked: Checked = args.checked
+    checked: ExactTwin = args.checked
     one = Steps.read(args.scratch / REFERENCE)
     ranks = [Steps.read(args.scratch / f"rank-{rank}.json") for rank in range(checked.world)]
     rounding = ROUNDING[checked.config.train.precision] if args.full else EXACT
@@ -266,7 +266,7 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     return as_json(args.config, args.model, checked, verdict) | {"memory": memory}
 
 
-def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
+def memory_of(checked: ExactTwin, measured: list[int]) -> dict[str, Any]:
     """Return the planned peak of the fullest rank and the measured peak. A CPU does not measure it: there a
     dry run of that rank replaces the measurement."""
     job = checked_job(checked.config, checked.world)
@@ -288,7 +288,7 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
 MOST_NAMED = 5
 
 
-def as_json(name: str, model: str | None, checked: Checked, verdict: Verdict) -> dict[str, Any]:
+def as_json(name: str, model: str | None, checked: ExactTwin, verdict: Verdict) -> dict[str, Any]:
     """Return everything that was compared. `model` is the folder or file that replaces the config's model."""
     c, layout = checked.config, checked.config.layout
     sizes = {"dp": checked.world // layout.least_world, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.diagnosis import Check, Facts, Wanted, judge
-from meshwright.bench.request import Request
+from meshwright.bench.request import MeasurementRequest
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
@@ -82,7 +82,9 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
     args.folder = args.folder or Path(config.run.dir if config else ".")
     device, backend = (config.run.device, config.comm.backend) if config else ("auto", "auto")
     layout = Layout(world, node_size=local_world)
-    args.request = Request(layout, ("dp",), ("send",), (2**20,), 1.0, device=args.device or device, backend=backend)
+    args.request = MeasurementRequest(
+        layout, ("dp",), ("send",), (2**20,), 1.0, device=args.device or device, backend=backend
+    )
     wanted: dict[str, Any] = {"folder": str(args.folder)}
     if config:
         check(config, world, TRAINING_RULES)

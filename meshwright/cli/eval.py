@@ -14,7 +14,7 @@ from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.stream import SPLIT_NAMES, OneEpoch
 from meshwright.data.token_file import TokenFile
-from meshwright.engine.datasets import Checked, datasets_of
+from meshwright.engine.datasets import CheckedDataset, datasets_of
 from meshwright.errors import UserError, plural
 from meshwright.infer.reading import resolve, sections_of
 from meshwright.launch.launch import start, warm_up
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return start(args.nproc, evaluate_rank, args)
 
 
-def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
+def data_of(args: argparse.Namespace, config: Config, most: int) -> CheckedDataset:
     """Return the samples to evaluate on: at most one epoch of the named files, or of a part of the run's own data.
     `most`: the largest number of samples."""
     from meshwright.interop.hf import NO_DATA
@@ -92,7 +92,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
             f"the run has no {part} data (data.split={list(config.data.split)}): choose another part with --split, "
             "or name token files with --data PREFIX"
         )
-    return Checked(OneEpoch(data.dataset, most), config.model.vocab)
+    return CheckedDataset(OneEpoch(data.dataset, most), config.model.vocab)
 
 
 def evaluate_rank(args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from meshwright.launch.launch import (
     start,
     warm_up,
 )
-from meshwright.launch.processes import Place, address_of, find_place
+from meshwright.launch.processes import ProcessPlace, address_of, find_place
 from meshwright.launch.signals import ends_at_once
 from meshwright.plan.effects import say_what_has_no_effect
 from meshwright.record.checkpoint_format import (
@@ -152,7 +152,7 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
 
 
-def prepare(args: argparse.Namespace, place: Place) -> None:
+def prepare(args: argparse.Namespace, place: ProcessPlace) -> None:
     """Check the config of a rank of another launcher, before torch is loaded. Rank 0 reports the start."""
     config = config_of(args)
     # Every rank chooses the same layout, because the planner's search is deterministic.
@@ -345,7 +345,7 @@ def start_elastic(
 # nodes that are left, so their number may not fit the config's layout.
 
 
-def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int, list[str]]:
+def fewer_ranks(config: Config, words: Sequence[str], place: ProcessPlace) -> tuple[int, list[str]]:
     """Return the number of a launcher's ranks that train, and the words of their layout.
 
     These are all ranks and the given words, if they fit each other and the run never had more ranks than now. Otherwise
@@ -365,7 +365,7 @@ def _most_ranks(config: Config) -> int:
     return max((event.get("world", 0) for event in read_events(config.run.dir)), default=0)
 
 
-def stand_by(config: Config, place: Place) -> None:
+def stand_by(config: Config, place: ProcessPlace) -> None:
     """Wait as a rank that does not train, until the run ends or the launcher ends this process."""
     folder = Path(config.run.dir)
     number = owner_number(folder)

@@ -237,7 +237,7 @@ class Group:
         self.all_reduce(number, "max")
         return float(number.item())
 
-    def told(self, text: str, device: torch.device) -> str:
+    def broadcast_text(self, text: str, device: torch.device) -> str:
         """Return the first rank's text on every rank. The other ranks' `text` is ignored."""
         own = list(text.encode()) if self.index == 0 else []
         size = int(self.agreed(float(len(own)), device))

@@ -170,7 +170,7 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 
 
-class Owner(NamedTuple):
+class ModelChoice(NamedTuple):
     """A choice that every model makes, such as its kind or its norm, with the features that the choice supports."""
 
     words: str  # its key and value, for error sentences
@@ -179,11 +179,11 @@ class Owner(NamedTuple):
     reasons: Mapping[str, str]  # reasons for some refusals, written as in `Feature.refuses`
 
 
-def owners_of(c: Config) -> Iterator[Owner]:
+def owners_of(c: Config) -> Iterator[ModelChoice]:
     """Yield the choices of a config that support only some features: the model's kind and its norm."""
     kind, norm = c.model.kind_facts, c.model.norm_facts
-    yield Owner(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
-    yield Owner(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
+    yield ModelChoice(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
+    yield ModelChoice(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
 
 
 def exclusions(c: Config, planned: bool = False) -> Iterator[str]:

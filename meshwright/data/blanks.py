@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, Numbered
-from meshwright.data.masked import Piece, keyed_uniform
+from meshwright.data.masked import DocumentChunk, keyed_uniform
 
 Integers = NDArray[np.int64]
 SOURCE, SPANS, PADDING = 0, 1, 2  # the segments of a sample
@@ -68,7 +68,7 @@ class BlankStream:
         If the model has an embedding of second positions, `token_types` [seq] holds these.
         """
         options, piece = self.options, self.source.sample(n)
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, DocumentChunk)
         # The order of the draws is part of the data format: changing it changes every sample.
         random = keyed_uniform(3 + 3 * options.most_spans, *self.key, n)
         mask, gmask, sop, eop, pad = options.specials

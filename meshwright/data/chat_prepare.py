@@ -21,7 +21,7 @@ from meshwright.data.chat_template import (
     load_template,
     named_template,
 )
-from meshwright.data.conversations import Conversation, Pair, Record, read_records
+from meshwright.data.conversations import Conversation, PreferencePair, Record, read_records
 from meshwright.data.packed import MASK, best_fit
 from meshwright.data.prepare import check_out
 from meshwright.data.token_writer import TokenFileWriter, metadata
@@ -97,7 +97,7 @@ def _encoded(
             if summary.kind not in ("", kind):
                 raise UserError(f"{where} is of another kind than the records before it: keep kinds in files apart")
             summary.kind = kind
-            conversations = [record.chosen, record.rejected] if isinstance(record, Pair) else [record]
+            conversations = [record.chosen, record.rejected] if isinstance(record, PreferencePair) else [record]
             try:
                 yield from (_judged(one, template.encode(one, tokenizer)) for one in conversations)
             except Broken as error:
@@ -105,7 +105,7 @@ def _encoded(
 
 
 def _kind(record: Record) -> str:
-    if isinstance(record, Pair):
+    if isinstance(record, PreferencePair):
         return "pairs"
     return "chat" if record.good is None else "judged"
 

@@ -35,14 +35,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two conversations with the same beginning, of which the first was preferred."""
 
     chosen: Conversation
     rejected: Conversation
 
 
-Record = Conversation | Pair
+Record = Conversation | PreferencePair
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -116,7 +116,7 @@ def record_of(value: dict[str, Any]) -> Record:
     raise ValueError(f"its fields are {', '.join(map(str, value)) or 'none'}, and the known formats have {known}")
 
 
-def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
+def _pair(value: dict[str, Any], tools: list[Any] | None) -> PreferencePair:
     chosen, rejected = (_turn(value[key], "assistant") for key in ("chosen", "rejected"))
     asked = _system(value) + (_turn(value["prompt"], "user") if "prompt" in value else [])
     # Without a prompt, both are whole conversations, and the messages that they share at the beginning are the prompt.
@@ -128,7 +128,7 @@ def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
             raise ValueError("chosen and rejected have no prompt in common, or are the same")
         asked, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     good, bad = (Conversation(asked + each, tools, only_last=True) for each in (chosen, rejected))
-    return Pair(good, bad)
+    return PreferencePair(good, bad)
 
 
 def _turn(value: Any, role: str) -> list[Message]:

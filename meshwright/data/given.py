@@ -76,7 +76,7 @@ class Indexed:
         return self._order[1]
 
 
-class State(NamedTuple):
+class IteratorPosition(NamedTuple):
     """A position of an iterator: the samples that it has given, its epoch, and its state (None: its beginning)."""
 
     position: int
@@ -92,7 +92,7 @@ class Iterated:
         self.data, self.name, self.every = data, name, every
         self.has_states = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._fresh = copy.deepcopy(data.state_dict()) if self.has_states else None
-        self._states = [State(0, 0, self._fresh)]
+        self._states = [IteratorPosition(0, 0, self._fresh)]
         self._go_to(self._states[0])
         # Sample 0 is read once more to learn the shapes, when a run that resumes is elsewhere already.
         self._first: Sample | None = None
@@ -113,7 +113,7 @@ class Iterated:
 
     def _note_state(self) -> None:
         if self.has_states:
-            self._states.append(State(self.position, self.epoch, copy.deepcopy(self.data.state_dict())))
+            self._states.append(IteratorPosition(self.position, self.epoch, copy.deepcopy(self.data.state_dict())))
             # The first one stays: it begins anew.
             del self._states[1:-STATES_KEPT]
 
@@ -130,13 +130,13 @@ class Iterated:
     def begin_at(self, n: int, state: str, says: bool) -> None:
         """Prepare to read from sample n on, with a state that a checkpoint holds ("": none)."""
         if state:
-            self._states[1:] = [State(*json.loads(state))]
+            self._states[1:] = [IteratorPosition(*json.loads(state))]
             self._go_to(self._states[-1])
         elif n and says:
             why = "has no state_dict" if not self.has_states else "had no state in the checkpoint"
             notice(f"{self.name} {why}: its first {n:,} samples are read again and skipped, to go on after them")
 
-    def _go_to(self, state: State) -> None:
+    def _go_to(self, state: IteratorPosition) -> None:
         self.position, self.epoch = state.position, state.epoch
         if self.has_states:
             self.data.load_state_dict(copy.deepcopy(state.state))
@@ -176,7 +176,7 @@ def as_arrays(sample: Any, name: str) -> Sample:
     return arrays
 
 
-class Tokens:
+class TransformersSamples:
     """Samples for the built-in models from samples in the form of transformers.
 
     A sample has `input_ids` and maybe `attention_mask` and `labels` (-100: not learned). Each token predicts the next
@@ -213,5 +213,5 @@ class Tokens:
 
 def iterated(data: Any) -> Iterated | None:
     """Return the iterator behind a dataset, if there is one."""
-    inner = data.data if isinstance(data, Tokens) else data
+    inner = data.data if isinstance(data, TransformersSamples) else data
     return inner if isinstance(inner, Iterated) else None

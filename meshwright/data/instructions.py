@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, keyed_permutation
-from meshwright.data.masked import Piece
+from meshwright.data.masked import DocumentChunk
 from meshwright.data.packed import Conversations
 
 
@@ -51,7 +51,7 @@ class Instructions:
     def own_labels(self, n: int) -> int:
         return 2 * self.seq
 
-    def sample(self, n: int) -> Piece:
+    def sample(self, n: int) -> DocumentChunk:
         """Return the tokens of sample n, and where its answer begins among them."""
         epoch, at = divmod(n, self.epoch_samples)
         number, begin, end = self._answers[int(self._order(epoch)[at])].tolist()
@@ -59,4 +59,4 @@ class Instructions:
         # At least one token of the source is kept, and as many before the answer as fit.
         answer = min(end - begin, self.seq - 1)
         low = max(0, begin + answer - self.seq)
-        return Piece(tokens[low : begin + answer], np.zeros(0, np.int64), begin - low)
+        return DocumentChunk(tokens[low : begin + answer], np.zeros(0, np.int64), begin - low)

@@ -33,7 +33,7 @@ def keyed_uniform(count: int, *key: int | str) -> NDArray[np.float64]:
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Piece(NamedTuple):
+class DocumentChunk(NamedTuple):
     """A chunk of one document's tokens."""
 
     tokens: NDArray[np.int64]
@@ -74,7 +74,7 @@ class DocumentPieces:
         """
         return 2 * self.seq
 
-    def sample(self, n: int) -> Piece:
+    def sample(self, n: int) -> DocumentChunk:
         epoch, at = divmod(n, self.epoch_samples)
         number = int(self._order(epoch)[at])
         document = int(np.searchsorted(self._ends, number, side="right"))
@@ -84,7 +84,7 @@ class DocumentPieces:
         begin = int(self._pointers[document]) // self.file.dtype.itemsize
         tokens = self.file.tokens[begin + low : begin + high].astype(np.int64)
         sentences = self._sentences(int(self._numbers[document]))
-        return Piece(tokens, sentences[(sentences > low) & (sentences < high)] - low)
+        return DocumentChunk(tokens, sentences[(sentences > low) & (sentences < high)] - low)
 
     def _sentences(self, document: int) -> NDArray[np.int64]:
         """Return where the second and later sequences of a document begin.
@@ -131,7 +131,7 @@ class MaskedStream:
 
         Those fields are places, labels and loss_mask [predictions]. If samples have two segments, `swapped` is 0 or 1.
         """
-        piece: Piece = self.source.sample(n)
+        piece: DocumentChunk = self.source.sample(n)
         masking, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
         cls, sep, mask, pad = masking.specials
         tokens, swapped = piece.tokens, 0
@@ -167,7 +167,7 @@ class MaskedStream:
         return sample | ({"swapped": np.asarray(swapped, np.int64)} if masking.pairs else {})
 
 
-def _pivot(piece: Piece, random: float) -> int:
+def _pivot(piece: DocumentChunk, random: float) -> int:
     """Return where the second segment begins: at a sentence if sentences are known, else in the middle half."""
     count = len(piece.tokens)
     if len(piece.sentences):

@@ -25,7 +25,7 @@ SAME = {"tokenizer_digest": "another tokenizer", "vocab_size": "another vocabula
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeSummary:
     """A summary of a merge."""
 
     prefix: str
@@ -38,7 +38,7 @@ class Merged:
     checked: bool  # the files have metadata, so their tokenizers could be compared
 
 
-def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: Progress = no_progress) -> Merged:
+def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: Progress = no_progress) -> MergeSummary:
     """Write OUT.bin and OUT.idx with the documents of the files, and the side files of the first one."""
     _check_names(out, prefixes)
     check_out(out, force, "OUT")
@@ -52,7 +52,7 @@ def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: P
                 advance(len(tokens))
         side_files = _side_files(out, files[0], metadata, writer) if metadata else {}
         writer.finish(side_files)
-    return Merged(
+    return MergeSummary(
         out, [out + suffix for suffix in (".bin", ".idx", *side_files)], len(files), writer.document_count,
         writer.sequence_count, writer.token_count, files[0].dtype.name, bool(metadata),
     )  # fmt: skip

@@ -89,7 +89,7 @@ def sample_length(prefixes: Sequence[str], most: int) -> int:
     return min(most, noted) if noted else fitting_length(*sizes_of(prefixes), most)
 
 
-class Cut(NamedTuple):
+class LengthLoss(NamedTuple):
     """The loss by a length of samples: of `conversations`, `cut` lose their end and `empty` every learned token.
 
     Of `learned` tokens, `kept` are left.
@@ -116,7 +116,7 @@ class Cut(NamedTuple):
         return words + (f", and {self.empty:,} of them keep nothing to learn" if self.empty else "")
 
 
-def cut_of(prefixes: Sequence[str], seq: int) -> Cut:
+def cut_of(prefixes: Sequence[str], seq: int) -> LengthLoss:
     """Count the tokens that samples of `seq` tokens cut off the conversations of some files."""
     conversations = cut = empty = learned = lost = 0
     for prefix in prefixes:
@@ -128,7 +128,7 @@ def cut_of(prefixes: Sequence[str], seq: int) -> Cut:
             mask = whole.read(number, int(sizes[number]))[1]
             cut, empty = cut + 1, empty + (not mask[:most].any())
             lost += int(np.count_nonzero(mask[most:]))
-    return Cut(conversations, cut, empty, learned, learned - lost)
+    return LengthLoss(conversations, cut, empty, learned, learned - lost)
 
 
 def length_words(prefixes: Sequence[str], seq: int) -> str:

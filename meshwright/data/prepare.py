@@ -20,7 +20,7 @@ from meshwright.data.documents import ByteRange, Task, find_files, plan_tasks, r
 from meshwright.data.selection import EVERYTHING, Duplicates, Encoded, Selection, digest_of
 from meshwright.data.sentences import split_sentences
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter, metadata
-from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
+from meshwright.data.tokenizers import Tokenizer, TokenizerSource, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError
 
@@ -101,7 +101,7 @@ def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encod
     return Encoded(b"".join(token_bytes), lengths, counts, digests, last_open, size, empty, filtered, replaced)
 
 
-def make_encoder(recipe: Recipe, selection: Selection) -> Callable[[Task], Encoded]:
+def make_encoder(recipe: TokenizerSource, selection: Selection) -> Callable[[Task], Encoded]:
     """Return the function that encodes tasks. It is called in each worker process."""
     return partial(encode_task, recipe.make(), selection)
 

@@ -25,7 +25,7 @@ from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.offload import StateStore
 from meshwright.engine.step import Trainer
 from meshwright.models.graph_stage import GraphStage
-from meshwright.plan.rank import Counts, RankFigures
+from meshwright.plan.rank import Counts, PlannedRank
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.model.gpt import vocabulary_rows
 from meshwright.spec.schedule.table import action_counts
@@ -36,7 +36,7 @@ TIMED = 2  # Steps that are timed on a device, after one warm-up step.
 
 
 @dataclass(frozen=True)
-class RankRun(RankFigures):
+class RankRun(PlannedRank):
     """The memory, calls and actions of a rank in one step.
 
     `most` has the measured peaks. `step_s` is the compute time of a step; None on `meta`.

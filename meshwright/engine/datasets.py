@@ -25,7 +25,7 @@ from meshwright.record.companions import tokenizer_of_data
 VOCAB_MULTIPLE = 128
 
 
-class Checked:
+class CheckedDataset:
     """A dataset that checks its token ids.
 
     An embedding sharded over tp silently returns zeros for an id outside the vocabulary.
@@ -192,4 +192,4 @@ def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
             f"model.vocab={config.model.vocab} is too small for the data, whose tokenizer has {needed} tokens: "
             f"set model.vocab={needed} or more"
         )
-    return tuple(part if part is None else Checked(part, config.model.vocab) for part in parts)  # type: ignore[return-value]
+    return tuple(part if part is None else CheckedDataset(part, config.model.vocab) for part in parts)  # type: ignore[return-value]

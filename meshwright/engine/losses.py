@@ -175,7 +175,7 @@ class Sums:
                 )
 
 
-class Gate:
+class UpdateGate:
     """Holds back the update of a step whose loss or gradient norm is above a bound or, with `nonfinite`, not finite.
 
     Later steps that were launched before the host knew are held back too, so that the weights stay as they were before

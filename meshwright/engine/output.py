@@ -31,7 +31,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Share:
+class Ratio:
     """A monitored value that is a ratio, such as an accuracy. Its `count` may differ between micro-batches."""
 
     sum: Number
@@ -92,7 +92,7 @@ class Totals:
         for term in output.terms:
             self.terms[term.name].add(term)
         for name, value in output.monitored.items():
-            share = value if isinstance(value, Share) else Share(value, 1.0)
+            share = value if isinstance(value, Ratio) else Ratio(value, 1.0)
             self.monitored[name] = self.monitored[name] + _wide(share.sum)
             self.times[name] = self.times[name] + _wide(share.count)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.config.tune import BETTER, TuneConfig
-from meshwright.engine.output import LOSS, Share, StageOutput, Term
+from meshwright.engine.output import LOSS, Ratio, StageOutput, Term
 from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.nn.answers import AnswerLogps
@@ -110,7 +110,7 @@ def preference_output(
 
 
 # Losses, a mask of the entries that exist (samples have different numbers of answers), and monitored values.
-Judged = tuple[Tensor, Tensor, dict[str, Share]]
+Judged = tuple[Tensor, Tensor, dict[str, Ratio]]
 
 
 def _judged(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
@@ -124,5 +124,5 @@ def _paired(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> 
     # A missing pair is replaced by answers of one token with probability 1/2, so that no gradient becomes infinite.
     logps = torch.where(present[..., None], logps, -0.7)
     chosen, rejected = (Answer(logps[..., n], references[..., n], counts[..., n].clamp(min=1.0)) for n in (0, 1))
-    better = Share(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
+    better = Ratio(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
     return PAIRED[tune.loss](chosen, rejected, tune), present, {BETTER: better}

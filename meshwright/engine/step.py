@@ -24,7 +24,15 @@ from meshwright.engine.balance import ExpertBalance
 from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
 from meshwright.engine.context import Context, compiles, is_host
 from meshwright.engine.executor import Executor
-from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
+from meshwright.engine.losses import (
+    Normalisation,
+    StepSums,
+    Sums,
+    UpdateGate,
+    declared_counts,
+    sums_of_step,
+    sums_over_world,
+)
 from meshwright.engine.marks import Marks
 from meshwright.engine.monitor import Monitored, Summing
 from meshwright.engine.optim.exchange import MatrixExchange
@@ -163,7 +171,7 @@ class Trainer:
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
         self.before_step: Callable[[], object] = lambda: None
-        self.gate = Gate(len(self.terms))
+        self.gate = UpdateGate(len(self.terms))
         self.marks: Marks | None = None
         timer = ctx.device.stream_timer()
         self.sampled = None if timer is None else SampledWaits(timer, ctx.ledger)

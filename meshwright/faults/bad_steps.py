@@ -90,7 +90,7 @@ def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
     return ""
 
 
-class Place(NamedTuple):
+class FaultPlace(NamedTuple):
     """The place of a fault: the ranks that it is attributed to, the machine of the first, and the first bad tensor."""
 
     ranks: tuple[int, ...] = ()
@@ -190,14 +190,14 @@ class BadSteps:
             self.notes.add(BAD_STEP, text, result.step)
             return replayed
 
-        place = Place() if spike else self._diagnosed(replayed)
+        place = FaultPlace() if spike else self._diagnosed(replayed)
         if self._is_of_rank(replayed, place):
             text = f"{why}, and again; with other ranks' samples too, {place.words}: its hardware is broken"
             self.notes.add(FAULT, text, result.step, rank=place.rank)
             self._stop(replayed, f"{text}: take its machine out of the run")
         return self._data_or_model(replayed, f"{why}, also when it is computed again: the data or the model", place)
 
-    def _hardware(self, replayed: StepResult, why: str, place: Place, bounds: tuple[float, float]) -> StepResult:
+    def _hardware(self, replayed: StepResult, why: str, place: FaultPlace, bounds: tuple[float, float]) -> StepResult:
         """Note a passing hardware fault: the step gave another result the second time, which makes its update."""
         is_now = "stands out too, but differently" if why_bad(replayed, bounds) else "is good"
         numbers = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
@@ -205,7 +205,7 @@ class BadSteps:
         self.notes.fault(f"{text}, {place.words}", replayed.step, place.rank, layer=_layer(place))
         return replayed
 
-    def _data_or_model(self, result: StepResult, text: str, place: Place) -> StepResult:
+    def _data_or_model(self, result: StepResult, text: str, place: FaultPlace) -> StepResult:
         """Handle a bad step that the data or the model caused as `faults.action` says: skip, roll back or stop."""
         where = f", {place.words}" if place.found else ""
         text, action = f"{text}{where}{self._samples(result, place)}", self.config.action
@@ -233,7 +233,7 @@ class BadSteps:
         self.saver.committed()
         return has_checkpoint(self.trainer)
 
-    def _roll_back(self, result: StepResult, text: str, place: Place) -> None:
+    def _roll_back(self, result: StepResult, text: str, place: FaultPlace) -> None:
         """Load the newest checkpoint, and continue with the samples after the bad batch."""
         trainer = self.trainer
         trainer.data_parallel.weights.wait_for_gathers()
@@ -249,13 +249,13 @@ class BadSteps:
     def _marks(self, step: int) -> Sequence[Mark]:
         return [] if self.trainer.marks is None else self.trainer.marks.steps.get(step, [])
 
-    def _not_finite(self, marks: Sequence[Mark]) -> Place:
+    def _not_finite(self, marks: Sequence[Mark]) -> FaultPlace:
         return self._place(self.trainer.marks.not_finite(marks) if self.trainer.marks else None)
 
-    def _differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Place:
+    def _differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> FaultPlace:
         return self._place(self.trainer.marks.differing(marks, again) if self.trainer.marks else None)
 
-    def _place(self, found: Found | None) -> Place:
+    def _place(self, found: Found | None) -> FaultPlace:
         """Gather the first bad mark of each rank. Return the earliest one in the step, with the ranks that have it."""
         ctx = self.trainer.ctx
         local = json.dumps([found, socket.gethostname()]).encode()
@@ -263,12 +263,12 @@ class BadSteps:
             gathered = [json.loads(text) for text in gather_bytes(ctx.mesh.world, local, ctx)]
         by_rank = {rank: Found(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
         if not by_rank:
-            return Place()
+            return FaultPlace()
         first = min(by_rank.values(), key=lambda mark: mark.sooner)
         ranks = tuple(rank for rank, mark in by_rank.items() if mark.sooner == first.sooner)
-        return Place(ranks, gathered[ranks[0]][1], first)
+        return FaultPlace(ranks, gathered[ranks[0]][1], first)
 
-    def _diagnosed(self, result: StepResult) -> Place:
+    def _diagnosed(self, result: StepResult) -> FaultPlace:
         """Compute the step once more to find the first bad tensor. The trainer's counters are restored afterwards."""
         trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
@@ -277,7 +277,7 @@ class BadSteps:
         trainer.step_number, trainer.consumed = after
         return self._place(found)
 
-    def _is_of_rank(self, result: StepResult, place: Place) -> bool:
+    def _is_of_rank(self, result: StepResult, place: FaultPlace) -> bool:
         """Return True if the fault belongs to a rank rather than to its samples.
 
         Ranks exchange their samples for one more computation. The rank is at fault if its result is as bad with other
@@ -291,7 +291,7 @@ class BadSteps:
         batches.exchange(0)
         return moved.found is None or moved.ranks == place.ranks
 
-    def _samples(self, result: StepResult, place: Place | None = None) -> str:
+    def _samples(self, result: StepResult, place: FaultPlace | None = None) -> str:
         """Name the samples of the whole batch or, if `place` names one rank and micro-batch, of that micro-batch."""
         ctx = self.trainer.ctx
         samples: Sequence[int] = range(result.consumed, result.consumed + result.global_batch)
@@ -302,7 +302,7 @@ class BadSteps:
         return f", in {many}"
 
 
-def _layer(place: Place) -> str | None:
+def _layer(place: FaultPlace) -> str | None:
     return None if place.found is None else place.found.words
 
 

@@ -30,7 +30,7 @@ from meshwright.spec.layout import Layout
 MOST_NAMED = 3  # Messages name at most this many parameters.
 
 
-class Held(NamedTuple):
+class ReplicatedTensors(NamedTuple):
     """Tensors that are equal on all ranks of an axis: a parameter, all weights of a buffer, or an optimizer state."""
 
     axis: str
@@ -63,7 +63,7 @@ def checksum(x: Tensor) -> Tensor:
     return flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)
 
 
-def held_alike(trainer: Trainer) -> Iterator[Held]:
+def held_alike(trainer: Trainer) -> Iterator[ReplicatedTensors]:
     """Yield the tensors of this rank that are equal on other ranks.
 
     States on disk are left out, since reading all of them takes long.
@@ -74,11 +74,11 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
     exact = trainer.ctx.device.module is None
     for buffer in parallel.buffers:
         if buffer.split.stage < 3:
-            yield Held(buffer.key.data_axes, "weights", [buffer.params], buffer)
+            yield ReplicatedTensors(buffer.key.data_axes, "weights", [buffer.params], buffer)
             for slot in buffer.slots:
                 for axis in slot.record.copies:
                     if (exact or axis in slot.record.partial) and mesh.rank in mesh.layout.group(axis, mesh.rank):
-                        yield Held(axis, slot.record.name, [slot.view])
+                        yield ReplicatedTensors(axis, slot.record.name, [slot.view])
     if trainer.ctx.config.zero.offload.optimizer == "disk":
         return
     masters = {id(state.buffer) for state in trainer.optimizer.states if not state.in_place}
@@ -89,7 +89,7 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
         if replicas.alone or (state.name == "param" and compared and id(state.buffer) not in masters):
             continue
         stored = [tensor for values in state.tensors for tensor in tensors_of(values)]
-        yield Held(replicas.axis, state.name, stored, state=state)
+        yield ReplicatedTensors(replicas.axis, state.name, stored, state=state)
 
 
 def divergences(layout: Layout, axes: Sequence[str], sums: Sequence[Sequence[int]]) -> list[Divergence]:
@@ -173,7 +173,7 @@ class ReplicaCheck(Hook):
             ctx.mesh.world.all_gather(by_rank, local)
         return divergences(ctx.layout, self.axes, by_rank.view(ctx.layout.world, -1).tolist())
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> Iterator[ReplicatedTensors]:
         """Yield the tensors to compare, without the axes of size 1, which have no other rank to compare with."""
         layout = self.trainer.ctx.layout
         for held in held_alike(self.trainer):

@@ -27,7 +27,7 @@ from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.step import fields_of, mean_loss, validation_unit
 from meshwright.errors import UserError
 from meshwright.interop.hf import config_of
-from meshwright.launch.processes import Place, enter, find_place, leave
+from meshwright.launch.processes import ProcessPlace, enter, find_place, leave
 from meshwright.models.stage import stage_of
 from meshwright.models.wrapped.sections import is_described
 from meshwright.record.checkpoint_format import find_checkpoint
@@ -61,7 +61,7 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
 
 
 def with_model(
-    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any]
+    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], ProcessPlace], Any]
 ) -> Any:
     """Join the world, load the model that `source` names, and return the result of `use` with it."""
     weights, raw_config = open_model(source)

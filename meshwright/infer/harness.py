@@ -22,7 +22,7 @@ from meshwright.infer.scoring import Continued, scores
 MISSING = "tasks are run by lm-eval: pip install meshwright[tasks]"
 
 
-class Asked:
+class HarnessModel:
     """The methods that lm-eval calls on a model. `run_tasks` combines it with lm-eval's base class, which is imported
     only then."""
 
@@ -141,7 +141,7 @@ def run_tasks(
         raise UserError(MISSING) from None
     if quiet:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    model = make(type("HarnessModel", (Asked, TemplateLM), {}))
+    model = make(type("HarnessModel", (HarnessModel, TemplateLM), {}))
     try:
         manager = TaskManager(include_path=list(folders) or None)
         unknown = [task for task in tasks if not manager.match_tasks([task])]

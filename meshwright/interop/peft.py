@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.base import Base, check_digest, digest, fill_range, open_base
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.merged import AdapterWeights, Change, box_record
+from meshwright.checkpoint.merged import AdapterValues, AdapterWeights, box_record
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.config.tune import TuneConfig
@@ -148,14 +148,14 @@ def _modules(mapped: Mapped) -> Iterator[tuple[str, list[SourceRows]]]:
         yield source.rpartition(".")[0], runs
 
 
-def _rows_in(change: Change, runs: list[SourceRows]) -> bool:
+def _rows_in(change: AdapterValues, runs: list[SourceRows]) -> bool:
     """Return True if a module holds the rows of an adapter. No adapter is spread over several modules."""
     count = sum(part.count for run in runs if (part := run.of_ours(change.record.start, change.record.stop)))
     assert count in (0, change.record.stop - change.record.start)
     return count > 0
 
 
-def _stacked(changes: list[Change], runs: list[SourceRows]) -> dict[str, Tensor]:
+def _stacked(changes: list[AdapterValues], runs: list[SourceRows]) -> dict[str, Tensor]:
     """Return both factors of the one PEFT adapter that combines several of ours."""
     up = changes[0].up.new_zeros(sum(run.count for run in runs), sum(change.up.shape[1] for change in changes))
     column = 0
@@ -183,7 +183,7 @@ def row_norms(
     return torch.cat(norms)
 
 
-def _norms(base: Base, own: AdapterWeights, name: str, changes: list[Change], runs: list[SourceRows]) -> Tensor:
+def _norms(base: Base, own: AdapterWeights, name: str, changes: list[AdapterValues], runs: list[SourceRows]) -> Tensor:
     """Return the norms of a PEFT module's rows with DoRA. Rows without an adapter keep the base's norms."""
     norms = changes[0].up.new_empty(sum(run.count for run in runs))
     for run in runs:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.comm.group import Group
     from meshwright.config.comm import LinkConfig
     from meshwright.engine.sharding.buffers import Bucket
-    from meshwright.engine.sharding.reducers import Network, PendingReduction
+    from meshwright.engine.sharding.reducers import LinkCost, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 
@@ -60,7 +60,7 @@ class AlgorithmReducer(PlainReducer):
         return self.chosen(op, payload, ranks, on_node) == "torch"
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         payload = elements * element_bytes
@@ -94,7 +94,7 @@ class GatherToOne(PlainReducer):
         return False
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         return network.through_one(elements * element_bytes, ranks, on_node)

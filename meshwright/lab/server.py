@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from meshwright.comm.group import Group
     from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-    from meshwright.engine.sharding.reducers import Network, PendingReduction
+    from meshwright.engine.sharding.reducers import LinkCost, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 WIDE_BYTES = 4  # Late gradients are held in float32 or wider.
@@ -72,7 +72,7 @@ class ServerReducer(PlainReducer):
         return False
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         """Return the seconds of a sum (see `ReducerPlan`), which grow with the number of ranks per server."""

@@ -22,7 +22,7 @@ from signal import SIGKILL, SIGTERM
 from meshwright.checkpoint.keeper import KEEPERS, KEY
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.launch import SHUTDOWN_S, STOP, Outcome, Team, in_short, is_final, signal_ranks
-from meshwright.launch.nodes import Board, Generation, Node, Share, knock, new_node
+from meshwright.launch.nodes import Board, Generation, LauncherNote, NodeShare, knock, new_node
 from meshwright.launch.processes import LOOPBACK, LOST
 
 JOIN_S = 30.0  # A first start waits this long for more nodes than it needs.
@@ -192,17 +192,17 @@ class Elastic:
             time.sleep(POLL_S)
         return None
 
-    def _leads(self, nodes: list[Node]) -> bool:
+    def _leads(self, nodes: list[LauncherNote]) -> bool:
         return next(node.name for node in nodes if node.state != "left") == self.board.me.name
 
-    def _has_ended(self, nodes: list[Node]) -> bool:
+    def _has_ended(self, nodes: list[LauncherNote]) -> bool:
         """Return True if the last generation finished the run or was stopped while this node waited."""
         assert self.last is not None
         number = self.last.number
         ended = any(n.state == "left" and n.code == 0 and n.generation == number for n in nodes)
         return ended and not self.board.is_reshaped(number)
 
-    def _lead(self, nodes: list[Node], waited: float) -> Generation | None:
+    def _lead(self, nodes: list[LauncherNote], waited: float) -> Generation | None:
         """Make and return the next generation if no node still runs ranks and enough nodes are ready; else None."""
         wishes, first = self.wishes, self.last is None
         ready = self._reachable([node for node in nodes if node.state == "ready"])
@@ -215,7 +215,7 @@ class Elastic:
         ranks, words = self._layout_for(sum(len(node.places) for node in ready))
         counts = divide(ranks, [len(node.places) for node in ready], wishes.nproc)
         shares = [
-            Share(node.name, node.address, node.port, node.places[:count])
+            NodeShare(node.name, node.address, node.port, node.places[:count])
             for node, count in zip(ready, counts, strict=True) if count
         ]  # fmt: skip
         made = self.board.begin(lambda number: self._generation(number, shares, words, ranks))
@@ -223,7 +223,7 @@ class Elastic:
             self._say(made)
         return made
 
-    def _generation(self, number: int, shares: list[Share], words: list[str], ranks: int) -> Generation:
+    def _generation(self, number: int, shares: list[NodeShare], words: list[str], ranks: int) -> Generation:
         self.board.tidy()
         # The socket listens before any rank starts, so no other process can take its port.
         self._door = socket.create_server((shares[0].address, 0))
@@ -233,7 +233,7 @@ class Elastic:
         attempt = last.attempt + 1 if last else 0
         here = {share.name for share in shares}
         # Nodes without ranks may have keepers that hold memory copies.
-        beside = [Share(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
+        beside = [NodeShare(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
         port, full = self._door.getsockname()[1], ranks == self.wishes.target
         return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, beside)
 
@@ -245,7 +245,7 @@ class Elastic:
             notice(f"meshwright: {again}")
             self.wishes.tell("restart" if self._why else "reshape", f"{self._why}{'; ' if self._why else ''}{again}")
 
-    def _reachable(self, nodes: list[Node]) -> list[Node]:
+    def _reachable(self, nodes: list[LauncherNote]) -> list[LauncherNote]:
         """Return the nodes whose keepers accept connections. This node, and nodes without a keeper, always count."""
         mine = self.board.me.name
         return [n for n in nodes if n.name == mine or not n.port or knock(n.address, n.port) == "open"]
@@ -360,7 +360,7 @@ class Elastic:
             ended.set()
             thread.join()
 
-    def _lost(self, generation: Generation, nodes: list[Node], last_heard: dict[str, float]) -> list[str]:
+    def _lost(self, generation: Generation, nodes: list[LauncherNote], last_heard: dict[str, float]) -> list[str]:
         """Return the nodes of this generation that are gone, have failed, or can no longer be reached.
 
         `last_heard` keeps the time at which each node was last reached from call to call.
@@ -383,7 +383,7 @@ class Elastic:
                 lost.append(f"node {share.name}")
         return lost
 
-    def _grows(self, generation: Generation, nodes: list[Node]) -> bool:
+    def _grows(self, generation: Generation, nodes: list[LauncherNote]) -> bool:
         """Return True if more ranks could train now than this generation has."""
         offered = self._reachable([node for node in nodes if node.state in ("ready", "running")])[: self.wishes.most]
         total = sum(len(node.places) for node in offered)

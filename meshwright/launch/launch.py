@@ -28,7 +28,7 @@ from typing import Any
 from meshwright.comm.process import quiet_torch, raise_file_limit
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
-from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, Place, find_place, interface_of, loopback
+from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, ProcessPlace, find_place, interface_of, loopback
 from meshwright.launch.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.launch.signals import (
     OF_TERMINALS,
@@ -477,7 +477,7 @@ def _ended_by_torch(exit_code: int) -> bool:
     return exit_code == -signal.SIGABRT and accelerator_count() > 0
 
 
-def place_in_launcher(nproc: int | None) -> Place | None:
+def place_in_launcher(nproc: int | None) -> ProcessPlace | None:
     """Return this process's place if it is a rank of torchrun or srun; otherwise None."""
     place = find_place()
     if place.launched and nproc is not None:
@@ -486,7 +486,7 @@ def place_in_launcher(nproc: int | None) -> Place | None:
 
 
 def run_as_rank(
-    place: Place, prepare: Callable[[Place], None], main: Callable[..., None], args: object, stops: bool
+    place: ProcessPlace, prepare: Callable[[ProcessPlace], None], main: Callable[..., None], args: object, stops: bool
 ) -> int:
     """Run as one rank started by torchrun or srun, and return the exit code.
 

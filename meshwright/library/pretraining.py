@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.config.load import GivenConfig, load_config, merged, read_sections
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch
-from meshwright.data.given import Tokens, numbered
+from meshwright.data.given import TransformersSamples, numbered
 from meshwright.engine import providers
 from meshwright.engine.context import Context
 from meshwright.engine.hooks import Hook, Watcher
@@ -151,7 +151,7 @@ def _datasets_of(given: DatasetsProvider | Any, own_model: bool) -> DatasetsProv
             for number, (part, name) in enumerate(zip(parts, names, strict=False))
         ]
         if not own_model:
-            found = [part and Tokens(part, name, config.model.seq, config.objective_facts.fields)
+            found = [part and TransformersSamples(part, name, config.model.seq, config.objective_facts.fields)
                      for part, name in zip(found, names, strict=False)]  # fmt: skip
         train, valid, test = (*found, None, None)[:3]
         return train, valid, test

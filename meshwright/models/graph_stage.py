@@ -27,7 +27,7 @@ from meshwright.nn.build import Block, run_blocks
 from meshwright.nn.experts.experts import RoutedInputs, Saved
 from meshwright.nn.inputs import Inputs, NodeInputs, arguments_of
 from meshwright.nn.parallel import Parallel, record_of
-from meshwright.nn.unit import Kept, call_unit, open_units, recompute, show_mark
+from meshwright.nn.unit import InputStorage, call_unit, open_units, recompute, show_mark
 from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of
 from meshwright.spec.model.graph import Node, Stage
 from meshwright.spec.model.part import Coordinate, MicroBatch
@@ -218,7 +218,7 @@ class GraphStage(nn.Module):
         }
 
     def _run_nodes(
-        self, steps: Sequence[Node | Stack], batch: Batch, streams: Streams, past: Caches | None = None
+        self, steps: Sequence[Node | BlockStack], batch: Batch, streams: Streams, past: Caches | None = None
     ) -> tuple[Streams, Tensor | None]:
         """Run these nodes. Return the streams after them and the sums of the loss terms that blocks add, if any."""
         streams, total, past = dict(streams), None, past or {}
@@ -226,7 +226,7 @@ class GraphStage(nn.Module):
         sequences = self.micro_batch if ids is None else ids.shape[0]
         cached = next(iter(past.values())).length if past else 0
         for step in steps:
-            if isinstance(step, Stack):
+            if isinstance(step, BlockStack):
                 streams[step.writes], losses = self._run_stack(step, batch, streams, sequences, past)
                 total = _plus(total, losses)
             else:
@@ -253,7 +253,7 @@ class GraphStage(nn.Module):
     # Stacks of blocks
 
     def _run_stack(
-        self, stack: Stack, batch: Batch, streams: Streams, sequences: int, past: Caches
+        self, stack: BlockStack, batch: Batch, streams: Streams, sequences: int, past: Caches
     ) -> tuple[Tensor, Tensor | None]:
         """Run a stack of blocks. Return the stream that they update, and the sums of the loss terms that they add."""
         x, layers = streams[stack.writes], stack.layers
@@ -279,7 +279,7 @@ class GraphStage(nn.Module):
             # Wait, on the device, until the input of the previous run is in host memory, and free its device memory.
             if memory is not None:
                 memory.release()
-            kept = Kept(memory if number in offloaded else None, last)
+            kept = InputStorage(memory if number in offloaded else None, last)
             x, *losses = recompute(partial(run, layers), x, kept, *beside)
             last, total = kept.last, _plus(total, losses[0] if losses else None)
         if memory is not None:
@@ -372,11 +372,11 @@ class GraphStage(nn.Module):
         A run is a stack or, with recomputation, the blocks that are recomputed together.
         """
         longest = self.parallel.recompute.blocks or len(self.stage.layers)
-        stacks = [step.layers for step in self._all if isinstance(step, Stack)]
+        stacks = [step.layers for step in self._all if isinstance(step, BlockStack)]
         return [stack[at : at + longest] for stack in stacks for at in range(0, len(stack), longest or 1)]
 
 
-class Stack(NamedTuple):
+class BlockStack(NamedTuple):
     """Neighbouring blocks that update the same stream: its name, their layers, and the other streams that they read."""
 
     writes: str
@@ -384,16 +384,16 @@ class Stack(NamedTuple):
     beside: tuple[str, ...]
 
 
-def steps_of(nodes: Sequence[Node]) -> list[Node | Stack]:
+def steps_of(nodes: Sequence[Node]) -> list[Node | BlockStack]:
     """Return the nodes in order, with neighbouring blocks that update the same stream joined into stacks."""
-    steps: list[Node | Stack] = []
+    steps: list[Node | BlockStack] = []
     for name, group in groupby(nodes, lambda node: node.writes if node.stackable else None):
         if name is None:
             steps += group
         else:
             blocks = list(group)
             beside = tuple(dict.fromkeys(stream for node in blocks for stream in node.beside))
-            steps.append(Stack(name, [node.layer for node in blocks if node.layer is not None], beside))
+            steps.append(BlockStack(name, [node.layer for node in blocks if node.layer is not None], beside))
     return steps
 
 

@@ -16,7 +16,7 @@ from meshwright.config.sections import Config
 from meshwright.models.views import Batch, TokenView, read_field
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents
-from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.attention.pieces import RowPositions
 from meshwright.nn.grid.sides import group_of, own_rows
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
@@ -83,7 +83,7 @@ class GridView(TokenView):
         assert self.order is not None and self.parallel.context is not None
         group, order = self.parallel.context.outer, self.order.numpy()
         documents = read_field(own, "segments")[:, order] if "segments" in own else None
-        rows = Rows(order[None].repeat(sequences, 0), documents)
+        rows = RowPositions(order[None].repeat(sequences, 0), documents)
         if "positions" in own:
             # `prepared` has already put positions in the order of ranks.
             positions = own["positions"].view(group.size, sequences, -1)[group.index]

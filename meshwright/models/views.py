@@ -13,7 +13,7 @@ from meshwright.config.sections import Config
 from meshwright.nn.attention.alibi import Alibi
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents
-from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.attention.pieces import RowPositions
 from meshwright.nn.attention.rotary import Rotary
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
@@ -65,7 +65,7 @@ class TokenView(nn.Module):
         if self.tokens.alone:
             return None
         documents = read_field(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
-        return ContextRows(Rows(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
+        return ContextRows(RowPositions(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
     def documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Return the document boundaries, or None if attention is plainly causal or to all tokens."""

@@ -30,7 +30,7 @@ class Quantised(NamedTuple):
     scale: Tensor
 
 
-class Pair(NamedTuple):
+class QuantisedPair(NamedTuple):
     """A quantised tensor [rows, columns]: `straight` for products that sum over its columns, `across` (its transpose)
     for products that sum over its rows."""
 
@@ -43,9 +43,9 @@ def sizes_fit_fp8(*sizes: int) -> bool:
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
-def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, across: bool = False) -> Pair:
+def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, across: bool = False) -> QuantisedPair:
     value, scale, turned, turned_scale = _quantise(x, kind == "fp8-row", dtype == GRADIENTS, straight, across)
-    return Pair(Quantised(value, scale), Quantised(turned, turned_scale))
+    return QuantisedPair(Quantised(value, scale), Quantised(turned, turned_scale))
 
 
 @pure_operator("meshwright::fp8_quantise")

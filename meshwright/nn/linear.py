@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config.sections import FP8_UNIT
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters.adapters import NOTHING, Adapted, Before, Change, adapted_product
+from meshwright.nn.adapters.adapters import NOTHING, Adapted, Before, RowAdapter, adapted_product
 from meshwright.nn.adapters.nf4 import weight_values
 from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.grid.sides import (
@@ -257,7 +257,7 @@ class Linear(Adapted):
 
     def adapted(self, x: Tensor, sides: Sides, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
         """Return x, and the product including the output of the adapters."""
-        changes = [Change(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
+        changes = [RowAdapter(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
         stream = self.stream if self.training else None
         return adapted_product(x, self.weight, self._inside, changes, (sides, self.kind), stream, before)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from meshwright.config.comm import GatherConfig
 from meshwright.config.sections import Config, ZeroConfig
 from meshwright.engine.sharding.compression.sizes import gathered_bytes
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, LinkCost, ReducerPlan
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.matrices import matrix_calls
@@ -34,7 +34,7 @@ from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.loss_pieces import answers_of
 from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Unit, innermost
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
-from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.fragments import FragmentMoment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes
 from meshwright.spec.traffic.placement import copy_axis
 
@@ -211,7 +211,7 @@ class GradientSum(NamedTuple):
         for op, payload in self.reducer.calls(self.asked.op, *sizes):
             yield replace(self.asked, op=op, payload=payload)
 
-    def seconds(self, network: Network, on_node: int) -> float:
+    def seconds(self, network: LinkCost, on_node: int) -> float:
         """Return the seconds of one such sum with `on_node` ranks of its group on each node."""
         sizes = (self.elements, self.element_bytes, self.asked.size, self.records, on_node)
         return self.reducer.seconds(network, self.asked.op, *sizes)
@@ -334,7 +334,7 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCall]:
+def synchronised(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[RepeatedCall]:
     """Yield the calls by which replicas sum the parameters of a pipeline rank at this moment.
 
     With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
@@ -362,7 +362,7 @@ def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCal
 def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Return the calls by which a rank synchronises all of its parameters once, every `train.local.steps` steps."""
     c = job.config
-    everything = Moment((), tuple(range(c.train.local.fragments)), at_once=True)
+    everything = FragmentMoment((), tuple(range(c.train.local.fragments)), at_once=True)
     after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
     calls = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
     return [call for call in calls if call.size > 1]

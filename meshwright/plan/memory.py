@@ -33,7 +33,7 @@ PAIRED = 4  # Bytes of a master weight that is stored in two halves and copied w
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator.
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """The bytes at one moment of a step.
 
     Bytes that are allocated all the time are left out, except for the gradients of `Memory.at_peak`.
@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     temporary: float = 0.0  # Workspace of kernels and the loss, and reduced gradients on their way to a sum.
 
     @classmethod
-    def of(cls, *parts: float) -> Moment:
+    def of(cls, *parts: float) -> MemoryMoment:
         """Return the moment with these parts, in the order of the fields after `total`."""
         return cls(sum(parts), *parts)
 
@@ -64,7 +64,7 @@ class Memory:
     buffers: float  # Gathered weights, whole gradients, and chunks of offloaded states in flight.
     peak: float  # The most that is allocated at once in a step.
     offloaded: float  # Activations in host memory.
-    at_peak: Moment  # The moment of the peak. Parameters, masters and moments are allocated all the time.
+    at_peak: MemoryMoment  # The moment of the peak. Parameters, masters and moments are allocated all the time.
 
     @property
     def states(self) -> float:
@@ -212,7 +212,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     # Gradients that are allocated while activations are freed are counted at each moment. The update needs all of them.
     later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
     later *= job.releases_gradients
-    most = max(Moment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
+    most = max(MemoryMoment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
     buffers = 0.0
     for number, (chunk, whole) in enumerate(zip(chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # Weights of the next unit, gathered ahead.
@@ -222,8 +222,8 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. The
         # gradient of a tied table is kept until backward begins, and then added to the table's gradient.
         with_loss = in_flight[-1] - following[-1] - head.tied
-        most = max(most, Moment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
-        most = max(most, Moment.of(forwards[number], in_flight[-1], head.lasting, head.shares))
+        most = max(most, MemoryMoment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
+        most = max(most, MemoryMoment.of(forwards[number], in_flight[-1], head.lasting, head.shares))
         for op, total in before[number].items():
             uses, adds = MEANING[op].uses_weights, WEIGHT in MEANING[op].produces
             for moment in chunk.backward[op]:
@@ -234,7 +234,9 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
                 without_units = head if held[number].last else Whole()
                 present = whole[moment.unit] if adds else without_units
                 working = moment.working + rows + present.shares
-                most = max(most, Moment.of(total + moment.kept, weights + present.gradients, present.lasting, working))
+                most = max(
+                    most, MemoryMoment.of(total + moment.kept, weights + present.gradients, present.lasting, working)
+                )
 
     more: float  # Bytes that are added to every moment.
     if job.stack.own:
@@ -244,7 +246,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         more = gathered_bytes(job, pp_rank)
         buffers = more + most.total - kept
     # At the update all gradients are allocated and no activations.
-    most = max(most, Moment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))
+    most = max(most, MemoryMoment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))
     peak = sum(states) + most.total - later + more
     gradients = most.gradients + states[1] - later
     at_peak = most._replace(total=peak, buffers=most.buffers + more, gradients=gradients)

@@ -21,7 +21,7 @@ Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class PlannedRank:
     """The memory, calls and actions of a rank in a step. Planned figures are exact, except for `most`."""
 
     parameters: int
@@ -32,7 +32,7 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
-class Expected(RankFigures):
+class Expected(PlannedRank):
     """The figures that the planner expects of a rank, with its place in the layout."""
 
     coordinate: dict[str, int]

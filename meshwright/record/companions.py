@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from meshwright.config.data import DataConfig
 from meshwright.data.chat_template import folder_tokenizer
 from meshwright.data.token_file import Metadata, read_metadata
-from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
+from meshwright.data.tokenizers import Tokenizer, TokenizerSource, load_tokenizer
 from meshwright.errors import UserError, shortened
 from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
@@ -145,7 +145,7 @@ def known_digests(folder: Path) -> set[str]:
         if not noted and (folder / name).is_file():
             content, kind = (folder / name).read_bytes(), name.rpartition(".")[2]
             try:
-                digests.add(Recipe(kind, content, None, name).digest)
+                digests.add(TokenizerSource(kind, content, None, name).digest)
             except ValueError:
                 continue  # a damaged file is reported by the code that loads the tokenizer
     return digests

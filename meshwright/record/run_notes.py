@@ -30,13 +30,13 @@ from meshwright.outside import of_kind, parse_json
 from meshwright.record.speed import BEGINS
 
 
-class Timed(TypedDict):
+class EventFields(TypedDict):
     """The fields that every event has."""
 
     time: float
 
 
-class Event(Timed, total=False):
+class Event(EventFields, total=False):
     """The fields of an event that readers use."""
 
     kind: str

@@ -13,7 +13,7 @@ from meshwright.outside import of_kind, parse_json
 from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, DamagedCheckpoint, Index, SavedBlock
 
 
-class Entry(TypedDict):
+class TensorHeader(TypedDict):
     """A tensor in the header of a safetensors file."""
 
     dtype: str  # its name in safetensors
@@ -69,7 +69,7 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
     return total
 
 
-def read_header(file: BinaryIO) -> tuple[dict[str, Entry], int]:
+def read_header(file: BinaryIO) -> tuple[dict[str, TensorHeader], int]:
     """Return a safetensors file's header, and the position where the tensors' bytes begin.
 
     Raise ValueError for a file without a valid header.
@@ -80,4 +80,4 @@ def read_header(file: BinaryIO) -> tuple[dict[str, Entry], int]:
         raise ValueError("its header is cut off")
     head = of_kind(parse_json(file.read(length)), dict[str, Any], "its header")
     head.pop("__metadata__", None)
-    return cast(dict[str, Entry], of_kind(head, dict[str, Entry], "its header")), 8 + length
+    return cast(dict[str, TensorHeader], of_kind(head, dict[str, TensorHeader], "its header")), 8 + length

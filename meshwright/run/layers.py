@@ -36,7 +36,7 @@ def natural(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-class Piece(NamedTuple):
+class ParameterRange(NamedTuple):
     """The elements of one parameter that this rank contributes to the sums: `low` to `high` of its slot."""
 
     layer: str
@@ -116,7 +116,7 @@ class LayerNorms(Hook):
         return sums
 
 
-def _pieces(trainer: Trainer) -> Iterator[Piece]:
+def _pieces(trainer: Trainer) -> Iterator[ParameterRange]:
     parallel = trainer.data_parallel
     for state in trainer.optimizer.tensors():
         if state.name != "param" or not state.buffer.key.trained:
@@ -124,7 +124,9 @@ def _pieces(trainer: Trainer) -> Iterator[Piece]:
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high and parallel.counts(state.buffer, slot):
-                yield Piece(layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high)
+                yield ParameterRange(
+                    layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high
+                )
 
 
 def line_of(result: StepResult, names: Sequence[str], sums: Sequence[Sequence[float]]) -> dict[str, Any]:

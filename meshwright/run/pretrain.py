@@ -169,7 +169,7 @@ def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | Non
         return ctx, source
     found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
     text = json.dumps((found[0].tune.base, found[0].model.hf, found[1])) if found else ""
-    base, folder, remaining = json.loads(ctx.mesh.world.told(text, ctx.device.torch))
+    base, folder, remaining = json.loads(ctx.mesh.world.broadcast_text(text, ctx.device.torch))
     config = replace(config, tune=replace(config.tune, base=base), model=replace(config.model, hf=folder))
     return replace(ctx, config=config), remaining
 

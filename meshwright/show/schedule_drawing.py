@@ -18,7 +18,7 @@ SINGLE_CHUNK = 0.3  # the shade of a single chunk, as a position between the lig
 Colour = tuple[int, int, int]
 
 
-class Look(NamedTuple):
+class OpStyle(NamedTuple):
     """The characters and colours with which an op is drawn."""
 
     fill: str  # character in output without colour
@@ -27,10 +27,10 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    Op.FORWARD: Look("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
-    Op.BACKWARD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
-    Op.INPUT_GRAD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
-    Op.WEIGHT_GRAD: Look("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
+    Op.FORWARD: OpStyle("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
+    Op.BACKWARD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.INPUT_GRAD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.WEIGHT_GRAD: OpStyle("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
 }
 SEAM = " ~ "
 

@@ -15,7 +15,7 @@ import pytest
 import meshwright.cli.check as command
 from meshwright.cli.check import as_json, page
 from meshwright.cli.main import main
-from meshwright.config.exact_twin import Checked, exact_twin, fitting_layout
+from meshwright.config.exact_twin import ExactTwin, exact_twin, fitting_layout
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
@@ -110,7 +110,7 @@ def test_a_layout_that_fits_nproc_is_kept(tp: int, pp: int, ranks: int, dp: int)
     assert fitting_layout(its, 2 * its.least_world, ranks, given=True)[:2] == (its, dp * its.least_world)
 
 
-def checked(*words: str) -> Checked:
+def checked(*words: str) -> ExactTwin:
     """Return the config and the number of ranks that the command would run."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -22,11 +22,11 @@ from meshwright.checkpoint.keeper import (
     KEY,
     Copies,
     Header,
-    Held,
     Keeper,
     KeeperError,
     KeeperLink,
     KeeperProcess,
+    StoredCopy,
 )
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReader, newest_whole
 from meshwright.checkpoint.save import Snapshot
@@ -61,8 +61,8 @@ def environment(made: list[Keeper], node: int, generation: int = 0) -> dict[str,
     return {KEEPERS: json.dumps(where | {"generation": generation}), KEY: SECRET.hex()}
 
 
-def held(world: int = 2, generation: int = 0) -> Held:
-    return Held(world, generation, bytearray(b"list"), bytearray(b"data"))
+def held(world: int = 2, generation: int = 0) -> StoredCopy:
+    return StoredCopy(world, generation, bytearray(b"list"), bytearray(b"data"))
 
 
 def test_a_run_goes_on_from_memory_without_a_disk(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.data.blanks import BlankOptions, BlankStream
-from meshwright.data.masked import Piece
+from meshwright.data.masked import DocumentChunk
 from meshwright.errors import UserError
 from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
@@ -356,7 +356,7 @@ def test_a_prefix_is_seen_by_all() -> None:
     config = target_of("glm-130b", as_run=False).config
     blanks = replace(config.data.blanks, instructions=())
     options = BlankOptions(2048, blanks.short, blanks.share, blanks.mean, blanks.least, (1, 2, 3, 4, 5))
-    text = Piece(np.arange(2048 - options.added), np.zeros(0, np.int64))
+    text = DocumentChunk(np.arange(2048 - options.added), np.zeros(0, np.int64))
     source = SimpleNamespace(sample=lambda n: text)
     stream, shares = BlankStream(source, options, 1, "train", None), []  # type: ignore[arg-type]
     for n in range(400):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.engine.losses import Gate, Normalisation, StepSums
+from meshwright.engine.losses import Normalisation, StepSums, UpdateGate
 from meshwright.run.loop import Ahead
 
 
@@ -121,7 +121,7 @@ def test_a_save_takes_hold_once_where_the_trainer_stands(asked: int, runs_ahead:
 
 
 def test_a_bad_step_holds_back_those_after_it_until_it_is_released() -> None:
-    gate, normal = Gate(1), Normalisation(1.0)
+    gate, normal = UpdateGate(1), Normalisation(1.0)
     good, nan, spike = ([6.0, 2.0, 4.0], [float("nan"), 2.0, 4.0], [60.0, 2.0, 4.0])
 
     def held(numbers: list[float]) -> tuple[float, float]:

@@ -39,13 +39,13 @@ from meshwright.spec.model.part import (
     ALONE,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     NamedPart,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 from tests.support.oracle import (
@@ -95,8 +95,8 @@ class Mixer(Part):
         for phase in ("forward", "backward"):
             yield Collective(phase, "tp", "all_reduce", batch.tokens(at) * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("mixed", 4.0 * batch.tokens(at) * (self.width // at.size("tp")) * batch.element)
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("mixed", 4.0 * batch.tokens(at) * (self.width // at.size("tp")) * batch.element)
 
 
 class _SumOverRanks(torch.autograd.Function):

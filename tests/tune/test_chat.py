@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.load import to_yaml
 from meshwright.data.chat_template import Broken, ChatTemplate
-from meshwright.data.conversations import Conversation, Pair, record_of
+from meshwright.data.conversations import Conversation, PreferencePair, record_of
 from meshwright.data.packed import PackedStream, best_fit
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.engine.datasets import datasets_of
@@ -128,7 +128,11 @@ def test_every_format_is_the_same_conversation() -> None:
     bad = {"role": "assistant", "content": "b"}
     for value in ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"chosen": [ASKED, SAID], "rejected": [ASKED, bad]}):
         pair = record_of(value)
-        assert isinstance(pair, Pair) and pair.chosen.messages == [ASKED, SAID] and pair.rejected.messages[1] == bad
+        assert (
+            isinstance(pair, PreferencePair)
+            and pair.chosen.messages == [ASKED, SAID]
+            and pair.rejected.messages[1] == bad
+        )
     judged = record_of({"prompt": "q", "completion": "a", "label": False})
     assert isinstance(judged, Conversation) and judged.good is False
     for value in ({"text": "x"}, {"messages": []}, {"messages": [{"role": "alien", "content": ""}]},

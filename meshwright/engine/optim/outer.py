@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
-from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
+from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Slot, State, StateRows
 from meshwright.engine.sharding.compression.make import replica_sums
 from meshwright.engine.sharding.compression.residual import Compressing
 from meshwright.engine.sharding.data_parallel import DataParallel
@@ -30,7 +30,7 @@ from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction,
 from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
 from meshwright.spec.layout.layout import REPLICAS
 from meshwright.spec.layout.params import stream_seed
-from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.fragments import FragmentMoment, fragment_bounds, moment_of
 from meshwright.spec.traffic.placement import Split
 
 OWN = 0.5  # the weight of a replica's local parameters if it continued to train while the sum was in flight
@@ -141,7 +141,7 @@ class OuterOptimizer:
         self.tokens = torch.zeros(config.fragments, self.replicas.size, dtype=torch.float64, device=device)
         self.under_way: set[int] = set()
         self._works: dict[tuple[Bucket, int], PendingReduction] = {}
-        self._moment: Moment | None = None
+        self._moment: FragmentMoment | None = None
         self._weights: dict[int, Tensor] = {}
 
     @staticmethod
@@ -258,7 +258,7 @@ class OuterOptimizer:
         """
         for bucket, f in list(self._works):
             self._wait(bucket, f)
-        rows = Rows(self.replicas.index, self.replicas.size)
+        rows = StateRows(self.replicas.index, self.replicas.size)
         for own in inner:
             yield own._replace(name=REPLICA_STATE + own.name, replica=rows) if own.buffer.key.trained else own
         for state in self.states.values():

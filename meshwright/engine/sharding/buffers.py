@@ -295,20 +295,20 @@ class FlatBuffer:
         return ranges
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """This rank's row, and the number of rows, of a state that has one row for each of several ranks."""
 
     row: int
     rows: int
 
-    def saved_as(self, rows: int) -> Iterator[Rows]:
+    def saved_as(self, rows: int) -> Iterator[StateRows]:
         """Yield this row among `rows`, and then the additional rows that this rank has to fill.
 
         Several parameters may hold slices of one global tensor (query rows and copied key-value rows), and one of them
         may have fewer rows than another. Its ranks then also fill the rows `row + self.rows`, `row + 2 * self.rows` and
         so on, so that together they fill all.
         """
-        yield from (Rows(row, rows) for row in range(self.row, rows, self.rows))
+        yield from (StateRows(row, rows) for row in range(self.row, rows, self.rows))
 
 
 class State(NamedTuple):
@@ -323,8 +323,8 @@ class State(NamedTuple):
     name: str
     buffer: FlatBuffer
     tensors: Sequence[Values]
-    additive: Rows | None = None
-    replica: Rows | None = None
+    additive: StateRows | None = None
+    replica: StateRows | None = None
     summed: bool = False
     absorbs: str = ""
     widest: Mapping[str, int] = {}
@@ -385,10 +385,10 @@ class SideState(NamedTuple):
     name: str
     buffer: FlatBuffer
     held: dict[int, tuple[Tensor, ParamRecord]]
-    rows: Rows
+    rows: StateRows
     draw: Callable[[Slot], None]
-    additive: Rows | None = None
-    replica: Rows | None = None
+    additive: StateRows | None = None
+    replica: StateRows | None = None
     widest: Mapping[str, int] = {}
 
     @property
@@ -412,7 +412,7 @@ class SideState(NamedTuple):
         for row in self._rows_of(slot):
             yield row_of(self.held[id(slot)][1], *row), self.values(slot, low, high).clone()
 
-    def _rows_of(self, slot: Slot) -> list[Rows]:
+    def _rows_of(self, slot: Slot) -> list[StateRows]:
         return list(self.rows.saved_as(self.widest.get(slot.record.name, self.rows.rows)))
 
     def clear(self, slot: Slot | None = None) -> None:

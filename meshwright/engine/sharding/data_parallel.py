@@ -32,10 +32,10 @@ from meshwright.engine.sharding.buffers import (
     Bucket,
     BufferKey,
     FlatBuffer,
-    Rows,
     SideState,
     Slot,
     State,
+    StateRows,
     build_buffers,
     with_widest_rows,
 )  # fmt: skip
@@ -298,12 +298,12 @@ class _Counted:
             self._work.wait()
 
 
-def _row_in(groups: Sequence[Group]) -> Rows:
+def _row_in(groups: Sequence[Group]) -> StateRows:
     """Return this rank's index in the product of several groups, and the size of the product."""
     row, rows = 0, 1
     for group in groups:
         row, rows = row * group.size + group.index, rows * group.size
-    return Rows(row, rows)
+    return StateRows(row, rows)
 
 
 def _wait(works: Sequence[PendingReduction]) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, last_dim, reduce_from, slice_rows
 from meshwright.errors import UserError
-from meshwright.nn.unit import GATE, Gate, call_in_backward, show_mark
+from meshwright.nn.unit import GATE, WeightGate, call_in_backward, show_mark
 from meshwright.spec.model.wrapped.parts import STYLES
 
 Forward = Callable[..., Any]
@@ -172,7 +172,7 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
         original: Forward = member.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            gate: Gate | None = getattr(unit, GATE, None)
+            gate: WeightGate | None = getattr(unit, GATE, None)
             if gate is None:
                 return original(*args, **kwargs)
             gate.open()

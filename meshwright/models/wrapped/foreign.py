@@ -15,7 +15,7 @@ from meshwright.models.stage import LossCounts, Receives
 from meshwright.models.wrapped.calls import changed, gated, outer_modules, place, style_of
 from meshwright.nn.own_layers import ParallelLayer
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.unit import GATE, Gate, call_in_backward
+from meshwright.nn.unit import GATE, WeightGate, call_in_backward
 from meshwright.spec.layout.params import ParamRecord, slices_of
 from meshwright.spec.model.part import Coordinate, LossTerm
 from meshwright.spec.model.wrapped.parts import PlannedParameter
@@ -103,7 +103,7 @@ class ForeignStage(nn.Module):
 
     def with_loose(self, run: Callable[[], Any]) -> Any:
         """Call `run` with the loose parameters gathered, in forward and in backward."""
-        gate: Gate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
+        gate: WeightGate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
         if gate is None:
             return run()
         gate.open()

@@ -65,7 +65,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
             layer.adapts = True
 
 
-class Change(NamedTuple):
+class RowAdapter(NamedTuple):
     """An adapter of rows `start` to `stop` of the weight of a product. That weight may be joined from several."""
 
     start: int
@@ -88,7 +88,7 @@ NOTHING = Before()
 
 
 def adapted_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: tuple[Sides, str],
+    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[RowAdapter], settings: tuple[Sides, str],
     generator: torch.Generator | None = None, before: Before = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x, and the product of x with the changed weight, after the collectives of the product.
@@ -113,7 +113,7 @@ def adapted_product(
     return result if before.kind == "norm" else (x, result)
 
 
-def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
+def _ratio(weight: Tensor, changes: Sequence[RowAdapter], sides: Sides) -> Tensor:
     """Return the factor of each row of the changed weight: its trained norm divided by its current norm.
 
     As in DoRA, the current norm counts as a constant, so no gradient flows through it.

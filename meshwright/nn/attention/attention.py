@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.adapters.adapters import Before, Change, adapted_product
+from meshwright.nn.adapters.adapters import Before, RowAdapter, adapted_product
 from meshwright.nn.attention.alibi import widen
 from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
@@ -49,7 +49,7 @@ class QKV(nn.Module):
         bias = torch.cat(biases) if biases else None
         changes, at = [], 0
         for linear in self.linears:
-            changes += [Change(at + adapter.start, at + adapter.stop, adapter) for adapter in linear.adapters]
+            changes += [RowAdapter(at + adapter.start, at + adapter.stop, adapter) for adapter in linear.adapters]
             at += linear.weight.shape[0]
         if changes:
             first = self.linears[0]

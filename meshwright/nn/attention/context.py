@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright.comm.group import Group, group_named
 from meshwright.comm.ops import all_gather, all_to_all, reduce_scatter
 from meshwright.device import upload
-from meshwright.nn.attention.pieces import Merged, Rows, Sight, attend, attend_backward, no_gradient
+from meshwright.nn.attention.pieces import PartialAttention, RowPositions, Sight, attend, attend_backward, no_gradient
 from meshwright.nn.parallel import ContextGroups
 from meshwright.spec.layout.pieces import usual_step
 
@@ -34,7 +34,7 @@ class ContextRows:
     It caches which rows see which, so that all layers share that.
     """
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
+    def __init__(self, rows: RowPositions, device: torch.device) -> None:
         self.rows, self.device = rows, device
         self._sights: dict[tuple[int, int, int, int], Sight] = {}
 
@@ -78,7 +78,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group = group_named(name)
-        sight, merged = given.gathered(group.index, group.size, window), Merged(q, v.shape[-1])
+        sight, merged = given.gathered(group.index, group.size, window), PartialAttention(q, v.shape[-1])
         keys, values = _ordered(_gather(k, v, name), given, sight)
         attend(q, keys, values, sight, merged)
         out = merged.out.to(q.dtype)
@@ -132,7 +132,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
-        group, merged = group_named(name), Merged(q, v.shape[-1])
+        group, merged = group_named(name), PartialAttention(q, v.shape[-1])
         me, n, block = max(0, group.index), group.size, torch.stack([k, v])
         for step in range(n):
             coming = group.shift(block, 1) if step + 1 < n else None

@@ -13,8 +13,8 @@ from torch import Tensor
 from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.device import upload
 from meshwright.nn.attention.pieces import (
-    Merged,
-    Rows,
+    PartialAttention,
+    RowPositions,
     Sight,
     attend,
     attend_backward,
@@ -95,7 +95,7 @@ def _attention(
         sizes = (starts, starts, longest, longest, 0.0, causal, False)
         out, sums = aten._flash_attention_forward(*tokens, *sizes, **_reach(window))[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, merged = _sight(q, on_host, causal, prefixes, window), Merged(q, v.shape[-1])
+    sight, merged = _sight(q, on_host, causal, prefixes, window), PartialAttention(q, v.shape[-1])
     attend(q, k, v, sight, merged)
     return merged.out.to(q.dtype), merged.sums.transpose(0, 1).flatten(1)
 
@@ -189,7 +189,7 @@ def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, wi
         starts = on_host[:-1].numpy()
         places = np.arange(batch * seq).reshape(batch, seq) - starts[documents]
         first = places < prefixes.numpy()[documents]
-        keys = Rows(np.where(first, numbers, numbers + 2 * seq), documents)
-        return Sight(Rows(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
-    keys = Rows(numbers, documents)
-    return Sight(keys if causal else Rows(numbers + seq, documents), keys, q.device, window)
+        keys = RowPositions(np.where(first, numbers, numbers + 2 * seq), documents)
+        return Sight(RowPositions(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
+    keys = RowPositions(numbers, documents)
+    return Sight(keys if causal else RowPositions(numbers + seq, documents), keys, q.device, window)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.device import cudnn_attends, upload
 from meshwright.kernels import kernels_take
-from meshwright.spec.layout.pieces import Piece, pieces, rounds
+from meshwright.spec.layout.pieces import VisibleBlock, pieces, rounds
 
 aten: Any = torch.ops.aten
 ALL = slice(None)
@@ -31,26 +31,26 @@ TILE = 1024
 MANY = 16
 
 
-class Rows(NamedTuple):
+class RowPositions(NamedTuple):
     """The position of each row in its sequence, and the number of its document, [batch, rows], on the host."""
 
     numbers: np.ndarray[Any, np.dtype[np.int64]]
     documents: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
-    def part(self, index: int, count: int) -> Rows:
+    def part(self, index: int, count: int) -> RowPositions:
         """Return the rows of one of `count` ranks, or groups of ranks, whose rows are stored one after the other."""
         size = self.numbers.shape[1] // count
         at = (ALL, slice(index * size, (index + 1) * size))
-        return Rows(self.numbers[at], None if self.documents is None else self.documents[at])
+        return RowPositions(self.numbers[at], None if self.documents is None else self.documents[at])
 
-    def natural(self) -> Rows:
+    def natural(self) -> RowPositions:
         """Return the same rows in the order of their sequences."""
         order = self.numbers.argsort(1)
         documents = None if self.documents is None else np.take_along_axis(self.documents, order, 1)
-        return Rows(np.take_along_axis(self.numbers, order, 1), documents)
+        return RowPositions(np.take_along_axis(self.numbers, order, 1), documents)
 
 
-class Round(NamedTuple):
+class KernelCall(NamedTuple):
     """Pieces that one call of a variable-length kernel computes."""
 
     # The indices of the tokens to take as queries and keys, piece by piece; None: all tokens in their order.
@@ -71,9 +71,9 @@ class Sight:
     many of them; then a mask is needed.
     """
 
-    def __init__(self, at: Rows, to: Rows, device: torch.device, window: int = 0) -> None:
+    def __init__(self, at: RowPositions, to: RowPositions, device: torch.device, window: int = 0) -> None:
         self.at, self.to, self.device, self.window = at, to, device, window
-        by_sample: list[list[Piece] | None] = []
+        by_sample: list[list[VisibleBlock] | None] = []
         # If all samples have the same rows and no documents, the pieces of one sample apply to all of them.
         alike = all(x is None for x in (at.documents, to.documents)) and all(
             bool((x.numbers == x.numbers[:1]).all()) for x in (at, to)
@@ -82,23 +82,23 @@ class Sight:
             of_at, of_to = (None if x.documents is None else x.documents[i] for x in (at, to))
             by_sample.append(pieces(at.numbers[i], to.numbers[i], of_at, of_to, window))
         with_samples = [(ALL if alike else slice(i, i + 1), found) for i, found in enumerate(by_sample)]
-        self.pieces: list[tuple[slice, Piece]] | None = None
+        self.pieces: list[tuple[slice, VisibleBlock]] | None = None
         if not any(found is None for found in by_sample):
             self.pieces = [(samples, piece) for samples, found in with_samples for piece in found or ()]
         self.alike = alike
 
     @cached_property
-    def split(self) -> list[tuple[slice, Piece]]:
+    def split(self) -> list[tuple[slice, VisibleBlock]]:
         """The pieces, split into rectangles and triangles."""
         return [(samples, part) for samples, piece in self.pieces or () for part in piece.split()]
 
     @cached_property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[KernelCall]:
         """The pieces in rounds, each computed by one call."""
         batch, queries, keys = len(self.at.numbers), self.at.numbers.shape[1], self.to.numbers.shape[1]
         # The pieces in terms of tokens of the whole micro-batch, where samples follow one another.
         moved = [
-            Piece(p.top + i * queries, p.bottom + i * queries, p.left + i * keys, p.right + i * keys, *p[4:])
+            VisibleBlock(p.top + i * queries, p.bottom + i * queries, p.left + i * keys, p.right + i * keys, *p[4:])
             for samples, p in self.pieces or ()
             for i in range(batch)[samples]
         ]
@@ -107,7 +107,7 @@ class Sight:
             for members in rounds(moved, batch * queries, batch * keys)
         ]
 
-    def _round(self, members: list[Piece], queries: int, keys: int) -> Round:
+    def _round(self, members: list[VisibleBlock], queries: int, keys: int) -> KernelCall:
         sides = ([(p.top, p.bottom) for p in members], [(p.left, p.right) for p in members])
         index, starts, longest = [], [], []
         for spans, whole in zip(sides, (queries, keys), strict=True):
@@ -119,7 +119,7 @@ class Sight:
             index.append(None if same else upload(torch.from_numpy(tokens), self.device))
             starts.append(upload(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), self.device))
             longest.append(max(lengths))
-        return Round(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
+        return KernelCall(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
 
     @cached_property
     def masked(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
@@ -144,7 +144,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Merged:
+class PartialAttention:
     """The result of attention so far: `out` [batch, heads, queries, width], and each query's log-sum of scores, `sums`
     [batch, heads, queries], which is -inf if the query has seen no key."""
 
@@ -214,7 +214,7 @@ def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, T
     return a * (a_sum - base).exp()[..., None] + b * (b_sum - base).exp()[..., None], total
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     """Merge attention of queries [batch, heads, rows, width] to a block of keys, which may have fewer heads, into a
     result."""
     if sight.pieces is None or not fused(q):
@@ -303,7 +303,7 @@ def _backward_in_rounds(
     return dk, dv
 
 
-def _chosen(qkv: list[Tensor], call: Round) -> Iterator[Tensor]:
+def _chosen(qkv: list[Tensor], call: KernelCall) -> Iterator[Tensor]:
     for x, index in zip(qkv, (call.queries, call.keys, call.keys), strict=True):
         yield x if index is None else x[index]
 
@@ -406,7 +406,7 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+def _tiled(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     dtype = wide(q.dtype)
     q = _grouped(q.to(dtype), k.shape[1])
     k, v = (x.to(dtype)[:, :, None] for x in (k, v))

@@ -46,7 +46,7 @@ from meshwright.nn.experts.grouped import (
     weighted_activation,
     weighted_activation_backward,
 )
-from meshwright.nn.experts.routing import Router, Tokens, picks_of, router_losses
+from meshwright.nn.experts.routing import RoutedRows, Router, picks_of, router_losses
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
@@ -367,13 +367,13 @@ class Experts(nn.Module):
         y = reduce_scatter_from(y, self.etp)
         return y if self.parallel.splits_tokens else gather_rows(y, tp)
 
-    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> Tokens:
+    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> RoutedRows:
         tp, rows = self.parallel.tp, own.shape[0]
         first = max(0, tp.index) * rows
         numbers = torch.arange(first, first + rows, device=own.device)
         own_counted = torch.ones_like(numbers) if counted is None else counted[first : first + rows]
         # Sequences follow one another and have equally many rows.
-        return Tokens(numbers * batch // (rows * tp.size), batch, own_counted)
+        return RoutedRows(numbers * batch // (rows * tp.size), batch, own_counted)
 
     @torch.no_grad()
     def _count(self, picks: Tensor, scores: Tensor, order: Sorted) -> None:

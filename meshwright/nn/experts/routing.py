@@ -104,7 +104,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
-class Tokens(NamedTuple):
+class RoutedRows(NamedTuple):
     """The rows that a rank routes, as the router's losses need them."""
 
     # The number of each row's sequence, and the number of sequences.
@@ -132,7 +132,7 @@ def picks_of(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def router_losses(
-    router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: Tokens, parallel: Parallel
+    router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: RoutedRows, parallel: Parallel
 ) -> Tensor:
     """Return the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
 

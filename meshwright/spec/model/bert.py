@@ -16,13 +16,13 @@ from meshwright.spec.model.linear import ZEROS, replicated
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LossTerm,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -38,8 +38,8 @@ class TokenTypePart(Part):
     def records(self, at: Coordinate, name: str) -> Records:
         return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated(at))}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("token types", batch.rows(at) * 8)
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("token types", batch.rows(at) * 8)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return second_table_factors(at, batch, kernels, self.hidden)
@@ -63,9 +63,9 @@ class ChosenRowsPart(Part):
             payload = batch.sequences * self.count * self.hidden * batch.element
             yield Collective("forward", "tp", "all_reduce", payload)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the rows and, with split tokens, a mask of the rows that this rank holds."""
-        yield Kept("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
+        yield SavedTensor("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class OnRows(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
         return self.part.collectives(*self._rows(at, batch))
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[SavedTensor]:
         return self.part.kept(*self._rows(at, batch), kernels)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
@@ -121,7 +121,7 @@ class DensePart(Part):
         product = Product("dense", rows, self.width, self.hidden, precise=True)
         return Work((product,), moved=2.0 * rows * self.width * batch.element, kernels=2)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the product's input and, if there is an activation, its input or its result."""
         widths = self.hidden + (self.width if self.activation else 0)
-        yield Kept("dense", batch.tokens(at) * widths * batch.element)
+        yield SavedTensor("dense", batch.tokens(at) * widths * batch.element)

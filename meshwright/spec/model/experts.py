@@ -19,7 +19,6 @@ from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     LossTerm,
@@ -27,6 +26,7 @@ from meshwright.spec.model.part import (
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -78,7 +78,7 @@ def exchange_axes(at: Coordinate) -> tuple[str, ...]:
     return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
 
 
-class Exchange(NamedTuple):
+class RowExchange(NamedTuple):
     """One all_to_all over ep, with the bytes of each row. Rows travel to their experts or, with `back`, from there."""
 
     phase: str
@@ -227,13 +227,13 @@ class ExpertsPart(Part):
         """The bytes of the counts of a rank's rows for every expert; 0 if the capacity fixes these counts."""
         return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
 
-    def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
+    def exchanges(self, batch: MicroBatch) -> tuple[RowExchange, ...]:
         """Return the exchanges of rows over ep: rows and their weights travel to the experts, results travel back, and
         the gradients of all three travel in the opposite directions."""
         row = self.mlp.hidden * batch.element
         return (
-            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
-            Exchange("backward", row), Exchange("backward", batch.wide, True), Exchange("backward", row, True),
+            RowExchange("forward", row), RowExchange("forward", batch.wide), RowExchange("forward", row, True),
+            RowExchange("backward", row), RowExchange("backward", batch.wide, True), RowExchange("backward", row, True),
         )  # fmt: skip
 
     def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
@@ -271,7 +271,7 @@ class ExpertsPart(Part):
             yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the router, the exchange of rows and the experts save."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
@@ -280,14 +280,14 @@ class ExpertsPart(Part):
         # Every tp rank then has all tokens, and routes a part of them.
         whole = at.cuts_experts_alike and not at.splits_tokens
         held = batch.tokens(at) if whole else own
-        yield Kept("router input", held * row)
-        yield Kept("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
+        yield SavedTensor("router input", held * row)
+        yield SavedTensor("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
         if at.size("ep") > 1:
-            yield Kept("expert inputs", rows * row)
+            yield SavedTensor("expert inputs", rows * row)
         elif gathered > held:
-            yield Kept("expert inputs", gathered * row)
-        yield Kept("expert features", rows * (up * e + wide))
-        yield Kept("expert rows", 3 * rows * INDEX_BYTES)
+            yield SavedTensor("expert inputs", gathered * row)
+        yield SavedTensor("expert features", rows * (up * e + wide))
+        yield SavedTensor("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
             yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
 

@@ -16,13 +16,13 @@ from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -65,20 +65,20 @@ class NormPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input (on a CPU: its copies in float32), each row's statistics and, if the next product saves it,
         the output."""
         rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
         stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
         if copies:
-            yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
-            yield Kept("normed input", (copies - 1) * rows * self.width * wide)
+            yield SavedTensor("input" if e == wide else "wide input", rows * self.width * wide)
+            yield SavedTensor("normed input", (copies - 1) * rows * self.width * wide)
         else:
-            yield Kept("input", stream)
+            yield SavedTensor("input", stream)
         # CPU kernels that need no copies in accumulation precision keep statistics in the precision of the input.
-        yield Kept("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
+        yield SavedTensor("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
         if self.keeps_output and not self.fused_by(kernels):
-            yield Kept("output", stream)
+            yield SavedTensor("output", stream)
 
     def fused_by(self, kernels: Kernels) -> bool:
         """Return whether the kernel of the product after it also computes the norm."""
@@ -112,13 +112,13 @@ def core_work(
     return Work(products, softmax=float(count * queries * keys * passes), kernels=16)
 
 
-def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
+def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> SavedTensor:
     """Return the tensor that the attention core saves for `rows` rows of scores (queries times heads): the log-sum of
     each row, or all scores if the core is not fused."""
     if kernels.fused_attention:
-        return Kept("log-sums", rows * batch.wide, core=True)
+        return SavedTensor("log-sums", rows * batch.wide, core=True)
     e = batch.element
-    return Kept("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
+    return SavedTensor("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class AttentionPart(Part):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves: each row's log-sum or the
         scores.
 
@@ -249,27 +249,27 @@ class AttentionPart(Part):
         (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
-            yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
+            yield SavedTensor("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.qk_norm == "head":
             # A CPU saves a head's input and normed input in float32, or one copy if the input is float32 already.
             copies = (1 if e >= 4 else 2) if host else 0
-            yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+            yield SavedTensor("head norms", tokens * (h + k) * (copies * d * wide + wide))
         elif self.qk_norm:
-            yield Kept("token norms", 2 * tokens * wide)
-        yield Kept("attention output", tokens * h * d * e)
+            yield SavedTensor("token norms", 2 * tokens * wide)
+        yield SavedTensor("attention output", tokens * h * d * e)
         # A CPU has no fused kernel with a bias: it saves copies in float32 and tensors of scores.
         if host and self.biased:
-            yield Kept("qkv", tokens * (h + 2 * k) * d * e)
-            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
-            yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
+            yield SavedTensor("qkv", tokens * (h + 2 * k) * d * e)
+            yield SavedTensor("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
+            yield SavedTensor("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
             return
         if self.alibi:
-            yield Kept("wider attention output", tokens * h * self.core_dim * e, core=True)
-        yield Kept("qkv", tokens * (h + 2 * k) * self.core_dim * e)
+            yield SavedTensor("wider attention output", tokens * h * self.core_dim * e, core=True)
+        yield SavedTensor("qkv", tokens * (h + 2 * k) * self.core_dim * e)
         # The fused rotation works on one tensor, which attention saves anyway.
         rotates_in_place = kernels.fused and not self.qk_norm
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
-            yield Kept("rotated", tokens * (h + k) * d * e)
+            yield SavedTensor("rotated", tokens * (h + k) * d * e)
         if kernels.own and at.size("cp") > 1:
             yield from context_kept(at, batch, h, k, self.core_dim)
             return
@@ -363,17 +363,17 @@ class TokenEmbeddingPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
         return row_calls(at.at_once, batch, self.hidden, 0)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows, if tp cuts the table, and the dropout mask.
 
         The ids belong to the batch. Other programs save the result in addition to the first block's input.
         """
         if not kernels.own:
-            yield Kept("output", batch.rows(at) * self.hidden * batch.element)
+            yield SavedTensor("output", batch.rows(at) * self.hidden * batch.element)
         if at.size("tp") > 1:
-            yield Kept("rows", batch.tokens(at) * 9)
+            yield SavedTensor("rows", batch.tokens(at) * 9)
         if self.dropout:
-            yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
+            yield SavedTensor("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the row numbers and the gradients of the looked-up rows."""
@@ -393,8 +393,8 @@ class PositionEmbeddingPart(Part):
         shape = (self.offset + self.positions, self.hidden)
         return {"weight": whole(f"{name}.weight", shape, self.init, **replicated(at))}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("positions", batch.rows(at) * 8)
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("positions", batch.rows(at) * 8)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return second_table_factors(at, batch, kernels, self.hidden)
@@ -455,7 +455,7 @@ class OutputLayerPart(Part):
             yield Collective("forward", "tp", "all_reduce", rows * batch.wide, times)
             yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input gradient, which the loss computes in forward.
 
         If the embedding on this stage has the same weight, the weight gradient is saved too, because the embedding adds
@@ -464,9 +464,9 @@ class OutputLayerPart(Part):
         if not kernels.own:
             return
         bias_gradient = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0
-        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + bias_gradient)
+        yield SavedTensor("input gradient", batch.tokens(at) * self.hidden * batch.element + bias_gradient)
         if self.tied and at.size("embedding") == 1:
-            yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
+            yield SavedTensor("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, which a CPU also holds in float32. For other programs, return the

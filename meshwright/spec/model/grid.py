@@ -41,13 +41,13 @@ from meshwright.spec.model.part import (
     BlockUnit,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     NamedPart,
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
 )
@@ -84,14 +84,14 @@ class GridNormPart(Part):
             yield Collective("forward", axis, "all_reduce", rows)
             yield Collective("backward", axis, "all_reduce", rows)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input, each row's statistics and, if the product after it saves it, the output."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
-        yield Kept("input", stream)
-        yield Kept("statistics", self.part.facts.statistics * rows * batch.wide)
+        yield SavedTensor("input", stream)
+        yield SavedTensor("statistics", self.part.facts.statistics * rows * batch.wide)
         if self.part.keeps_output and not self.grid.keeps and not self.part.fused_by(kernels):
-            yield Kept("output", stream)
+            yield SavedTensor("output", stream)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the input, the normed input and a gradient in accumulation precision."""
@@ -155,7 +155,7 @@ class GridAttentionPart(Part):
         for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):
             yield replace(call, axis=self.grid.sharing)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield from self.part.kept(*inside_attention(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered(at, batch)
@@ -211,7 +211,7 @@ class GridMLPPart(Part):
         for product in self.products:
             yield from product.collectives(at, batch)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield from self._own.kept(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered(at, batch)
@@ -256,13 +256,13 @@ class GridTokensPart(Part):
         yield Collective("backward", r.gathered, "all_gather", x)
         yield Collective("backward", r.weight, "reduce_scatter", table)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows and, with dropout, its mask."""
         m, _, _ = self._sizes(at, batch)
-        yield Kept("rows", 8 * m)
+        yield SavedTensor("rows", 8 * m)
         if self.part.dropout:
             width = self.part.hidden // at.size(STREAM.features)
-            yield Kept("dropout mask", batch.rows(at) * width * (kernels.mask_bytes or batch.element))
+            yield SavedTensor("dropout mask", batch.rows(at) * width * (kernels.mask_bytes or batch.element))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         m, n, k = self._sizes(at, batch)
@@ -279,8 +279,8 @@ class GridPositionsPart(Part):
     def records(self, at: Coordinate, name: str) -> Records:
         return {"weight": cut_features(self.part.records(ALONE, name)["weight"], at, STREAM, dim=1)}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("positions", batch.rows(at) * 8)
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("positions", batch.rows(at) * 8)
 
 
 @dataclass(frozen=True)
@@ -325,13 +325,15 @@ class GridOutputPart(Part):
         for axis in r.y.rows:
             yield Collective("forward", axis, "all_reduce", batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the gradient of the local input and, if the embedding on this stage shares the weight, the gradient of
         the local weight."""
         _, n, k = self.sizes(at, batch)
-        yield Kept("input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element)
+        yield SavedTensor(
+            "input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element
+        )
         if self.part.tied and at.size("embedding") == 1:
-            yield Kept("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
+            yield SavedTensor("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, both gathered factors and their gradients."""

@@ -11,13 +11,13 @@ from meshwright.spec.model.linear import ONES, column_calls, replicated, row_cal
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -111,20 +111,20 @@ class LatentAttentionPart(Part):
         yield from row_calls(at, batch, self.hidden, heads * self.value)
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the normed token, the short vectors before and after their norms, and the tensors that the core saves:
         queries, keys, values, their result and each row's log-sum."""
         heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
-        yield Kept("normed token", rows * self.hidden * e)
-        yield Kept("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
-        yield Kept("short norms", rows * (2 if self.q_rank else 1) * wide)
-        yield Kept("qkv", 3 * tokens * heads * self.head_dim * e)
-        yield Kept("padded output", tokens * heads * self.head_dim * e, core=True)
-        yield Kept("attention output", tokens * heads * self.value * e)
+        yield SavedTensor("normed token", rows * self.hidden * e)
+        yield SavedTensor("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
+        yield SavedTensor("short norms", rows * (2 if self.q_rank else 1) * wide)
+        yield SavedTensor("qkv", 3 * tokens * heads * self.head_dim * e)
+        yield SavedTensor("padded output", tokens * heads * self.head_dim * e, core=True)
+        yield SavedTensor("attention output", tokens * heads * self.value * e)
         if at.size("cp") > 1:
             yield from context_kept(at, batch, heads, heads, self.head_dim)
             return
-        yield Kept("log-sums", tokens * heads * wide, core=True)
+        yield SavedTensor("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of queries, keys and values."""

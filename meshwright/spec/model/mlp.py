@@ -10,13 +10,13 @@ from meshwright.spec.model.linear import ZEROS, column_calls, row_calls, row_rec
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -78,7 +78,7 @@ class MLPPart(Part):
         yield from column_calls(at, batch, self.hidden, 2 * width if self.gated else width)
         yield from row_calls(at, batch, self.hidden, width)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the activation saves.
 
         A gated one saves both halves, the gate's activation and the result. SwiGLU saves only the halves if the next
@@ -92,7 +92,7 @@ class MLPPart(Part):
         elif not self.keeps_result:
             copies = max(1.0, copies - 1.0)
         rows = rows_of_chunk(batch.tokens(at), kernels.pieces)
-        yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
+        yield SavedTensor("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Return whether the second product recomputes SwiGLU in backward. It does not if it adds a bias itself."""

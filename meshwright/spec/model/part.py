@@ -162,7 +162,7 @@ class LinearPieces(NamedTuple):
     experts: bool = False
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor that is saved for backward, with its `size` in bytes.
 
     `core`: the attention core produces it, so that recomputing the core frees its memory. `passing`: it exists only
@@ -243,7 +243,7 @@ class Part:
         """Return the collectives of forward and backward of one micro-batch. Calls over one rank may be listed too."""
         return ()
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[SavedTensor]:
         """Return the tensors that forward saves for backward."""
         return ()
 
@@ -371,7 +371,7 @@ class Unit:
         for _, _, part in self.parts:
             yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
         batch = self.rows.of(batch)
         return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
 
@@ -422,9 +422,7 @@ class BlockUnit(Unit):
 
     def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         return {
-            f"{name}.{suffix}": rows
-            for _, name, part in self.parts
-            for suffix, rows in part.matrices(by_head).items()
+            f"{name}.{suffix}": rows for _, name, part in self.parts for suffix, rows in part.matrices(by_head).items()
         }
 
     @property
@@ -445,8 +443,8 @@ class BlockUnit(Unit):
         sums = Work(moved=float(batch.rows(at) * count * width), kernels=2 * count)
         return super().work(at, batch, kernels) + sums
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
-        saved: list[Kept] = []
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
+        saved: list[SavedTensor] = []
         batch = self.rows.of(batch)
         for number, (norm, body) in enumerate(self.branches):
             # All norms of a parallel block read the block's input, which is saved once.
@@ -455,7 +453,7 @@ class BlockUnit(Unit):
             saved += body.part.kept(at, batch, kernels)
             if self.dropout:
                 mask_bytes = kernels.mask_bytes or batch.element
-                saved.append(Kept("dropout mask", batch.rows(at) * self.hidden * mask_bytes))
+                saved.append(SavedTensor("dropout mask", batch.rows(at) * self.hidden * mask_bytes))
         saved += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
         return tuple(saved)
 

@@ -17,12 +17,12 @@ from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -94,12 +94,12 @@ class RelativeBiasPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the bias, which all blocks of the stage save, and the buckets of all distances. A decoder also saves
         its causal mask."""
         row = aligned(batch.seq)
-        yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
-        yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
+        yield SavedTensor("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
+        yield SavedTensor("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return 2.0 * self._scores(at, batch) * batch.element
@@ -165,15 +165,15 @@ class CrossAttentionPart(Part):
         yield from column_calls(at, self.memory(batch), self.hidden, 2 * local)
         yield from row_calls(at, batch, self.hidden, local)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves.
 
         The encoder's output is saved once for all blocks (see `Model.read_beside`).
         """
         heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
         keys = self.memory(batch).tokens(at)
-        yield Kept("attention output", tokens * heads * d * e)
-        yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
+        yield SavedTensor("attention output", tokens * heads * d * e)
+        yield SavedTensor("cross qkv", (tokens + 2 * keys) * heads * d * e)
         # A CPU has no fused kernel with dropout. It processes tiles of queries, and saves nothing of the core.
         if not (kernels.fused_attention and kernels.host and self.dropout):
             yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)

@@ -29,7 +29,6 @@ from meshwright.spec.model.part import (
     ALONE,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     LossTerm,
@@ -38,6 +37,7 @@ from meshwright.spec.model.part import (
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
 )
@@ -164,7 +164,7 @@ class TunedPart(Part):
                 rows = sum(count for _, count in linear.pieces)
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the part's saved tensors, without those that only gradients of frozen weights need, and the adapters'.
 
         An adapter saves x A^T and, with dropout, the mask of its input. DoRA also saves the product before it is
@@ -178,10 +178,10 @@ class TunedPart(Part):
             if linear.experts:
                 continue
             (rows, inputs), tokens = record.values.local_shape, self._tokens(linear, at, batch)
-            yield Kept("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
-            yield Kept("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
+            yield SavedTensor("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
+            yield SavedTensor("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
             norms = tokens * rows * batch.element + 2 * rows * batch.wide
-            yield Kept("unscaled product", norms if tuning.norms else 0)
+            yield SavedTensor("unscaled product", norms if tuning.norms else 0)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the part's workspace, plus the values of its largest packed weight."""

@@ -76,16 +76,16 @@ class ExchangeReducer(Compressing):
             return group.all_reduce(grads, wait=False)
         # With ZeRO, `reduce_scatter` has already added the residual and summed over the shards of the bucket.
         if bucket.stage:
-            exchange = Exchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
+            exchange = SliceExchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
         else:
             # `anew`: the old residual is part of the sum now, so the new one replaces it.
-            exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
-        return Gathering(exchange, grads)
+            exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
+        return GatheredSum(exchange, grads)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         if self.is_plain(bucket, group):
             return group.reduce_scatter(out, grads, wait=False)
-        exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
+        exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
         return Scattering(exchange, out)
 
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class ExchangeReducer(Compressing):
         return numbers
 
 
-class Exchange:
+class SliceExchange:
     """The first half of a sum: each rank receives its slice from all ranks.
 
     `start` is the offset of `x` in the buffer. The exchange owns `x` and may overwrite it.
@@ -176,20 +176,20 @@ class Exchange:
 class Scattering:
     """A sum of which each rank gets its shard."""
 
-    def __init__(self, exchange: Exchange, out: Tensor) -> None:
+    def __init__(self, exchange: SliceExchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
 
     def wait(self) -> None:
         self._out.copy_(self._exchange.sum())
 
 
-class Gathering:
+class GatheredSum:
     """A sum that every rank gets: the summed slices are compressed again and all-gathered.
 
     All ranks decode the same messages, so that their sums are equal bit for bit.
     """
 
-    def __init__(self, exchange: Exchange, out: Tensor) -> None:
+    def __init__(self, exchange: SliceExchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
         exchange.reducer.begun(self)
 

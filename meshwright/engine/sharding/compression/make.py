@@ -13,7 +13,7 @@ from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerP
 from meshwright.plugins import load_object
 
 
-class Request(NamedTuple):
+class ReducerRequest(NamedTuple):
     """All settings of a sum. `seed` keys random numbers. For `keeps_sums` see `ExchangeReducer`."""
 
     reduce: ReduceConfig
@@ -44,58 +44,58 @@ class Request(NamedTuple):
         return REDUCERS[self.name].reducer(self)
 
 
-class Entry(NamedTuple):
+class ReducerEntry(NamedTuple):
     """A way to sum gradients. Both functions return the same type of object if it works without torch."""
 
-    plan: Callable[[Request], ReducerPlan]
-    reducer: Callable[[Request], Reducer]
+    plan: Callable[[ReducerRequest], ReducerPlan]
+    reducer: Callable[[ReducerRequest], Reducer]
 
 
-def _server(asked: Request) -> Reducer:
+def _server(asked: ReducerRequest) -> Reducer:
     make: Callable[..., Reducer] = load_object("meshwright.lab.server:ServerReducer")
     return make(asked.server.ranks, asked.server.staleness, asked.seed)
 
 
-def _algorithm(asked: Request) -> Reducer:
+def _algorithm(asked: ReducerRequest) -> Reducer:
     comm = asked.comm
     make: Callable[..., Reducer] = load_object("meshwright.lab.reducers:AlgorithmReducer")
     return make(comm.algorithm.dp, asked.node_size, comm.known_links, comm.switches)
 
 
-def _adaptive(asked: Request) -> Reducer:
+def _adaptive(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer
 
     return AdaptiveReducer(asked.reduce, asked.seed)
 
 
-def _low_rank(asked: Request) -> Reducer:
+def _low_rank(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.low_rank import LowRankReducer
 
     return LowRankReducer(asked.reduce, asked.seed)
 
 
-def _exchange(asked: Request) -> Reducer:
+def _exchange(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.exchange import ExchangeReducer
 
     return ExchangeReducer(asked.reduce, asked.seed, asked.keeps_sums)
 
 
-REDUCERS: dict[str, Entry] = {
-    "server": Entry(_server, _server),
-    "algorithm": Entry(_algorithm, _algorithm),
-    "plain": Entry(lambda asked: PLAIN_REDUCER, lambda asked: PLAIN_REDUCER),
-    "adaptive": Entry(lambda asked: UndecidedPlan(asked.reduce), _adaptive),
-    "low rank": Entry(lambda asked: CompressionPlan(asked.reduce), _low_rank),
-    "exchange": Entry(lambda asked: CompressionPlan(asked.reduce), _exchange),
+REDUCERS: dict[str, ReducerEntry] = {
+    "server": ReducerEntry(_server, _server),
+    "algorithm": ReducerEntry(_algorithm, _algorithm),
+    "plain": ReducerEntry(lambda asked: PLAIN_REDUCER, lambda asked: PLAIN_REDUCER),
+    "adaptive": ReducerEntry(lambda asked: UndecidedPlan(asked.reduce), _adaptive),
+    "low rank": ReducerEntry(lambda asked: CompressionPlan(asked.reduce), _low_rank),
+    "exchange": ReducerEntry(lambda asked: CompressionPlan(asked.reduce), _exchange),
 }
 
 
-def gradient_sums(config: Config, node_size: int) -> Request:
+def gradient_sums(config: Config, node_size: int) -> ReducerRequest:
     """Return the settings with which data-parallel ranks sum gradients. `node_size`: ranks per node."""
     train = config.train
-    return Request(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
+    return ReducerRequest(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
 
 
-def replica_sums(local: LocalConfig, seed: int) -> Request:
+def replica_sums(local: LocalConfig, seed: int) -> ReducerRequest:
     """Return the settings with which replicas sum their changes."""
-    return Request(local.compress, seed, keeps_sums=False)
+    return ReducerRequest(local.compress, seed, keeps_sums=False)

@@ -18,12 +18,12 @@ from meshwright.spec.model.part import (
     BlockUnit,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
     hash_once,
@@ -170,12 +170,12 @@ class PlannedPart(Part):
         for phase, op, width in self.calls:
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the measured activations and, for a head, its log-probabilities."""
         tokens = batch.tokens(at)
         elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
-        yield Kept("activations", tokens * elements * batch.element)
-        yield Kept("log-probabilities", tokens * self.logits * batch.wide)
+        yield SavedTensor("activations", tokens * elements * batch.element)
+        yield SavedTensor("log-probabilities", tokens * self.logits * batch.wide)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the logits and of their gradient, in accumulation precision."""
@@ -201,7 +201,7 @@ class PlannedBlock(BlockUnit):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Unit.work(self, at, batch, kernels)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
         return Unit.kept(self, at, batch, kernels)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
