@@ -29,7 +29,7 @@ import torch
 import torch.multiprocessing as mp
 from common import BenchParser, finish
 
-from meshwright.bench.comm import joined, measure
+from meshwright.bench.comm import join_world, measure
 from meshwright.bench.request import OPS, MeasurementRequest, parse_sizes
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
@@ -114,7 +114,7 @@ class Calm:
         own = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64, device=device)
         world.all_reduce(own)
         share = (busy_seconds() - begin[0] - float(own)) / (time.perf_counter() - begin[2])
-        return world.agreed(share, device)
+        return world.max_over_ranks(share, device)
 
     def __call__(self, work: Callable[[], Any]) -> Any:
         while True:
@@ -144,7 +144,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
     jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES[: args.shapes])}
     seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
     profiles = []
-    with joined(request) as (mesh, device, place):
+    with join_world(request) as (mesh, device, place):
         trainers = {name: make_trainer(config, rank) for name, config in jobs.items()}
         for trainer in trainers.values():
             trainer.step()

@@ -165,7 +165,7 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
-    def worked(self) -> float:
+    def work_seconds(self) -> float:
         """Return the seconds that this process has worked so far; only differences have a meaning.
 
         On a CPU this is processor time, which does not grow while other processes use the cores. On an accelerator it

@@ -16,7 +16,7 @@ from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
 from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.device import Device
 from meshwright.errors import UserError
 from meshwright.launch.processes import ProcessPlace, enter, find_place, leave
@@ -27,12 +27,12 @@ PAYLOAD_SHARE = 8  # The largest payload may take 1/8 of a device's memory.
 
 
 @contextlib.contextmanager
-def joined(request: MeasurementRequest) -> Iterator[tuple[Mesh, Device, ProcessPlace]]:
+def join_world(request: MeasurementRequest) -> Iterator[tuple[Mesh, Device, ProcessPlace]]:
     """Join the world and yield this rank's mesh, device and place. Leave the world when the context ends."""
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
-    with watched(mesh, TIMEOUT, device, own):
+    with watchdog_for(mesh, TIMEOUT, device, own):
         yield mesh, device, place
     if own:
         leave()
@@ -53,7 +53,7 @@ def measure(
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
     points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
     # Read the ledger now: measuring the rates adds further calls to it.
-    ledger = counted(mesh, request.axes)
+    ledger = count_calls(mesh, request.axes)
     rates = measure_rates(mesh, device, local_world, request.seconds, say)
     inside, across = fit_links(points)
     axes = {axis: request.layout.axis_size(axis) for axis in ("tp", "cp", "ep", "dp", "pp")}
@@ -67,7 +67,7 @@ def measure(
     }  # fmt: skip
 
 
-def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
+def count_calls(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
     """Return this rank's ledger counts on the measured axes, by axis and op."""
     names = {mesh.group(axis).axis: axis for axis in axes}
     by_axis: dict[str, dict[str, dict[str, int]]] = {}

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import meshwright
-from meshwright.bench.comm import joined
+from meshwright.bench.comm import join_world
 from meshwright.bench.diagnosis import Facts
 from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.group import Group
@@ -41,18 +41,18 @@ WAIT = timedelta(seconds=120)
 
 def examine(request: MeasurementRequest, folder: Path, burn_s: float) -> list[Facts]:
     """Examine this rank. Return the facts of all ranks on rank 0, and an empty list on the others."""
-    with joined(request) as (mesh, device, place):
+    with join_world(request) as (mesh, device, place):
         facts = Facts(mesh.rank, socket.gethostname(), device.name)
         _look_at_machine(facts, device)
         _look_at_network(facts, device.backend(request.backend))
         facts.cores = cores_of_rank(place.local_world)
-        together = partial(mesh.world.agreed, 0.0, device.torch)
+        together = partial(mesh.world.max_over_ranks, 0.0, device.torch)
         _look_at_disk(facts, folder, together, first_on_machine=place.local_rank == 0)
         facts.clock = _clock_offset(mesh.world, device)
         facts.links = _links(mesh.world, device)
         together()
         facts.burn, facts.round_s = burn_in(device, burn_s)
-        return _gathered(facts, mesh.layout.world)
+        return _gather_facts(facts, mesh.layout.world)
 
 
 def _look_at_machine(facts: Facts, device: Device) -> None:
@@ -124,7 +124,7 @@ def _clock_offset(world: Group, device: Device) -> float:
     """
     offsets = []
     for _ in range(BARRIERS):
-        world.agreed(0.0, device.torch)
+        world.max_over_ranks(0.0, device.torch)
         now = time.time()
         first = torch.tensor([now], dtype=torch.float64, device=device.torch)
         world.broadcast(first)
@@ -145,7 +145,7 @@ def _links(world: Group, device: Device) -> dict[str, float]:
         has_partner = 0 <= other < world.size
         took = []
         for _ in range(ROUNDS):
-            world.agreed(0.0, device.torch)
+            world.max_over_ranks(0.0, device.torch)
             begun = time.perf_counter()
             if has_partner:
                 # The pair must use opposite orders, or both ends would wait to send.
@@ -177,7 +177,7 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
     return sums, statistics.median(took[1:])
 
 
-def _gathered(facts: Facts, world: int) -> list[Facts]:
+def _gather_facts(facts: Facts, world: int) -> list[Facts]:
     """Return the facts of all ranks on rank 0, and an empty list on the others. Only JSON goes through the store."""
     # Equal checksums beyond the first ones add no information.
     facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MOST_SUMS]

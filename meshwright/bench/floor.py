@@ -151,7 +151,7 @@ def _tiles(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: i
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
     given = ContextRows(RowPositions(order[None].repeat(batch, 0)), device.torch)
     ring = config.context_plan.passes
-    sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
+    sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.sight_of(0, cp)]
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
     k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))
     calls: list[Callable[[], Any]] = []

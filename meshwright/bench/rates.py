@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.bench.fit import robust
-from meshwright.bench.links import timed
+from meshwright.bench.links import time_work
 from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
@@ -82,7 +82,7 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     say(f"measuring products, attention, memory and steps of {device.name}")
 
     def time(work: Callable[[], Any]) -> float:
-        return timed(mesh.world, device, work, seconds)
+        return time_work(mesh.world, device, work, seconds)
 
     precision = "fp32" if device.is_cpu else "bf16"
     units = device.units()
@@ -151,7 +151,7 @@ def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> fl
     communication takes nothing from compute."""
     group = mesh.samples if not mesh.samples.alone else mesh.world
     bucket = torch.empty(BUCKET_BYTES // 4, device=device.torch).zero_()
-    alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
+    alone = time_work(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
     products = many_products(mesh, device, precision, 2 * alone)
 
     def overlapped() -> None:
@@ -159,7 +159,7 @@ def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> fl
         products()
         pending.wait()
 
-    both, apart = (timed(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (overlapped, products))
+    both, apart = (time_work(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (overlapped, products))
     return min(1.0, max(0.0, (both - apart) / alone))
 
 
@@ -174,7 +174,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
         meet()
 
     budget = WAIT_TIME_FACTOR * seconds
-    apart, both, meeting = (timed(mesh.world, device, work, budget) for work in (products, between, meet))
+    apart, both, meeting = (time_work(mesh.world, device, work, budget) for work in (products, between, meet))
     return max(0.0, both - apart - meeting)
 
 
@@ -182,7 +182,7 @@ def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) ->
     """Return a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.is_cpu else 4096
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
-    count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
+    count = max(1, round(seconds / time_work(mesh.world, device, lambda: a @ b, 0.05)))
 
     def products() -> None:
         for _ in range(count):

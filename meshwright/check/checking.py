@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.check.made_samples import OtherFirst, samples_for
 from meshwright.check.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
 from meshwright.checkpoint.base import begin_with_folder, read_base
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.batches import MicroBatches
@@ -132,7 +132,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
     check(config, place.world, RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
-    with watched(ctx.mesh, comm.timeout, device, joined):
+    with watchdog_for(ctx.mesh, comm.timeout, device, joined):
         modules = build_modules(ctx, own.model)
         data = samples_for(config) if own.datasets is None else own.datasets(ctx, (0, 0, 0))[0]
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, own.forward), data)
@@ -145,7 +145,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
         yield trainer
         trainer.data_parallel.weights.wait_for_gathers()
         # A barrier: no rank leaves before all are done, since a launcher stops the other ranks when one ends early.
-        ctx.mesh.world.agreed(0.0, device.torch)
+        ctx.mesh.world.max_over_ranks(0.0, device.torch)
     if joined:
         leave()
 
@@ -174,7 +174,7 @@ def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> Non
             steps.parameters = Stored(folder / AFTER).errors(parameters(trainer))
 
         _train(trainer, steps, take, compared, after)
-        steps.documents = documents_moved(trainer)
+        steps.documents = document_leakage(trainer)
         steps.write(folder / f"rank-{trainer.ctx.rank}.json")
 
 
@@ -196,7 +196,7 @@ def _train(
     steps.peak_bytes = device.peak_bytes()
 
 
-def documents_moved(trainer: Trainer) -> float | None:
+def document_leakage(trainer: Trainer) -> float | None:
     """Return the relative change of the loss of all documents except the first, when the tokens of the first change.
     Return None if samples are not packed.
 

@@ -80,7 +80,7 @@ def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str,
     layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
 
     def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:
-        return _compared(ctx, modules[0].eval(), transformers, folder, tolerance)
+        return _compare_logits(ctx, modules[0].eval(), transformers, folder, tolerance)
 
     compared: Compared = with_model(checkpoint, {**sections, **layers}, use)
     return compared
@@ -93,7 +93,7 @@ def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
 
 
 @torch.no_grad()
-def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
+def _compare_logits(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
     model = ctx.config.model
     theirs, tokenizer = theirs_of(transformers, folder, model.kind), tokenizer_beside(folder, ())
     longest = max(2, min(LONGEST, model.seq if not model.kind_facts.writes_text else model.seq - WRITTEN))

@@ -19,7 +19,7 @@ from meshwright.checkpoint.contract import Checkpointed
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
-from meshwright.config.load import flat, plain
+from meshwright.config.load import flat, to_plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.engine.sharding.buffers import REPLICA_STATE, State, regions
 from meshwright.engine.sharding.remainders import Values
@@ -77,7 +77,9 @@ def open_base(base: str, model: ModelConfig) -> Base:
     """Open a base and check that it belongs to this model."""
     folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else Reader(folder)
-    words = _differences(plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"], model)
+    words = _differences(
+        to_plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"], model
+    )
     if words:
         raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
     if isinstance(source, Reader) and _base_of(folder):
@@ -87,7 +89,7 @@ def open_base(base: str, model: ModelConfig) -> Base:
 
 def _differences(theirs: dict[str, Any], model: ModelConfig) -> str:
     """Return the keys in which a model section differs from ours, in words; "" if the weights mean the same."""
-    ours, others = flat(plain(model)), flat(theirs)
+    ours, others = flat(to_plain(model)), flat(theirs)
     # These keys do not change the meaning of the weights, so a source of weights may differ in them.
     ignored = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
     strange = [key for key in ours if key not in ignored and key in others and others[key] != ours[key]]
@@ -152,7 +154,7 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
         return
     else:
         source = HFFolder(folder, model.seq)
-        words = _differences(plain(source.model), model)
+        words = _differences(to_plain(source.model), model)
         if words and trainer.writes:
             notice(f"meshwright: warning: these weights were trained with other settings: {words}")
     if fresh:

@@ -18,7 +18,7 @@ from meshwright.errors import UserError
 from meshwright.outside import of_kind, read_json
 from meshwright.record.checkpoint_format import blocks_of
 from meshwright.spec.layout.params import ParamRecord, slices_of
-from meshwright.spec.model.hf import family_named
+from meshwright.spec.model.hf import family_of_name
 from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE
 from meshwright.spec.model.hf.rows import Mapped
@@ -42,7 +42,7 @@ class HFFolder:
     def __init__(self, folder: Path, seq: int = 0) -> None:
         self.folder = folder
         self.config = _json(folder / "config.json", folder)
-        self.family: Family = family_named(self.config.get("model_type"))
+        self.family: Family = family_of_name(self.config.get("model_type"))
         self.model: ModelConfig = self.family.model_of(self.config, seq)
         self.file_of = opened_weights(folder, bool(self.config.get("quantization_config")))
         if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
@@ -159,7 +159,7 @@ def _json(path: Path, folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 
 
-def opened(path: Path) -> Any:
+def open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -176,7 +176,7 @@ def opened_weights(folder: Path, quantised: bool) -> dict[str, Any]:
         )
     file_of: dict[str, Any] = {}
     for name in weight_files(folder):
-        file = opened(folder / name)
+        file = open_file(folder / name)
         file_of |= dict.fromkeys(file.keys(), file)
     return file_of
 

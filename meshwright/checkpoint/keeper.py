@@ -141,7 +141,7 @@ class Copies:
         self._lock = threading.Lock()
         self._held: dict[tuple[int, int], StoredCopy] = {}
 
-    def put(self, step: int, rank: int, new: StoredCopy) -> None:
+    def store(self, step: int, rank: int, new: StoredCopy) -> None:
         """Store a copy, and drop all copies except those of the newest steps.
 
         After a loss a run may go back to an earlier step. Copies of an earlier generation from this step on are then
@@ -157,7 +157,7 @@ class Copies:
             for at in [at for at in self._held if at[0] in old]:
                 del self._held[at]
 
-    def found(self) -> list[list[int]]:
+    def list_copies(self) -> list[list[int]]:
         """Return [step, rank, world, generation] of every copy."""
         with self._lock:
             return [[*at, held.world, held.generation] for at, held in sorted(self._held.items())]
@@ -175,10 +175,10 @@ def answer(copies: Copies, header: Header, parts: list[bytearray]) -> tuple[Head
     op = header.get("op")
     try:
         if op == "put" and len(parts) == 2:
-            copies.put(header["step"], header["rank"], StoredCopy(header["world"], header["generation"], *parts))
+            copies.store(header["step"], header["rank"], StoredCopy(header["world"], header["generation"], *parts))
             return {}, []
         if op == "found":
-            return {"found": copies.found()}, []
+            return {"found": copies.list_copies()}, []
         if op == "list":
             return {}, [copies.get(header["step"], header["rank"]).blocks]
         if op == "get":

@@ -19,8 +19,8 @@ from meshwright.checkpoint.base import Base, adapts, check_digest, fill_range, o
 from meshwright.checkpoint.load import Reader
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.nn.adapters.nf4 import rounded
-from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, SavedTensor, blocks_of
+from meshwright.nn.adapters.nf4 import round_by_packing
+from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, StoredTensor, blocks_of
 from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
 from meshwright.spec.model.description import model_of
 from meshwright.spec.model.part import ALONE
@@ -98,10 +98,10 @@ class MergedWeights:
         self.index = replace(reader.index, config=merged, tensors=dict(self._tensors(reader)), files={}, blocks=[])
         self._changes = lru_cache(maxsize=8)(self.own.changes)
 
-    def _tensors(self, reader: Reader) -> Iterator[tuple[str, SavedTensor]]:
+    def _tensors(self, reader: Reader) -> Iterator[tuple[str, StoredTensor]]:
         for name, record in self.own.records.items():
             if not is_adapter(name):
-                stored: SavedTensor = {"shape": list(record.shape), "dtype": self._dtype(name)}
+                stored: StoredTensor = {"shape": list(record.shape), "dtype": self._dtype(name)}
                 yield f"param/{name}", reader.index.tensors[f"param/{name}"] if record.trained else stored
 
     def _dtype(self, name: str) -> str:
@@ -121,9 +121,9 @@ class MergedWeights:
         for box in record.boxes if name in self.own.adapters or name in self.own.packed else ():
             for start, shape in blocks_of(box.shape, 8):
                 corner, at = (tuple(map(sum, zip(begin, start, strict=True))) for begin in (box.start, box.local_start))
-                local[slices_of(at, shape)] = self._changed(record, corner, shape).to(local.dtype)
+                local[slices_of(at, shape)] = self._merged_rectangle(record, corner, shape).to(local.dtype)
 
-    def _changed(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _merged_rectangle(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return a rectangle of a weight with its changes added.
 
         If the weight was packed (quantised), the changes were trained on the rounded values, so they are added to
@@ -136,7 +136,7 @@ class MergedWeights:
         part = box_record(record.name, record.shape, (*before, first, read[0]), (*experts, count, read[1]))
         values = torch.empty(part.local_shape, dtype=changes[0].down.dtype if changes else torch.float32)
         fill_range(self.base, part, 0, part.numel, values.view(-1))
-        values = rounded(values) if packed else values
+        values = round_by_packing(values) if packed else values
         for change in changes:
             low, high = max(first, change.record.start), min(first + count, change.record.stop)
             if low < high:

@@ -71,14 +71,14 @@ class PlannedFolder:
             converter = next(each for each in converters if set(sources) <= set(each.source_patterns))
             operations = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
             order = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
-            pieces[target] = self._joined(target, operations, order)
+            pieces[target] = self._source_tensors(target, operations, order)
         return pieces
 
     def _whole(self, source: str) -> SourceTensor:
         shape = self._shape(source)
         return SourceTensor(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
 
-    def _joined(
+    def _source_tensors(
         self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]
     ) -> list[SourceTensor]:
         """Return the stored tensors of a parameter that is stacked from many, concatenated from a few, or both.

@@ -18,7 +18,7 @@ from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whol
 from meshwright.comm.group import CommError
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 from meshwright.record import checkpoint_format as fmt
@@ -56,7 +56,7 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
     if begun and not from_memory:
         _newest(trainer, folder, steps)
     elif source is not None and not begun:
-        damage = _attempt(trainer, lambda: Reader(_named(source, steps)), model_only=not own)
+        damage = _attempt(trainer, lambda: Reader(_resolve_source(source, steps)), model_only=not own)
         if damage is not None:
             raise damage
     if trainer.writes:
@@ -66,7 +66,7 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
             if own:
                 fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
         except OSError as error:
-            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
+            raise refusal(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
     return "memory" if from_memory else "disk"
 
 
@@ -74,7 +74,7 @@ def has_checkpoint(trainer: Checkpointed) -> bool:
     """Return on every rank whether the run has a checkpoint, as seen by the rank that writes."""
     ctx = trainer.ctx
     here = trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
-    return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
+    return bool(ctx.mesh.world.max_over_ranks(float(here), ctx.device.torch))
 
 
 def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
@@ -94,14 +94,14 @@ def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
     If there is no checkpoint on disk either (`or_disk` is False), raise so that the ranks restart: this rank's state
     may already be half overwritten by the copy.
     """
-    keepers = Keepers.known()
+    keepers = Keepers.from_environment()
 
-    def located() -> Reader:
+    def open_copy() -> Reader:
         if keepers is None:
             raise fmt.DamagedCheckpoint("this rank knows of no keepers")
         return MemoryReader(keepers, step)
 
-    damage = _attempt(trainer, located, model_only=False)
+    damage = _attempt(trainer, open_copy, model_only=False)
     if damage is not None and not or_disk:
         raise CommError(f"the copy of step {step} in memory was lost while it was loaded, and none is on disk")
     if damage is not None and trainer.writes:
@@ -121,14 +121,14 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
     if trainer.writes:
         try:
             choice = _candidates(folder, source)
-            keepers = Keepers.known() if choice[0] and fmt.was_restarted() else None
+            keepers = Keepers.from_environment() if choice[0] and fmt.was_restarted() else None
             in_memory = newest_whole(keepers) if keepers else 0
             choice.insert(2, in_memory if in_memory > max(choice[2:], default=0) else 0)
         # -1 makes all ranks raise, below.
         except UserError as caught:
             error, choice = caught, [-1, 0, 0]
         except OSError as caught:
-            error, choice = refused(f"{source or folder} can't be read", caught), [-1, 0, 0]
+            error, choice = refusal(f"{source or folder} can't be read", caught), [-1, 0, 0]
 
     # Broadcast the list by sums: all other ranks add zeros.
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
@@ -181,7 +181,7 @@ def _went_back(folder: Path, source: str) -> bool:
         return False
 
 
-def _named(source: str, steps: list[int]) -> Path:
+def _resolve_source(source: str, steps: list[int]) -> Path:
     """Return the checkpoint that `source` names. If it names a run without a step, that is the checkpoint that was
     newest for the rank that chose."""
     path = find_checkpoint(source)

@@ -130,7 +130,7 @@ class Talk:
         # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.
         return known | ({after[0]} if after and not self.tokenizer.decode(after[:1]) else set())
 
-    def answered(self, tokens: Iterator[int], ends: set[int]) -> None:
+    def print_answer(self, tokens: Iterator[int], ends: set[int]) -> None:
         """Print an answer while it is generated, and add it to the conversation."""
         ids: list[int] = []
         shown = 0
@@ -184,18 +184,18 @@ def chat_rank(args: argparse.Namespace) -> None:
         talk = Talk(args, tokenizer, model.vocab, model.seq)
         ends = talk.ends(end_tokens(Path(args.source), tokenizer))
         announced = None if place.world == 1 else Announcements(place.rank)
-        while ids := _shared(announced, [] if place.rank else talk.next_ids()):
+        while ids := _broadcast_tokens(announced, [] if place.rank else talk.next_ids()):
             generator, most = generator_of(modules[0], model, len(ids), args.max_tokens)
             answer = generate(generator, ids, most, args.temperature, args.top_p, args.seed, ends)
             if place.rank:
                 list(answer)
             else:
-                talk.answered(answer, ends)
+                talk.print_answer(answer, ends)
 
     with_model(args.source, args.sections, use)
 
 
-def _shared(announced: Any, ids: list[int]) -> list[int]:
+def _broadcast_tokens(announced: Any, ids: list[int]) -> list[int]:
     """Send rank 0's tokens to all ranks and return them.
 
     The others may wait for hours until the user types a line. Inside a broadcast that would be taken for a hang."""

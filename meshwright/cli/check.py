@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         notice(f"{ranks} train the same steps, {seconds(time.monotonic() - begin)} after the start")
         if code := train(checked.world, as_rank, args):
             return code
-        found = judged(args)
+        found = judge_results(args)
     found |= {"seconds": time.monotonic() - begin}
     if args.json and args.json != "-":
         write(Path(args.json), lambda: json.dumps(found, indent=1) + "\n")
@@ -245,7 +245,7 @@ def as_rank(args: argparse.Namespace) -> None:
     run_rank(args.checked.config, args.scratch, providers_of(args), args.checked.compared)
 
 
-def judged(args: argparse.Namespace) -> dict[str, Any]:
+def judge_results(args: argparse.Namespace) -> dict[str, Any]:
     """Read the results of all ranks, compare them with the reference and return the figures of the page."""
     from meshwright.check.checking import REFERENCE, Steps
 
@@ -298,7 +298,7 @@ def as_json(name: str, model: str | None, checked: ExactTwin, verdict: Verdict) 
         "layout": sizes | {"ep": layout.ep, "zero": c.zero.stage}, "precision": c.train.precision,
         "tolerance": verdict.tolerance, "changes": list(checked.changes), "compared_steps": checked.compared,
         "losses": [list(pair) for pair in verdict.losses], "grad_norms": [list(pair) for pair in verdict.norms],
-        "first": next(iter(verdict.differing), None), "worst": verdict.worst or None,
+        "first": next(iter(verdict.differing_parameters), None), "worst": verdict.worst or None,
         "gradients": dict(verdict.gradients), "parameters": dict(verdict.parameters),
         "wire_bytes": {axis: {"planned": a, "recorded": b} for axis, (a, b) in verdict.comm.items()},
         "documents": verdict.documents,
@@ -317,7 +317,7 @@ def page(found: Mapping[str, Any]) -> str:
             rows.append((f"{what}, step {step}", f"{one:.9f}", f"{other:.9f}", f"{difference(one, other):.1e}"))
     lines += [table(rows), ""]
     steps = f"of {plural(found['compared_steps'], 'step')}"
-    lines += [table([("gradients, the largest differences", steps), *_named(found)]), ""]
+    lines += [table([("gradients, the largest differences", steps), *_worst_parameters(found)]), ""]
     lines += [table([("bytes of a step, all ranks", "planned", "recorded", ""), *_bytes(found)]), ""]
     if memory := found.get("memory"):
         measured = "" if memory["measured"] is None else f": {size(memory['measured'])}"
@@ -332,7 +332,7 @@ def page(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"DIFFERS: {sentence}" for sentence in found["complaints"])])
 
 
-def _named(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _worst_parameters(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return rows of the parameters whose gradients differ most, after the first one beyond the tolerance."""
     errors: dict[str, float] = found["gradients"]
     worst = sorted(errors, key=lambda name: -errors[name])[:MOST_NAMED]

@@ -100,9 +100,9 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
 
 def bench(args: argparse.Namespace) -> None:
     """Run the whole bench as one rank. All ranks measure; rank 0 writes the files and prints the report."""
-    from meshwright.bench.comm import joined, measure
+    from meshwright.bench.comm import join_world, measure
 
-    with joined(args.request) as (mesh, device, place):
+    with join_world(args.request) as (mesh, device, place):
         results = measure(args.request, mesh, device, place.local_world)
     if place.rank:
         return

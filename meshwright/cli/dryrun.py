@@ -16,7 +16,7 @@ from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import Expected, expected
+from meshwright.plan.rank import Expected, planned_rank
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
 from meshwright.spec.traffic.counts import COUNTS
@@ -72,7 +72,7 @@ def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str,
 
     from meshwright.dryrun.run_rank import run_rank
 
-    planned = expected(checked_job(config, world), rank)
+    planned = planned_rank(checked_job(config, world), rank)
     if planned.most["peak"] >= LARGEST // 8:
         raise UserError(f"rank {rank} would hold {size(planned.most['peak'])}: use a smaller model")
     what = f"{planned.parameters:,} parameters, {plural(planned.micro_batches, 'micro-batch')}"

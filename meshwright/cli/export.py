@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compare_with_folder, exit_code
 from meshwright.errors import UserError, plural
 from meshwright.spec.model.hf import FAMILIES
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         tell(args, export_adapters(folder, Path(args.to)))
         return 0
     written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like)
-    found = compared(args, str(folder), Path(args.to))
+    found = compare_with_folder(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
     return exit_code(found)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compare_with_folder, exit_code
 from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         _import_adapters(args)
         return 0
     model = asdict(import_folder(Path(args.folder), Path(args.to), args.dtype, args.seq, args.upcycle))
-    found = compared(args, args.to, Path(args.folder))
+    found = compare_with_folder(args, args.to, Path(args.folder))
     if args.json:
         print(json.dumps({"checkpoint": args.to, "model": model, **found}))
         return exit_code(found)

@@ -16,7 +16,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.engine.datasets import VOCAB_MULTIPLE
 from meshwright.errors import UserError, nearest, notice
 from meshwright.launch.this_machine import MARGIN, best_layout
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
+        raise refusal(f"{args.out} can't be written", error, args.out, "another --out") from None
     # The file is read back and checked, so that a config that `train` would refuse is reported here.
     check(load_config(args.out), devices, TRAINING_RULES)
     nproc = f" --nproc {devices}" if devices > 1 else ""
@@ -119,13 +119,13 @@ def run(args: argparse.Namespace) -> None:
         return
     words = plain_words(best.job.config, devices)
     notice(f"wrote {args.out}, predicted at {seconds(best.cost.step_s)} a step: {words}")
-    preparing = [line for prefix in data for line in _preparing(prefix, best.job.config)]
+    preparing = [line for prefix in data for line in _preparation_command(prefix, best.job.config)]
     train = f"meshwright train {args.out}{nproc}      (everything of the run will be in {_run_dir(args.out)})"
     for first, line in zip(("next", *["then"] * len(preparing)), [*preparing, train], strict=True):
         notice(f"{first}: {line}")
 
 
-def _preparing(prefix: str, config: Config) -> list[str]:
+def _preparation_command(prefix: str, config: Config) -> list[str]:
     """Return the command that makes token files, or nothing if they exist. If they don't, print a line that says so."""
     if Path(f"{prefix}.idx").is_file():
         return []

@@ -29,10 +29,10 @@ from meshwright.plan.search import (
     Candidate,
     SearchSpace,
     fixed_keys,
+    no_fit_error,
     search,
     space_of,
     usable_gib,
-    why_nothing,
 )
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
@@ -86,15 +86,15 @@ def run(args: argparse.Namespace) -> None:
     result = search(base, cluster, limit, space)
     if not result.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
-        raise why_nothing(base, cluster, result, limit, space, fixed)
+        raise no_fit_error(base, cluster, result, limit, space, fixed)
     shown = without_twins(result.candidates)[: args.top]
     reasons = why_best(result.candidates, result.layouts, result.fitting)
     if result.broken:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(target, cluster, stack, base)
     if known:
-        reasons.append(_of_known(target.name, known, shown[0]))
-    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: signed(yaml_of(shown[0])))
+        reasons.append(_compare_with_known(target.name, known, shown[0]))
+    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: sign(yaml_of(shown[0])))
     title = f"{target.name} on {devices} x {cluster.device.name}"
     write(args.html, lambda: page(title, reasons, shown, limit))
     print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
@@ -142,7 +142,7 @@ def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Cand
     return Candidate(predict_cost(job, cluster), needed_gib(job, cluster))
 
 
-def _of_known(name: str, known: Candidate, best: Candidate) -> str:
+def _compare_with_known(name: str, known: Candidate, best: Candidate) -> str:
     """Return a sentence that compares the published layout with the best one."""
     slower = known.cost.step_s / best.cost.step_s - 1
     text = f"The layout that {name} ran with ({layout_words(layout_of_cost(known.cost))}) would take "
@@ -153,7 +153,7 @@ def _of_known(name: str, known: Candidate, best: Candidate) -> str:
 SIGNATURE = "# Replaced by the next plan unless somebody changes it: "
 
 
-def signed(text: str) -> str:
+def sign(text: str) -> str:
     """Return the text with a checksum of itself at its end, which tells a file that the user has edited."""
     return f"{text}{SIGNATURE}{zlib.crc32(text.encode('utf-8')):08x}\n"
 
@@ -161,16 +161,16 @@ def signed(text: str) -> str:
 def _free(stem: str) -> Path:
     """Return the first of NAME.yaml, NAME-2.yaml and so on that does not exist or that the user has not edited."""
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
-    return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _unchanged(path))
+    return next(path for name in names if not (path := Path(f"{name}.yaml")).exists() or _is_unchanged(path))
 
 
-def _unchanged(path: Path) -> bool:
+def _is_unchanged(path: Path) -> bool:
     """Return whether a file is as an earlier plan wrote it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return text == signed(text.partition(SIGNATURE)[0])
+    return text == sign(text.partition(SIGNATURE)[0])
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "layout": layout_of_cost(cost), "step_time_s": cost.step_s, "tokens_per_s_per_device": cost.tokens_per_s_device,
         "mfu": cost.mfu, "hfu": cost.hfu, "memory_gib": candidate.memory_gib, "bubble": cost.bubble,
         "comm_s": {name: axis.seconds for name, axis in cost.axes.items()},
-        "exposed_comm_s": {name: axis.exposed for name, axis in cost.axes.items()},
+        "exposed_comm_s": {name: axis.exposed_seconds for name, axis in cost.axes.items()},
         "parameters": parameter_count(cost.job.model), "active_parameters": active_parameters(cost.job.model),
         **experts_json(cost.job), "precision": cost.job.config.train.precision,
         "rank": rank_json(cost.job, cost.memory.pp_rank),

@@ -8,7 +8,7 @@ import json
 
 from meshwright.config.recipes import recipe_names
 from meshwright.errors import UserError, nearest
-from meshwright.plan.recipes import NOTE, SHORT, as_json, compared, markdown, short_row
+from meshwright.plan.recipes import NOTE, SHORT, as_json, markdown, predict_recipe, short_row
 from meshwright.show.terminal import table
 
 EXAMPLES = """example:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     if args.markdown:
         print(markdown(names), end="")
         return
-    found = [compared(name) for name in names]
+    found = [predict_recipe(name) for name in names]
     if args.json:
         print(json.dumps([as_json(one) for one in found]))
         return

@@ -150,7 +150,7 @@ def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, A
     rows = []
     for step in steps:
         old = lines.get(step["step"], {})
-        rows.append({"step": step["step"], **{name: _compared(old.get(name), step[name]) for name in QUANTITIES}})
+        rows.append({"step": step["step"], **{name: _comparison(old.get(name), step[name]) for name in QUANTITIES}})
     differing = [row["step"] for row in rows if any(row[name]["difference"] > most for name in QUANTITIES)]
     last = rows[-1]
     return {
@@ -159,7 +159,7 @@ def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, A
     }  # fmt: skip
 
 
-def _compared(recorded: Any, replayed: float) -> dict[str, Any]:
+def _comparison(recorded: Any, replayed: float) -> dict[str, Any]:
     """Return both numbers and their relative difference. Numbers that are not finite are recorded as null and count as
     equal to each other."""
     old = float(recorded) if is_number(recorded) else math.nan

@@ -16,7 +16,7 @@ from meshwright.plan.account import layout_of_cost, layout_words
 from meshwright.plan.job import Job
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
 from meshwright.show import html
-from meshwright.show.chart import Chart, check_svg, stacked, svg
+from meshwright.show.chart import Chart, check_svg, stack_charts, svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
-    write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
+    write(args.overhead, lambda: stack_charts(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
     write(args.html, lambda: page(f"{target.name} on {cluster.name}", chart, found))
     print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
@@ -96,7 +96,7 @@ def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
     for p in (p for p in points if p.best):
         for axis in AXES[p.way]:
             name = p.way if len(AXES[p.way]) == 1 else f"{p.way}, {axis}"
-            for lines, values, unit in ((sent, p.sent, 1e9), (waited, p.exposed, 1.0)):
+            for lines, values, unit in ((sent, p.sent_bytes, 1e9), (waited, p.exposed_seconds, 1.0)):
                 if values.get(axis, 0.0) > 0:
                     lines.setdefault(name, []).append((float(p.devices), values[axis] / unit))
     devices = "{:,.0f}".format
@@ -116,12 +116,12 @@ def efficiency_chart(title: str, points: list[ScalingPoint]) -> Chart:
 def page(title: str, throughput: Chart, found: dict[str, list[ScalingPoint]]) -> str:
     """Return all drawings and tables as one HTML page: throughput, and for each mode overhead, efficiency and
     layouts."""
-    sections = {"Throughput": html.drawing(svg(throughput))}
+    sections = {"Throughput": html.embed_svg(svg(throughput))}
     for mode, points in found.items():
         name = f"{title}, {mode} scaling"
         sections |= {
-            f"Overhead, {mode} scaling": html.drawing(stacked(overhead_charts(name, points))),
-            f"Efficiency, {mode} scaling": html.drawing(svg(efficiency_chart(name, points))),
+            f"Overhead, {mode} scaling": html.embed_svg(stack_charts(overhead_charts(name, points))),
+            f"Efficiency, {mode} scaling": html.embed_svg(svg(efficiency_chart(name, points))),
             f"Layouts, {mode} scaling": html.table(_rows(mode, points), words=(6,)),
         }
     intro = (
@@ -136,7 +136,7 @@ def _json(point: ScalingPoint) -> dict[str, Any]:
         return {**fields, "tokens_per_s": None}
     return {
         **fields, "tokens_per_s": point.tokens_per_s, "efficiency": point.efficiency, "comm_share": point.comm_share,
-        "bytes_by_axis": point.sent, "exposed_s_by_axis": point.exposed,
+        "bytes_by_axis": point.sent_bytes, "exposed_s_by_axis": point.exposed_seconds,
         "step_time_s": point.best.cost.step_s, "mfu": point.best.cost.mfu, "layout": layout_of_cost(point.best.cost),
     }  # fmt: skip
 

@@ -63,7 +63,7 @@ def page(found: dict[str, Any]) -> list[str]:
     if found["loss"] is not None:
         norm = f", gradient norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
         rows.append(("loss", decimals(found["loss"], 4) + norm))
-    rows += _speed(found)
+    rows += _speed_rows(found)
     if good["share"] is not None:
         between = f", and {clock(good['between_s'])} between jobs" if good["between_s"] >= 1 else ""
         times = f"{clock(good['counted_s'])} of {clock(good['under_way_s'])}"
@@ -93,7 +93,7 @@ def _row(name: str, text: str) -> str:
     )  # fmt: skip
 
 
-def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _speed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows about the run's speed, compared with the plan if there is one."""
     if found["tokens_per_s"] is None:
         return []

@@ -28,7 +28,7 @@ from meshwright.launch.launch import (
     Team,
     attempt_of,
     conclude,
-    launching,
+    launch_folder,
     local_devices,
     place_in_launcher,
     run_as_rank,
@@ -46,7 +46,7 @@ from meshwright.record.checkpoint_format import (
     model_folder,
 )
 from meshwright.record.companions import check_tokenizer
-from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
+from meshwright.record.run_folder import check_folders, describe_loss, last_step, refuse_finished
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, nodes * ranks, ranks)
     say_what_has_no_effect(config, nodes * ranks, ranks)
-    tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(what_is_lost, config)
+    tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(describe_loss, config)
     if config.faults.elastic:
         return start_elastic(config, args, train, ranks, loses, tell)
     return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
@@ -327,7 +327,7 @@ def start_elastic(
         folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
         rest=config.faults.rest_s, tell=tell,
     )  # fmt: skip
-    with launching(stops=True) as place, ExitStack() as held:
+    with launch_folder(stops=True) as place, ExitStack() as held:
         if most > 1 or config.checkpoint.memory_every:
             keeper = held.enter_context(KeeperProcess(address))
             wishes = replace(wishes, port=keeper.port, keyed=keeper.tell)

@@ -39,7 +39,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
-from meshwright.comm.lost_ranks import ErrorPoll, say_present, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, describe_lost_ranks, record_presence
 from meshwright.comm.mesh import COMPILING_S, Mesh
 from meshwright.device import Device
 from meshwright.errors import notice
@@ -163,17 +163,17 @@ class Watchdog:
         """Return the state that this rank publishes after an alarm. It omits rank lists that the other ranks already
         have: with thousands of ranks, sending them would take longer than a report may take."""
         frames = self._stack()
-        held = self.flight.holding()
+        held = self.flight.blocking_call()
         is_known = held is not None and (held.group, held.number) == self._asked
         return {
             "rank": self.rank,
-            "numbers": self.flight.begun(held),
-            "holding": held.plain(with_ranks=not is_known) if held else None,
-            "around": [call.plain(with_ranks=False) for call in self._around(held)],
+            "numbers": self.flight.calls_begun(held),
+            "holding": held.to_plain(with_ranks=not is_known) if held else None,
+            "around": [call.to_plain(with_ranks=False) for call in self._around(held)],
             "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
-            "last": [call.plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
+            "last": [call.to_plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
     def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
@@ -220,7 +220,7 @@ class Watchdog:
     def _overdue_call(self) -> RecordedCall | None:
         """Return a call that has held up the program for too long, or None. Each sign of a compiling rank restarts the
         time."""
-        held, now = self.flight.holding(self.timeout), time.monotonic()
+        held, now = self.flight.blocking_call(self.timeout), time.monotonic()
         if held is None or held.since is None:
             return None
         excused = now - self._compiled < self.timeout and now - held.since < self.timeout + COMPILING_S
@@ -252,7 +252,7 @@ class Watchdog:
                 self._tell_loss(store, loss)
             # Publish why this rank is gone. After a run without errors, the rank that hosts the store leaves last.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-            say_present(store, self.rank, self._left)
+            record_presence(store, self.rank, self._left)
             self._leave(store, STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # The store is gone, and with it the rank that hosted it.
             self._store_gone = True
@@ -272,7 +272,10 @@ class Watchdog:
             self._answer(store)
         if signs > self._signs:
             self._signs, self._compiled = signs, self._heard
-        if self._compiled > self._heard - self.timeout and (held := self.flight.holding(self.timeout)) is not None:
+        if (
+            self._compiled > self._heard - self.timeout
+            and (held := self.flight.blocking_call(self.timeout)) is not None
+        ):
             self._excuse(store, held)
 
     def _excuse(self, store: Store, held: RecordedCall) -> None:
@@ -306,7 +309,7 @@ class Watchdog:
             state: State = json.loads(store.get(f"state/{rank}"))
             return state
 
-        self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
+        self._end(explain(call.to_plain(), self.rank, self.timeout, ask), store)
 
     def _tell_loss(self, store: Store, what: str) -> None:
         """End the run because `what` failed. The first rank that notices asks all ranks, and names those that do not
@@ -318,7 +321,7 @@ class Watchdog:
         begun = time.monotonic()
         store.set("alarm", json.dumps(None))  # The alarm is not about an overdue call.
         self._publish(store)
-        message = f"{what}; {who_is_lost(store, self.world, begun + self.grace)}"
+        message = f"{what}; {describe_lost_ranks(store, self.world, begun + self.grace)}"
         # Give the launcher time to notice which rank died before this one ends too.
         time.sleep(max(0.0, begun + LAUNCHER_SEES_S - time.monotonic()))
         self._end(message, store, lost=True)
@@ -361,7 +364,7 @@ class Watchdog:
             state = {"rank": self.rank, "at": f"an unknown place ({type(error).__name__}: {error})"}
         if self._asked is not None:
             store.set(f"state/{self.rank}", json.dumps(state))
-        say_present(store, self.rank)
+        record_presence(store, self.rank)
         store.add("answered", 1)
         self._write_flight(state)
 
@@ -460,8 +463,8 @@ class Watchdog:
     def _write_flight(self, state: State) -> None:
         """Begin to write the whole flight record to a file, for later study."""
         record = state | {
-            "open": [call.plain() for call in list(self.flight.open.values())],
-            "last": [call.plain() for call in list(self.flight.last)],
+            "open": [call.to_plain() for call in list(self.flight.open.values())],
+            "last": [call.to_plain() for call in list(self.flight.last)],
         }
         self._try_write(f"rank-{self.rank}.json", json.dumps(record, indent=1))
 
@@ -478,7 +481,9 @@ class Watchdog:
         return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
 
 
-def watched(mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None) -> Watchdog:
+def watchdog_for(
+    mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None
+) -> Watchdog:
     """Return the watchdog of a program, to be entered around all its calls. `own_world`: Meshwright set up
     torch.distributed itself, so rank 0 may be the rank that hosts the store."""
     store = open_store() if mesh.layout.world > 1 else None

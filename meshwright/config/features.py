@@ -42,7 +42,7 @@ class Feature:
     on: tuple[Any, ...] = ()  # the values that ask for the feature; empty: all but the plain ones
     where: Callable[[Config], bool] = always  # False for configs in which the key has no effect
 
-    def used(self, c: Config) -> bool:
+    def is_used(self, c: Config) -> bool:
         """Return whether a config uses the feature."""
         value = attrgetter(self.key)(c)
         return (value in self.on if self.on else value not in self.plain) and self.where(c)
@@ -87,7 +87,7 @@ FEATURES: dict[str, Feature] = {
         "model.position", ("rope",), {}, on=("learned",),
         where=lambda c: c.model.kind_facts.has_blank_positions,
     ),
-    "token_types": Feature("model.token_types", (0,), {}, where=lambda c: not FEATURES["second_positions"].used(c)),
+    "token_types": Feature("model.token_types", (0,), {}, where=lambda c: not FEATURES["second_positions"].is_used(c)),
     "reset_attention": Feature("data.reset_attention", (False,), {}),
     "tp": Feature("layout.tp", (1,), {}),
     "pp": Feature("layout.pp", (1,), {}),
@@ -189,7 +189,7 @@ def owners_of(c: Config) -> Iterator[ModelChoice]:
 def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
     """Yield a sentence for each two choices of a config that can't be combined. With `planned`, the combination that
     only the planner accepts is left out."""
-    used = [name for name, feature in FEATURES.items() if feature.used(c)]
+    used = [name for name, feature in FEATURES.items() if feature.is_used(c)]
     for owner in owners_of(c):
         for name in used:
             if name in owner.asked - owner.supports:
@@ -215,4 +215,4 @@ def keep_blocks_apart(c: Config) -> list[str]:
     """Return the features of a config that prevent compiling several blocks as one graph, as key=value words that turn
     them off."""
     refused = FEATURES["compiled_together"].refuses
-    return [FEATURES[name].fix for name in refused if FEATURES[name].used(c)]
+    return [FEATURES[name].fix for name in refused if FEATURES[name].is_used(c)]

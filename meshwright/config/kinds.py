@@ -95,7 +95,7 @@ MODEL_KINDS = Registry("model.kind", {
 
 def kind_fits(c: Config, world: int) -> Iterator[str]:
     """Check that a kind can learn the objective, and the keys that it fixes, does not use or does not have."""
-    kind, m = MODEL_KINDS.named(c.model.kind), c.model
+    kind, m = MODEL_KINDS.entry(c.model.kind), c.model
     if c.objective not in kind.objectives:
         others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if c.objective in other.objectives]
         learns = either([OBJECTIVES[name].learns for name in kind.objectives])

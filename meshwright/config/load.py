@@ -185,7 +185,7 @@ def with_folder(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, 
         from meshwright.data.packed import sample_length
 
         made |= {"seq": sample_length(prefixes, made["seq"])}
-    return merged(made, model)
+    return merge_sections(made, model)
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: the presets are {_list(PRESETS)}"
             )
-        model = merged(PRESETS[name], model)
-    return merged(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
+        model = merge_sections(PRESETS[name], model)
+    return merge_sections(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
 
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -293,19 +293,19 @@ def _number(hint: Any, key: str, text: str) -> int | float | str:
     return text if number is None else number
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a section, or a value of one, as mappings, lists and scalars that JSON and YAML can write."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key_of(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
     """Return a config as nested plain values. `config_from` turns them back into the same config."""
-    out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
-    out |= {name: plain(section) for name, section in config.extra.items()}
+    out = {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
+    out |= {name: to_plain(section) for name, section in config.extra.items()}
     return out
 
 
@@ -320,7 +320,7 @@ def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping whose keys have dots as nested sections. This is the inverse of `flat`."""
     sections: dict[str, Any] = {}
     for key, value in values.items():
@@ -332,12 +332,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the given keys. Sections that both have are merged, not replaced."""
     result = {**base, **given}
     for key in base.keys() & given.keys():
         if isinstance(base[key], Mapping) and isinstance(given[key], Mapping):
-            result[key] = merged(base[key], given[key])
+            result[key] = merge_sections(base[key], given[key])
     return result
 
 

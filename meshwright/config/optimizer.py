@@ -65,7 +65,7 @@ class GroupConfig:
             raise UserError('optimizer.groups: match is empty: give a pattern of parameter names, e.g. match: "*norm*"')
         not_negative(where, self, "lr", *(["decay"] if self.decay is not None else []))
         if self.optimizer:
-            RULES.named(self.optimizer)
+            RULES.entry(self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OptimizerConfig:
     groups: tuple[GroupConfig, ...] = ()  # parameters with their own learning rate, weight decay or update rule
 
     def __post_init__(self) -> None:
-        RULES.named(self.name)
+        RULES.entry(self.name)
         positive("optimizer", self, "lr", "eps")
         not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):

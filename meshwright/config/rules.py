@@ -505,7 +505,7 @@ def preferences_fit(c: Config, world: int) -> Iterator[str]:
 
 def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
     """Check that blocks that should be compiled as one graph are compiled at all."""
-    if FEATURES["compiled_together"].used(c) and not c.compiles:
+    if FEATURES["compiled_together"].is_used(c) and not c.compiles:
         yield (
             f"train.compile_together={c.train.compile_together} needs compiled blocks, which train.compile=false and "
             "dropout leave out: set it to 1"

@@ -134,7 +134,7 @@ class ModelConfig:
         for key, value in derived.items():
             object.__setattr__(self, key, value)
         if self.kind_facts.is_encoder_decoder:
-            object.__setattr__(self, "t5", self.t5.completed(self.layers, self.seq, self.tied_embeddings))
+            object.__setattr__(self, "t5", self.t5.with_derived_values(self.layers, self.seq, self.tied_embeddings))
         if self.experts.count and not self.experts.ffn:
             object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
@@ -151,14 +151,14 @@ class ModelConfig:
 
     @property
     def kind_facts(self) -> ModelKind:
-        return MODEL_KINDS.named(self.kind)
+        return MODEL_KINDS.entry(self.kind)
 
     @property
     def norm_facts(self) -> NormKind:
-        return NORMS.named(self.norm)
+        return NORMS.entry(self.norm)
 
     @property
-    def windowed(self) -> bool:
+    def has_window(self) -> bool:
         """True if some block looks back over less than a sample."""
         return any(self.window_of(layer) for layer in range(self.layers))
 
@@ -451,7 +451,7 @@ class RecomputeConfig:
             return 1
         return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
 
-    def offloaded(self, runs: int, first: bool, last: bool) -> range:
+    def offloaded_runs(self, runs: int, first: bool, last: bool) -> range:
         """Return the runs of a chunk's blocks whose inputs are kept in host memory. `first` and `last` say whether the
         model begins or ends in the chunk.
 
@@ -573,7 +573,7 @@ class Config:
         return self.objective_facts.judges_answers and self.tune.loss in NEED_REFERENCE
 
     @property
-    def monitored(self) -> tuple[str, ...]:
+    def monitored_names(self) -> tuple[str, ...]:
         """The names of the values that a step reports in addition to its loss, with Meshwright's own `forward_step`."""
         return (BETTER,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
 

@@ -45,7 +45,7 @@ class T5Config:
                 "lower model.t5.buckets"
             )
 
-    def completed(self, layers: int, seq: int, tied: bool) -> T5Config:
+    def with_derived_values(self, layers: int, seq: int, tied: bool) -> T5Config:
         """Return the section with all derived values filled in."""
         if seq < FEWEST_TOKENS:
             raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {FEWEST_TOKENS} or more")

@@ -139,7 +139,7 @@ def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
         its, preset="", hf="", layers=max(2, math.ceil(len(its.window_pattern) / stages)) * stages, hidden=hidden,
         heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB + int(its.vocab % config.layout.tp > 0), seq=SEQ,
         ffn=max(unit, math.ceil(hidden * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
-        rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.windowed else its.window,
+        rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.has_window else its.window,
         token_types=0 if its.kind == "glm" else its.token_types,
         t5=replace(its.t5, encoder_layers=0, decoder_seq=_target_tokens(config, tp)),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 
 LARGEST_FILE = 2**20  # bytes
@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> Any:
             raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes, which no config has: name a YAML file")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise refused(f"{path} can't be read", error, path, "another file") from None
+        raise refusal(f"{path} can't be read", error, path, "another file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
     return parse_yaml(text, str(path))

@@ -46,7 +46,7 @@ class BlankOptions:
         return math.ceil(self.share * self.seq / self.mean) + 1
 
     @property
-    def added(self) -> int:
+    def added_tokens(self) -> int:
         """The number of special tokens in a sample with the most spans: a [MASK] and a [sop] for each."""
         return 2 * self.most_spans
 
@@ -95,9 +95,9 @@ class BlankStream:
             labels += [*tokens, eop]
             positions += [mask_positions[number] + (1 + i if whole else 0) for i in range(len(tokens) + 1)]
             inner += range(1, len(tokens) + 2)
-        return self._padded(ids, labels, positions, inner, source, pad)
+        return self._pad_sample(ids, labels, positions, inner, source, pad)
 
-    def _padded(
+    def _pad_sample(
         self, ids: list[int], labels: list[int], positions: list[int], inner: list[int], source: int, pad: int
     ) -> dict[str, Integers]:
         """Return the sample's arrays, padded to the sequence length. The first `source` tokens are the source."""

@@ -66,7 +66,7 @@ def prepare_chat(
         raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
     summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
     with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
-        for masked in _encoded(inputs, rendered, tokenizer, summary):
+        for masked in _encode_conversations(inputs, rendered, tokenizer, summary):
             ids = np.asarray(masked.tokens, tokens.dtype)
             tokens.add_documents(ids.tobytes(), [len(ids)])
             masks.add_documents(bytes(masked.mask), [len(ids)])
@@ -87,7 +87,7 @@ def prepare_chat(
     return summary, tokenizer, lengths
 
 
-def _encoded(
+def _encode_conversations(
     inputs: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, summary: ChatSummary
 ) -> Iterator[Masked]:
     """Yield the tokens and mask of every conversation. All must be of one kind, which is noted in the summary."""
@@ -99,7 +99,7 @@ def _encoded(
             summary.kind = kind
             conversations = [record.chosen, record.rejected] if isinstance(record, PreferencePair) else [record]
             try:
-                yield from (_judged(one, template.encode(one, tokenizer)) for one in conversations)
+                yield from (_mark_bad_answer(one, template.encode(one, tokenizer)) for one in conversations)
             except Broken as error:
                 raise UserError(f"{where}: {error}") from None
 
@@ -110,12 +110,12 @@ def _kind(record: Record) -> str:
     return "chat" if record.good is None else "judged"
 
 
-def _judged(conversation: Conversation, masked: Masked) -> Masked:
+def _mark_bad_answer(conversation: Conversation, masked: Masked) -> Masked:
     """Return the tokens with a mask of 2 instead of 1 if the answer was judged bad."""
     return masked._replace(mask=[2 * value for value in masked.mask]) if conversation.good is False else masked
 
 
-def packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
+def measure_packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
     """Return how many samples of `seq` tokens the conversations fill, how many are cut, and the share without padding.
 
     `unit` conversations (2 for pairs) share one sample.

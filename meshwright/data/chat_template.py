@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from meshwright.data.conversations import Conversation, Message
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.disk import hub_hint
-from meshwright.errors import UserError, shortened
+from meshwright.errors import UserError, shorten
 from meshwright.outside import read_json
 
 # Some templates mark answers with statements that plain Jinja does not know. Turn-by-turn rendering does not need the
@@ -66,7 +66,7 @@ class ChatTemplate:
         try:
             return environment.from_string(text)
         except TemplateError as error:
-            raise Broken(f"the chat template can't be read ({shortened(str(error), 200)}): correct it") from None
+            raise Broken(f"the chat template can't be read ({shorten(str(error), 200)}): correct it") from None
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, begins: bool = False) -> str:
         """Return the text of messages. With `begins`, it ends with the generation prompt, which begins an answer."""
@@ -76,7 +76,7 @@ class ChatTemplate:
         except UserError:
             raise
         except Exception as error:  # a template may fail in any way
-            reason = shortened(str(error) or type(error).__name__, 200)
+            reason = shorten(str(error) or type(error).__name__, 200)
             raise Broken(f"the chat template can't render these messages ({reason})") from None
 
     def spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
@@ -205,7 +205,7 @@ def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
 
 
 def _refuse(message: str) -> None:
-    raise Broken(f"the chat template refuses these messages: {shortened(str(message), 200)}")
+    raise Broken(f"the chat template refuses these messages: {shorten(str(message), 200)}")
 
 
 def _now(form: str) -> str:

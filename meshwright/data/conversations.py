@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.unpack import LARGEST_LINE, too_long
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
@@ -55,7 +55,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: convert it") from None
     except OSError as error:
-        raise refused(f"{path} can't be read", error, path, "another file") from None
+        raise refusal(f"{path} can't be read", error, path, "another file") from None
     for where, value in named:
         if not isinstance(value, dict):
             raise UserError(f"{where} holds a {type(value).__name__}, not an object with fields")
@@ -81,14 +81,14 @@ def _named_values(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if is_first and text.lstrip()[:1] == "[":
                 whole = text + file.read().decode("utf-8")
-                for record, value in enumerate(_parsed(whole, str(path)), start=1):
+                for record, value in enumerate(_parse(whole, str(path)), start=1):
                     yield f"{path}, record {record}", value
                 return
             is_first = False
-            yield f"{path}, line {number}", _parsed(text, f"{path}, line {number}")
+            yield f"{path}, line {number}", _parse(text, f"{path}, line {number}")
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:

@@ -25,7 +25,7 @@ IGNORED = -100
 STATES_KEPT = 8
 
 
-def numbered(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: int = 1) -> Any:
+def number_samples(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: int = 1) -> Any:
     """Return an object with `sample(n)` for the data that a program passes. `name` is used in error sentences.
 
     An object that has `sample` already is returned as it is. `every` is the number of samples of a step."""
@@ -211,7 +211,7 @@ class TransformersSamples:
         }  # fmt: skip
 
 
-def iterated(data: Any) -> Iterated | None:
+def iterator_behind(data: Any) -> Iterated | None:
     """Return the iterator behind a dataset, if there is one."""
     inner = data.data if isinstance(data, TransformersSamples) else data
     return inner if isinstance(inner, Iterated) else None

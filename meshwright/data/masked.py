@@ -108,7 +108,7 @@ class Masking:
     pairs: bool = True  # samples have two segments, A and B
 
     @property
-    def added(self) -> int:
+    def added_tokens(self) -> int:
         """The number of special tokens in a sample."""
         return 3 if self.pairs else 2
 
@@ -191,13 +191,13 @@ def choose(
     """
     text_positions = np.flatnonzero(body)
     text_tokens = len(text_positions)
-    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added))))
+    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added_tokens))))
     if not left:
         return text_positions[:0]
 
     begins = np.ones(text_tokens, bool)
     if masking.words is not None:
-        same_word = masking.words.joined(ids[text_positions[:-1]], ids[text_positions[1:]])
+        same_word = masking.words.continues_word(ids[text_positions[:-1]], ids[text_positions[1:]])
         # Positions that are not neighbours have a special token between them, which ends a word.
         begins[1:] = (np.diff(text_positions) > 1) | ~same_word
     starts = np.append(np.flatnonzero(begins), text_tokens)

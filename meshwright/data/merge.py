@@ -16,7 +16,7 @@ from meshwright.data.packed import is_chat
 from meshwright.data.prepare import Progress, check_out, no_progress
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.data.token_writer import TokenFileWriter
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 
 COPIED_BYTES = 16 << 20  # per copy
@@ -47,7 +47,7 @@ def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: P
     total = sum(file.token_count * file.dtype.itemsize for file in files)
     with TokenFileWriter(out, files[0].dtype) as writer, progress("joining", total) as advance:
         for file in files:
-            for tokens, lengths, counts in _copied(file):
+            for tokens, lengths, counts in _read_documents(file):
                 writer.add_documents(tokens, lengths, counts=counts)
                 advance(len(tokens))
         side_files = _side_files(out, files[0], metadata, writer) if metadata else {}
@@ -101,7 +101,7 @@ def _check_same(files: Sequence[TokenFile]) -> Metadata | None:
     return metadata
 
 
-def _copied(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
+def _read_documents(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
     """Yield the tokens, the sequences' lengths and the documents' numbers of sequences, some documents at a time."""
     size = file.dtype.itemsize
     # This also checks that the documents follow one another without gaps, which the copy below relies on.
@@ -129,6 +129,6 @@ def _side_files(out: str, first: TokenFile, metadata: Metadata, writer: TokenFil
         try:
             files[".tokenizer.json"] = path.read_bytes()
         except OSError as error:
-            raise refused(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
+            raise refusal(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
         content["tokenizer"] = content["tokenizer_file"] = f"{os.path.basename(out)}.tokenizer.json"
     return files | {".json": json.dumps(content, indent=1).encode() + b"\n"}

@@ -97,7 +97,7 @@ def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encod
 
     last_open = bool(documents) and not documents[-1].last
     digests = [digest_of(document.text) for document in documents] if selection.dedup else []
-    size = sum(span.stored for span in task)
+    size = sum(span.stored_bytes for span in task)
     return Encoded(b"".join(token_bytes), lengths, counts, digests, last_open, size, empty, filtered, replaced)
 
 
@@ -202,7 +202,7 @@ def _train(
                     for document in read_documents(span, selection.field):
                         if selection.fits(document.text):
                             yield document.text
-            advance(sum(span.stored for span in task))
+            advance(sum(span.stored_bytes for span in task))
 
     with progress("training the tokenizer", sum(file.size for file in files)) as advance:
         return train_tokenizer(texts(advance), size, spec, eod)

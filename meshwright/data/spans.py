@@ -100,13 +100,13 @@ def noise_mask(count: int, share: float, mean: float, random: NDArray[np.float64
     Kept and removed spans alternate, starting with a kept one. Both kinds have random lengths.
     """
     noise, spans = noise_counts(count, share, mean)
-    kept_lengths = _cut(count - noise, spans, random[:count])
-    removed_lengths = _cut(noise, spans, random[count:])
+    kept_lengths = _random_partition(count - noise, spans, random[:count])
+    removed_lengths = _random_partition(noise, spans, random[count:])
     lengths = np.stack((kept_lengths, removed_lengths), 1).reshape(-1)
     return np.repeat(np.arange(2 * spans) % 2 == 1, lengths)
 
 
-def _cut(items: int, parts: int, random: NDArray[np.float64]) -> NDArray[np.int64]:
+def _random_partition(items: int, parts: int, random: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the lengths of `parts` random parts of at least one item each; all ways to cut are equally likely."""
     places = np.sort(np.argsort(random[: items - 1], kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate(([0], places, [items]))).astype(np.int64)

@@ -153,7 +153,7 @@ def build_datasets(
                 if cut is None:
                     datasets.append(GPTDataset(file, spans.tokens if spans else seq, seed, documents, key, drawn))
                 else:
-                    datasets.append(DocumentPieces(file, seq - cut.added, seed, documents, key, drawn))
+                    datasets.append(DocumentPieces(file, seq - cut.added_tokens, seed, documents, key, drawn))
             except TooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
         shares = list(weights)
@@ -190,7 +190,7 @@ def _instructions(
         documents = split_documents(TokenFile(prefix).document_count, split)[part]
         key = f"{SPLIT_NAMES[part]}/instructions/{number}"
         try:
-            datasets.append(Instructions(prefix, blanks.seq - blanks.added, seed, documents, key, drawn))
+            datasets.append(Instructions(prefix, blanks.seq - blanks.added_tokens, seed, documents, key, drawn))
         except TooSmall as error:
             raise UserError(f"the {SPLIT_NAMES[part]} part of the instructions is too small: {error}") from None
     return datasets

@@ -24,7 +24,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, read_json
 
@@ -188,4 +188,4 @@ class TokenFile:
         try:
             return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
         except OSError as error:
-            raise refused(f"cannot read {path}", error, path, "another file") from None
+            raise refusal(f"cannot read {path}", error, path, "another file") from None

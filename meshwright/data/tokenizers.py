@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.token_file import token_dtype
-from meshwright.disk import hub_hint, refused
+from meshwright.disk import hub_hint, refusal
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, parse_json
 
@@ -219,7 +219,7 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     except FileNotFoundError:
         raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
     except OSError as error:
-        raise refused(f"cannot read the tokenizer {spec}", error, path, "another tokenizer") from None
+        raise refusal(f"cannot read the tokenizer {spec}", error, path, "another tokenizer") from None
     return TokenizerSource(kind, content, eod, path).make()
 
 

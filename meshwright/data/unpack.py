@@ -48,14 +48,14 @@ def is_read_once(path: str) -> bool:
 
 def contents(path: str, cut: re.Pattern[bytes] | None, field: str, size: int) -> Iterator[Content]:
     """Yield a file in parts of about `size` bytes, which end at a match of `cut` (None: one part)."""
-    return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked(path, cut, size)
+    return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked_content(path, cut, size)
 
 
-def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
+def _unpacked_content(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
     buffer = bytearray()
     searched = size  # no cut is looked for before this position of the buffer
     before, stored = 0, 0
-    for data, read in _streamed(path):
+    for data, read in _read_stream(path):
         buffer += data
         stored += read
         while cut is not None and len(buffer) > 2 * size:
@@ -73,7 +73,7 @@ def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[C
     yield Content(bytes(buffer), before, stored, last=True)
 
 
-def _streamed(path: str) -> Iterator[tuple[bytes, int]]:
+def _read_stream(path: str) -> Iterator[tuple[bytes, int]]:
     """Yield the content of a compressed file, each time with the number of stored bytes that it took.
 
     The file may be several compressed files joined together.

@@ -129,10 +129,10 @@ def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     with saved:
         trainer.step()
     peaks = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
-    return peaks | _offloaded(trainer)
+    return peaks | _offloaded_bytes(trainer)
 
 
-def _offloaded(trainer: Trainer) -> Counts:
+def _offloaded_bytes(trainer: Trainer) -> Counts:
     """Return the most bytes of activations in host memory at once; empty if activations stay on the device."""
     memory = trainer.ctx.parallel.offload
     return {} if memory is None else {"offloaded": memory.most_bytes}
@@ -157,7 +157,7 @@ def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
     seconds = statistics.median(trainer.step().step_time_s for _ in range(TIMED))
     device.synchronize()
     peak = device.peak_bytes()
-    return ({} if peak is None else {"peak": peak}) | _offloaded(trainer), seconds
+    return ({} if peak is None else {"peak": peak}) | _offloaded_bytes(trainer), seconds
 
 
 def state_bytes(trainer: Trainer) -> Counts:

@@ -69,7 +69,7 @@ def rows_of_rank(
     segments = sample.get("segments")
     starts = [0] if segments is None else [0, *np.flatnonzero(np.diff(segments)) + 1]
     table = ORDERS[order](rows, ranks, np.diff([*starts, rows]).tolist())
-    cut = {name: x[table.held(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
+    cut = {name: x[table.rows_of(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
     cut[CONTEXT_ROWS] = table.order
     if segments is not None:
         cut[CONTEXT_DOCUMENTS] = segments[table.order]

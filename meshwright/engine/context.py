@@ -115,7 +115,7 @@ def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
     """
     grid = config.layout.grid
     if grid is not None and grid.shares(config.train.micro_batch) > 1:
-        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
+        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing_axis))
     if config.layout.cp == 1:
         return None
     plan = config.context_plan

@@ -140,8 +140,8 @@ def blanks_of(config: Config) -> BlankOptions:
     options = BlankOptions(
         m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types), b.instructions, b.instruction_share
     )
-    if options.added >= m.seq // 2:
-        raise UserError(f"model.seq={m.seq} is too short for up to {options.added // 2} blanks: raise it")
+    if options.added_tokens >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for up to {options.added_tokens // 2} blanks: raise it")
     return options
 
 
@@ -153,13 +153,13 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     if config.objective_facts.packed:
-        return _checked(config, packed_of(config))
+        return _check_vocabulary(config, packed_of(config))
     if held := [prefix for prefix in d.prefixes if is_chat(prefix)]:
         raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
     makers: dict[str, Callable[[Config], Any]] = {"masked": masking_of, "spans": spans_of, "blanks": blanks_of}
     made: list[Any] = [maker(config) if name == config.objective else None for name, maker in makers.items()]
     settings = (config.model.seq, config.train.seed, options, d.draw_split, *made)
-    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *settings))
+    return _check_vocabulary(config, build_datasets(d.prefixes, d.weights or None, d.split, *settings))
 
 
 def packed_of(config: Config) -> list[PackedStream | None]:
@@ -184,7 +184,7 @@ def unused_tokens(config: Config, data: Any) -> str:
     return f"the data use {needed:,} of the model's {vocab:,} tokens: the others are never trained (model.vocab)"
 
 
-def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _check_vocabulary(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
     assert parts[0] is not None
     needed = parts[0].vocab_needed
     if needed is not None and needed > config.model.vocab:

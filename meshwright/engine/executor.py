@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
-from meshwright.engine.output import LOSS, Totals, as_output
+from meshwright.engine.output import LOSS, Totals, to_output
 from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
@@ -29,7 +29,7 @@ from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, A
 from meshwright.spec.schedule.trace import Recorder, span_name
 
 Named = dict[str, Tensor]
-ForwardStep = Callable[[nn.Module, Named, Named], Any]  # Returns anything that `as_output` accepts.
+ForwardStep = Callable[[nn.Module, Named, Named], Any]  # Returns anything that `to_output` accepts.
 
 # The most sends in flight. Each holds its tensor in memory until it is done. The tables run without deadlock even if
 # every send blocks until its receive, so waiting for the oldest send is always safe.
@@ -162,7 +162,7 @@ class _Run:
         span, name = self.executor.span, span_name(action)
         args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
         if action.op in self.compute:
-            received = self._received(action)
+            received = self._wait_for_inputs(action)
             if MEANING[action.op].direction > 0:
                 self.load(action.micro_batch)
             with span("compute", name, **args):
@@ -224,7 +224,7 @@ class _Run:
             e.streams.seed_default()
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
-            result = as_output(e.forward_step(module, batch, received))
+            result = to_output(e.forward_step(module, batch, received))
         # Units show their outputs to their marks themselves; a chunk without units has one mark.
         if self.training and (mark := getattr(module, MARK, None)) is not None:
             for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
@@ -271,7 +271,7 @@ class _Run:
         shares = self.executor.shares
         assert shares is not None, f"{action} needs a `shares` object that takes weight gradients"
         deferred = self.deferred[action.micro_batch, action.chunk] = Deferred(self.executor.compiled)
-        with shares.sinks.deferring(deferred):
+        with shares.sinks.defer_to(deferred):
             self.backward(action, received)
 
     def weight_grad(self, action: Action, received: Named) -> None:
@@ -300,7 +300,7 @@ class _Run:
             for output in self.outputs[key].values():
                 output.tensor = None
 
-    def _received(self, action: Action) -> Named:
+    def _wait_for_inputs(self, action: Action) -> Named:
         """Wait for the tensors that a compute takes from the neighbouring stage, and return them."""
         key = (MEANING[action.op].direction, action.micro_batch, action.chunk)
         tensors, pendings = self.arriving.pop(key, ({}, []))

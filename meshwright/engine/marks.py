@@ -118,7 +118,7 @@ class Marks:
         self._joined: dict[str, str] = {}  # the common name of units that run as one graph, by the first one's name
         for place in unit_places(ctx, modules):
             self._names[place.unit] = place.name
-            setattr(place.unit, MARK, partial(self._passed, place.order, place.name, place.following))
+            setattr(place.unit, MARK, partial(self._record_outputs, place.order, place.name, place.following))
         for chunk in chunk_places(ctx, modules):
             setattr(chunk.unit, MARK_SENT_BACK, partial(self._came_back, chunk.order, chunk.following))
 
@@ -127,7 +127,7 @@ class Marks:
         self.steps = {number: marks for number, marks in self.steps.items() if number == step - 1}
         self._now = self.steps[step] = []
 
-    def _passed(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
+    def _record_outputs(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
         """Record the output of a unit, or of several units from `first` to this one that ran as one graph."""
         begin = self._names[first]
         name = self._joined[begin] = name if begin == name else f"{begin} to {name}"
@@ -152,7 +152,7 @@ class Marks:
         """Return the first mark whose norm is not finite, or None."""
         return _first(m for m, norm in zip(marks, _read(marks), strict=True) if not math.isfinite(norm))
 
-    def differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Found | None:
+    def first_difference(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Found | None:
         """Return the first mark whose norm differed when the step was computed again, or None."""
         # Marks are matched by position, which needs equal numbers.
         if len(marks) != len(again):

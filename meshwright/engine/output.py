@@ -47,7 +47,7 @@ class StageOutput:
     monitored: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_output(result: Any) -> StageOutput:
+def to_output(result: Any) -> StageOutput:
     """Convert the return value of `forward_step` to a StageOutput.
 
     Its short forms are a dict of tensors to pass on, and a tuple (loss sum, count, monitored values).

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.load import GivenConfig, config_from, merged, read_sections
+from meshwright.config.load import GivenConfig, config_from, merge_sections, read_sections
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES
 from meshwright.engine.context import Context
@@ -42,10 +42,10 @@ def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = 
     if isinstance(model, Mapping) and isinstance(layout, Mapping):
         stages = [layout.get(key, 1) for key in ("pp", "chunks")]
         blocks = math.prod(count for count in stages if isinstance(count, int))
-        defaults = merged(OWN_DEFAULTS, {"model": {"layers": max(1, blocks)}})
+        defaults = merge_sections(OWN_DEFAULTS, {"model": {"layers": max(1, blocks)}})
         if {"preset", "hf"} & model.keys():
             defaults = defaults | {"model": {}}
-    return config_from(merged(defaults, raw), sections)
+    return config_from(merge_sections(defaults, raw), sections)
 
 
 def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:

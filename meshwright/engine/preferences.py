@@ -100,7 +100,7 @@ def preference_output(
         assert isinstance(reference, dict)
         return StageOutput(answers | {reference_of(name): x for name, x in reference.items()})
     reference_logps = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(answers.sums)
-    loss_function = _judged if config.tune.judges_each else _paired
+    loss_function = _kto_loss if config.tune.judges_each else _paired_loss
     losses, present, monitored = loss_function(answers, reference_logps, config.tune)
     total, count = torch.where(present, losses, 0.0).sum(), present.sum()
     if module.tokens.index > 0:
@@ -113,12 +113,12 @@ def preference_output(
 Judged = tuple[Tensor, Tensor, dict[str, Ratio]]
 
 
-def _judged(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _kto_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
     present = answers.counts > 0
     return kto(Answer(answers.sums, reference_logps, answers.counts), answers.good, present, tune), present, {}
 
 
-def _paired(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _paired_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
     logps, references, counts = (x.view(len(x), -1, 2) for x in (answers.sums, reference_logps, answers.counts))
     present = (counts > 0).all(2)
     # A missing pair is replaced by answers of one token with probability 1/2, so that no gradient becomes infinite.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch, learning_rate
-from meshwright.data.given import iterated
+from meshwright.data.given import iterator_behind
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.engine.balance import ExpertBalance
 from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
@@ -167,7 +167,7 @@ class Trainer:
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
-        self.monitored = Monitored(ctx, config.monitored)
+        self.monitored = Monitored(ctx, config.monitored_names)
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
         self.before_step: Callable[[], object] = lambda: None
@@ -437,7 +437,7 @@ class Trainer:
         if scale.config.hysteresis > 1:
             counters["overflows"] = scale.overflows
         counters |= self.data_parallel.reducer.counters()
-        if (data := iterated(self.train_batches.dataset)) is not None:
+        if (data := iterator_behind(self.train_batches.dataset)) is not None:
             counters[DATA] = data.state_before(self.consumed)
         return counters if self.outer is None else {**counters, **self.outer.counters()}
 
@@ -446,7 +446,7 @@ class Trainer:
         self.step_number, self.consumed = step, consumed
         self.optimizer.updates = int(counters["updates"])
         self.data_parallel.reducer.restore(counters)
-        if (data := iterated(self.train_batches.dataset)) is not None:
+        if (data := iterator_behind(self.train_batches.dataset)) is not None:
             # On the thread that reads samples, which may be reading one ahead.
             begin = partial(data.begin_at, consumed, str(counters.get(DATA) or ""), self.writes)
             self.train_batches.reader.submit(begin).result()

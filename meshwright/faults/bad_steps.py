@@ -1,7 +1,7 @@
 """Handles bad steps: steps whose loss or gradient is not finite, or far above those of the last steps.
 
-A bad step makes no update (`losses.Gate`). The weights are still those before it, so it can be computed again from the
-same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is good, the
+A bad step makes no update (`losses.UpdateGate`). The weights are still those before it, so it can be computed again from
+the same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is good, the
 hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the layer. If
 the second result is as bad, the cause is the data or the model, and the config says what happens.
 """
@@ -49,7 +49,7 @@ class Window:
         self.losses: deque[float] = deque(maxlen=config.window)
         self.norms: deque[float] = deque(maxlen=config.window)
 
-    def put(self, loss: float | None, norm: float | None) -> None:
+    def add(self, loss: float | None, norm: float | None) -> None:
         if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
             self.losses.append(loss)
             self.norms.append(norm)
@@ -145,7 +145,7 @@ class BadSteps:
         # Only one rank knows the folder: take the one list that is not empty.
         by_rank = gather_bytes(self.trainer.ctx.mesh.world, local, self.trainer.ctx)
         for loss, norm in next((steps for text in by_rank if (steps := json.loads(text))), []):
-            self.window.put(loss, norm)
+            self.window.add(loss, norm)
         self._set_bounds(*self.window.bounds())
 
     def settle(self, result: StepResult, again: Again) -> StepResult:
@@ -158,7 +158,7 @@ class BadSteps:
         elif (why := why_bad(result, bounds)) and is_finite(result) and self.trainer.gate.active:
             self.notes.add(BAD_STEP, f"{why}: trained, and not computed again", result.step)
         if not result.skipped:
-            self.window.put(result.loss, result.grad_norm)
+            self.window.add(result.loss, result.grad_norm)
         self.went_back = 0 if result.step > self.reached else self.went_back
         self._set_bounds(*self.window.bounds())
         return result
@@ -183,14 +183,14 @@ class BadSteps:
         same = spike and _is_close(result, replayed)
         passes = is_finite(replayed) and not replayed.held
         if passes and not same:
-            return self._hardware(replayed, why, self._differing(first, self._marks(result.step)), bounds)
+            return self._hardware(replayed, why, self._first_difference(first, self._marks(result.step)), bounds)
         if passes:
             verdict = "the same when it is computed again, so it is due to the data or the model"
             text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
             self.notes.add(BAD_STEP, text, result.step)
             return replayed
 
-        place = FaultPlace() if spike else self._diagnosed(replayed)
+        place = FaultPlace() if spike else self._diagnose(replayed)
         if self._is_of_rank(replayed, place):
             text = f"{why}, and again; with other ranks' samples too, {place.words}: its hardware is broken"
             self.notes.add(FAULT, text, result.step, rank=place.rank)
@@ -226,11 +226,11 @@ class BadSteps:
         self.trainer.take_back(result)
         if self.trainer.step_number and self.saver.saved_step != self.trainer.step_number:
             self.saver.save(last=True)
-        self.saver.committed()
+        self.saver.wait_for_commit()
         raise UserError(f"step {result.step}: {text}")
 
     def _has_checkpoint(self) -> bool:
-        self.saver.committed()
+        self.saver.wait_for_commit()
         return has_checkpoint(self.trainer)
 
     def _roll_back(self, result: StepResult, text: str, place: FaultPlace) -> None:
@@ -252,8 +252,8 @@ class BadSteps:
     def _not_finite(self, marks: Sequence[Mark]) -> FaultPlace:
         return self._place(self.trainer.marks.not_finite(marks) if self.trainer.marks else None)
 
-    def _differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> FaultPlace:
-        return self._place(self.trainer.marks.differing(marks, again) if self.trainer.marks else None)
+    def _first_difference(self, marks: Sequence[Mark], again: Sequence[Mark]) -> FaultPlace:
+        return self._place(self.trainer.marks.first_difference(marks, again) if self.trainer.marks else None)
 
     def _place(self, found: Found | None) -> FaultPlace:
         """Gather the first bad mark of each rank. Return the earliest one in the step, with the ranks that have it."""
@@ -268,7 +268,7 @@ class BadSteps:
         ranks = tuple(rank for rank, mark in by_rank.items() if mark.sooner == first.sooner)
         return FaultPlace(ranks, gathered[ranks[0]][1], first)
 
-    def _diagnosed(self, result: StepResult) -> FaultPlace:
+    def _diagnose(self, result: StepResult) -> FaultPlace:
         """Compute the step once more to find the first bad tensor. The trainer's counters are restored afterwards."""
         trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
@@ -287,7 +287,7 @@ class BadSteps:
         if self.config.replay != "elsewhere" or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
             return False
         batches.exchange(1)  # Each rank takes the samples of its neighbour.
-        moved = self._diagnosed(result)
+        moved = self._diagnose(result)
         batches.exchange(0)
         return moved.found is None or moved.ranks == place.ranks
 
@@ -313,7 +313,7 @@ def first_bad(trainer: Trainer) -> Found | None:
     This is slow, so it is done only after a step was bad twice. All ranks must call it together.
     """
     finder = _Finder(trainer)
-    handle = register_module_forward_hook(finder.passed)
+    handle = register_module_forward_hook(finder.examine_module)
     try:
         # Hooks of modules inside a graph are not called.
         with torch.compiler.set_stance("force_eager"), blocks_one_by_one(trainer.modules):
@@ -337,7 +337,7 @@ class _Finder:
             for inner, part in unit.named_modules():
                 self.places[id(part)] = order, f"{name}.{inner}" if inner else name
 
-    def passed(self, module: nn.Module, given: Any, result: Any) -> None:
+    def examine_module(self, module: nn.Module, given: Any, result: Any) -> None:
         """Examine the result of a module, and later its input gradients.
 
         Hooks of inner modules run before those of the modules around them, so the first one found is the innermost.

@@ -163,7 +163,7 @@ class ReplicaCheck(Hook):
         """Compute this rank's sum of checksums for each axis, gather them from all ranks, and compare."""
         ctx = self.trainer.ctx
         total: dict[str, Tensor] = {}
-        for held in self._held():
+        for held in self._replicated_tensors():
             for value in (checksum(tensor).to(ctx.device.torch) for tensor in held.tensors):
                 total[held.axis] = total[held.axis] + value if held.axis in total else value
         zero = torch.zeros((), dtype=torch.int64, device=ctx.device.torch)
@@ -173,7 +173,7 @@ class ReplicaCheck(Hook):
             ctx.mesh.world.all_gather(by_rank, local)
         return divergences(ctx.layout, self.axes, by_rank.view(ctx.layout.world, -1).tolist())
 
-    def _held(self) -> Iterator[ReplicatedTensors]:
+    def _replicated_tensors(self) -> Iterator[ReplicatedTensors]:
         """Yield the tensors to compare, without the axes of size 1, which have no other rank to compare with."""
         layout = self.trainer.ctx.layout
         for held in held_alike(self.trainer):
@@ -189,7 +189,9 @@ class ReplicaCheck(Hook):
         for divergence in differing:
             if mesh.rank in divergence.group:
                 group = mesh.group(divergence.axis)
-                for tensor in (x for held in self._held() if held.axis == divergence.axis for x in held.tensors):
+                for tensor in (
+                    x for held in self._replicated_tensors() if held.axis == divergence.axis for x in held.tensors
+                ):
                     self._broadcast(group, tensor, divergence.source)
 
     def _broadcast(self, group: Group, tensor: Tensor, source: int) -> None:
@@ -218,7 +220,7 @@ class ReplicaCheck(Hook):
     def _by_parameter(self, axis: str) -> Mapping[str, int]:
         """Return the checksum of each parameter or state that is equal along an axis."""
         sums: Counter[str] = Counter()
-        for held in self._held():
+        for held in self._replicated_tensors():
             if held.axis == axis and held.state is not None:
                 for slot in held.state.buffer.slots:
                     low, high = held.state.holds(slot)

@@ -15,8 +15,8 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import WeightSource, load_weights
 from meshwright.checkpoint.merged import open_weights
 from meshwright.checkpoint.planned_files import PlannedFolder
-from meshwright.comm.watchdog import watched
-from meshwright.config.load import merged
+from meshwright.comm.watchdog import watchdog_for
+from meshwright.config.load import merge_sections
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.batches import Dataset, MicroBatches, Picked
@@ -57,7 +57,7 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
     for key in ("grad_dtype", "local", "server"):
         raw.get("train", {}).pop(key, None)
-    return own_config(merged(raw, sections))
+    return own_config(merge_sections(raw, sections))
 
 
 def with_model(
@@ -70,7 +70,7 @@ def with_model(
     check(config, place.world, READING_RULES)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     ctx = build_context(config, place.rank, place.world, device, place.local_world)
-    with watched(ctx.mesh, config.comm.timeout, device, joined):
+    with watchdog_for(ctx.mesh, config.comm.timeout, device, joined):
         result = use(ctx, modules_with(ctx, weights), place)
     # Not in a `finally`: after an error the process ends, and leaving could wait for peers that are gone.
     if joined:

@@ -96,7 +96,7 @@ class HarnessModel:
             drawing = (float(wanted.get("temperature", 0.0)), float(wanted.get("top_p", 1.0)), 0)
             settings = (*drawing, self.ends, self.batch, self._stops(until))
             answers = generate_all(self.modules[0], model, prompts, most, *settings)
-            texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
+            texts += [(number, self._cut_at_stop(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
         return [text for _, text in sorted(texts)]
 
     def _check_writes(self) -> None:
@@ -110,7 +110,7 @@ class HarnessModel:
     def _stops(self, until: list[str]) -> Callable[[list[int]], bool]:
         return lambda tokens: any(word in self.words.decode(tokens) for word in until)
 
-    def _cut(self, tokens: list[int], until: list[str]) -> str:
+    def _cut_at_stop(self, tokens: list[int], until: list[str]) -> str:
         text = self.words.decode([token for token in tokens if token not in self.ends])
         for word in until:
             text = text.split(word)[0]

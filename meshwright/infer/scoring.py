@@ -93,7 +93,7 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
 def _score_rows(head: Head, hidden: Tensor, labels: Tensor, mask: Tensor, sums: Tensor) -> None:
     """Add to `sums`, by text, the log-probabilities of the scored tokens and the number of tokens that are not the most
     likely ones."""
-    x, output, tp = head.ended(hidden), head.output, head.parallel.tp
+    x, output, tp = head.final_hidden(hidden), head.output, head.parallel.tp
     rows = (mask > 0).nonzero().flatten()
     for at, logits in logit_tiles(gather_input(x, output.sides)[rows], output.weight, output.bias, copies=tp.size):
         logits = all_gather(logits.t().contiguous(), tp.name, tp.size)[: head.vocab].t()

@@ -27,7 +27,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.merged import MergedWeights, config_in, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.config.sections import ModelConfig
-from meshwright.disk import hub_hint, refused
+from meshwright.disk import hub_hint, refusal
 from meshwright.errors import UserError, plural
 from meshwright.interop.upcycle import Upcycled
 from meshwright.outside import of_kind, read_json
@@ -70,7 +70,7 @@ def written_aside(to: Path) -> Iterator[Path]:
         fmt.sync_folder(aside)
         os.replace(aside, to)
     except OSError as error:
-        raise refused(f"{to} can't be written", error, to, "another folder") from None
+        raise refusal(f"{to} can't be written", error, to, "another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -40,7 +40,7 @@ from meshwright.interop.peft_experts import (
     targets_of,
     unstacked,
 )
-from meshwright.nn.adapters.nf4 import rounded
+from meshwright.nn.adapters.nf4 import round_by_packing
 from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import Index, SavedBlock
@@ -99,7 +99,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     for name in own.adapters:
         if len(own.records[name].shape) > 2:
             continue
-        for module, runs in _modules(family.mapped(model, own.records[name])):
+        for module, runs in _modules(family.map_tensor(model, own.records[name])):
             changes = [change for change in own.changes(name) if _rows_in(change, runs)]
             if changes:
                 tensors |= {f"{PREFIX}{module}.{key}": value for key, value in _stacked(changes, runs).items()}
@@ -112,7 +112,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     for record in trained_whole:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
     linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
-               for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
+               for m, _ in _modules(family.map_tensor(model, record))}  # fmt: skip
 
     # PEFT's scale is alpha / rank, or alpha / sqrt(rank) with rslora.
     written: dict[str, Any] = {
@@ -121,7 +121,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
         "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.kind == "dora", "bias": "none",
         "fan_in_fan_out": bool(family.transposed), "target_modules": sorted(set(_suffixes(ranks, linears))),
         "modules_to_save": sorted(
-            {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.mapped(model, r))}
+            {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.map_tensor(model, r))}
         ) or None,
         **({"target_parameters": targets_of(expert_ranks)} if expert_ranks else {}),
     }  # fmt: skip
@@ -179,7 +179,7 @@ def row_norms(
         part = box_record(record.name, record.shape, (low, 0), (rows, record.shape[1]))
         values = torch.empty(part.local_shape, dtype=dtype)
         fill_range(base, part, 0, part.numel, values.view(-1))
-        norms.append(torch.linalg.vector_norm(rounded(values) if packed else values, dim=1))
+        norms.append(torch.linalg.vector_norm(round_by_packing(values) if packed else values, dim=1))
     return torch.cat(norms)
 
 
@@ -201,7 +201,7 @@ def _in_their_rows(
     family: Family, model: ModelConfig, own: AdapterWeights, record: ParamRecord
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight that is trained whole, in PEFT's layout: the name and values of each of its tensors."""
-    mapped, values = family.mapped(model, record), own.read(record)
+    mapped, values = family.map_tensor(model, record), own.read(record)
     for source, runs in mapped.sources().items():
         theirs = values.new_empty(sum(run.count for run in runs), *values.shape[1:])
         for run in runs:
@@ -328,7 +328,7 @@ def _our_pieces(
                 adapters.setdefault(name, []).append(f"{block}.{name}")
                 taken |= of_experts[1]
             continue
-        for module, runs in _modules(family.mapped(model, records[weight])):
+        for module, runs in _modules(family.map_tensor(model, records[weight])):
             if module in theirs and any(run.of_ours(first, first + rows) for run in runs):
                 adapters.setdefault(name, []).append(f"{block}.{name}")
                 taken.add(module)
@@ -385,7 +385,7 @@ def _our_tensors(
     B."""
     for prefix, name, first, rows, weight in _pieces(model):
         adapted = name in tune.targets and len(records[weight].shape) == 2
-        for module, runs in _modules(family.mapped(model, records[weight])) if adapted else ():
+        for module, runs in _modules(family.map_tensor(model, records[weight])) if adapted else ():
             parts = [part for run in runs if (part := run.of_ours(first, first + rows))]
             if module not in theirs or not parts:
                 continue
@@ -413,7 +413,7 @@ def _trained_whole(
 ) -> list[str]:
     """Return the names of our tensors that a folder holds whole, in addition to its adapters."""
     return [name for name, record in records.items()
-            if all(source in tensors for source in family.mapped(model, record).sources())]  # fmt: skip
+            if all(source in tensors for source in family.map_tensor(model, record).sources())]  # fmt: skip
 
 
 def _part_of(name: str) -> str:
@@ -426,7 +426,7 @@ def _whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of our tensors that a folder holds whole."""
     for name in _trained_whole(family, model, records, tensors):
-        mapped = family.mapped(model, records[name])
+        mapped = family.map_tensor(model, records[name])
         ours = torch.empty(records[name].shape)
         for source, runs in mapped.sources().items():
             values = tensors[source].t() if mapped.transposed else tensors[source]

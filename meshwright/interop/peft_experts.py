@@ -124,7 +124,7 @@ def adapter_of_experts(
         return TheirAdapter(one.down, one.up[:, first : first + rows], one.scale, None), {parameter}
 
     # Older versions of PEFT: one module, and one adapter, for each expert.
-    modules = [run.source.rpartition(".")[0] for run in family.mapped(model, weight).runs
+    modules = [run.source.rpartition(".")[0] for run in family.map_tensor(model, weight).runs
                if first <= run.start % weight.shape[1] < first + rows]  # fmt: skip
     adapters = [theirs[module] for module in modules if module in theirs]
     if not adapters:

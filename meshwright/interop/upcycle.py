@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.hf_files import HFFolder
-from meshwright.config.load import merged
+from meshwright.config.load import merge_sections
 from meshwright.config.sections import ModelConfig, TrainConfig
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, divisors, either, nearest
@@ -104,7 +104,7 @@ def mixture_of(dense: ModelConfig, given: dict[str, int]) -> ModelConfig:
             f"--upcycle count={given['count']} with ffn={ffn} would not give each of the MLP's {slices} slices to "
             f"equally many experts: make count a multiple of {slices}"
         )
-    model = model_section(merged(asdict(replace(dense, preset="")), {"experts": {**given, "ffn": ffn}}))
+    model = model_section(merge_sections(asdict(replace(dense, preset="")), {"experts": {**given, "ffn": ffn}}))
     if not any(model.experts.in_block(layer) for layer in range(model.layers)):
         raise UserError(f"--upcycle leaves none of the {model.layers} blocks with experts: lower every or first_dense")
     return model

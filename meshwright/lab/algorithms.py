@@ -53,7 +53,7 @@ def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
 
 
 def tree(size: int, place: int, on_node: int = 1) -> Sum:
-    def held(rank: int, wanted: Callable[[int], bool]) -> Pieces:
+    def chunks_of(rank: int, wanted: Callable[[int], bool]) -> Pieces:
         """Return the chunks for which `wanted` accepts the number of `rank`, counted from the root of their tree."""
         return tuple(chunk for chunk in range(size) if wanted((rank - chunk) % size))
 
@@ -69,8 +69,8 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
         def passes(number: int, step: int = step) -> bool:
             return number % (2 * step) == 0 and number + step < size
 
-        reduce.append(Round(up, held(place, sends), down, held(down, sends)))
-        gather.append(Round(down, held(place, passes), up, held(up, passes)))
+        reduce.append(Round(up, chunks_of(place, sends), down, chunks_of(down, sends)))
+        gather.append(Round(down, chunks_of(place, passes), up, chunks_of(up, passes)))
     return Sum(reduce, gather[::-1])
 
 

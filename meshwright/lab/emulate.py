@@ -49,7 +49,7 @@ class Adapters:
         self._file = file
 
     @classmethod
-    def opened(cls, number: int, node: int, meet: Callable[[], None]) -> Adapters:
+    def open(cls, number: int, node: int, meet: Callable[[], None]) -> Adapters:
         """Open the adapters of a node. `number` identifies the run. `meet` returns when all ranks have called it."""
         path = Path(tempfile.gettempdir()) / f"meshwright-links-{number}-{node}"
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -128,7 +128,7 @@ class EmulatedLinks:
 
     def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
         if op == "receive":
-            return Arriving(launch(), lambda: self._taken(wire))
+            return Arriving(launch(), lambda: self._time_received(wire))
         due = self._until(op, wire, ranks, peer)
         if peer is None:
             return Until(launch(), due)
@@ -146,7 +146,7 @@ class EmulatedLinks:
         self._free = max(now, self._free) + self._seconds(op, wire, ranks if peer is None else (self.rank,))
         return self._free + late
 
-    def _taken(self, wire: int) -> float:
+    def _time_received(self, wire: int) -> float:
         """Return the time at which a received message is through this rank's link. Unless the link was busy with other
         messages, it took the message in while the sender's link sent it."""
         seconds = wire / (self.config.link_gb_s * 1e9 or math.inf)
@@ -190,5 +190,5 @@ def emulate_links(mesh: Mesh, config: EmulateConfig) -> None:
         number = torch.tensor([random.getrandbits(48)])
         mesh.world.broadcast(number)
         meet = partial(mesh.world.all_reduce, torch.zeros(1))
-        adapters = Adapters.opened(int(number), mesh.rank // node_size, meet)  # type: ignore[arg-type]
+        adapters = Adapters.open(int(number), mesh.rank // node_size, meet)  # type: ignore[arg-type]
     mesh.use_links(EmulatedLinks(config, mesh.rank, node_size, adapters))

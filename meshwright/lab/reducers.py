@@ -160,9 +160,9 @@ class Rounds:
                 # Contiguous slices that replace others are received in place. All others need a buffer.
                 direct = isinstance(step.received, slice) and not step.adds
                 received = pieces[step.received] if direct else pieces.new_empty(step.arriving, pieces.shape[1])
-                group.exchange(_taken(pieces, step.sent), step.to, received, step.source).wait()
+                group.exchange(_take_slices(pieces, step.sent), step.to, received, step.source).wait()
                 if not direct:
-                    _put(pieces, step.received, received, step.adds)
+                    _put_slices(pieces, step.received, received, step.adds)
         if self._op == "reduce_scatter":
             self._out.copy_(pieces[max(0, group.index)])
 
@@ -195,11 +195,11 @@ def _pieces_index(pieces: Pieces, device: Any) -> slice | Tensor:
     return upload(torch.tensor(pieces), device)
 
 
-def _taken(pieces: Tensor, index: slice | Tensor) -> Tensor:
+def _take_slices(pieces: Tensor, index: slice | Tensor) -> Tensor:
     return pieces[index] if isinstance(index, slice) else pieces.index_select(0, index)
 
 
-def _put(pieces: Tensor, index: slice | Tensor, received: Tensor, adds: bool) -> None:
+def _put_slices(pieces: Tensor, index: slice | Tensor, received: Tensor, adds: bool) -> None:
     """Add received slices to the local ones, or replace them. (Contiguous ones that replace are received in place.)"""
     if isinstance(index, slice):
         pieces[index].add_(received)

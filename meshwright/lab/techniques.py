@@ -106,7 +106,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     return possible
 
 
-def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
+def planned_figures(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
     """Return the planner's figures for a technique.
 
     `making_s` is the seconds of making compressed messages, which the planner does not know. While the first messages
@@ -115,10 +115,10 @@ def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float =
     """
     job = replace(job, config=technique.config, reducer=technique.reducer)
     cost = predict_cost(job, cluster)
-    exposed = sum(axis.exposed for axis in cost.axes.values())
+    exposed = sum(axis.exposed_seconds for axis in cost.axes.values())
     ranks = range(job.layout.pp)
     buckets = max(sum(len(one.buckets) for one in buffer_sizes(job, rank) if one.mixed) for rank in ranks)
-    sums = sum(cost.axes[axis].exposed for axis in ("dp", "edp") if axis in cost.axes)
+    sums = sum(cost.axes[axis].exposed_seconds for axis in ("dp", "edp") if axis in cost.axes)
     hidden = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
     step = cost.step_s + making_s - hidden
     return Figures(sent_by_axis(job), exposed - hidden, step, job.tokens / step)
@@ -146,7 +146,7 @@ def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluste
     return replace(cluster, node=node, network=network, efficiency=efficiency, ops={}, name=f"{cluster.name}, emulated")
 
 
-def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
+def calibrate(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
     """Return the cluster with its devices' rates scaled such that a planned step takes as long as the measured one."""
     factor = planned_s / measured_s
     device = cluster.device
@@ -158,7 +158,7 @@ def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster
     return replace(cluster, device=scaled, name=f"{cluster.name} x {factor:.3g}")
 
 
-def saving(base: float, value: float) -> float:
+def saved_share(base: float, value: float) -> float:
     """Return the share of `base` that `value` saves."""
     return 1.0 - value / base if base else 0.0
 

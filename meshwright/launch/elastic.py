@@ -71,7 +71,7 @@ class Places:
         self._until: dict[int, float] = {}
         self._times: dict[int, int] = {}
 
-    def failed(self, place: int) -> float:
+    def let_rest(self, place: int) -> float:
         """Let a device rest. Return the seconds that it will rest."""
         self._times[place] = self._times.get(place, 0) + 1
         seconds = self.rest * 2.0 ** min(self._times[place] - 1, 10)
@@ -125,17 +125,17 @@ class Elastic:
         self._why = ""  # The reason for the next generation.
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return (self.folder / STOP).exists()
 
     def run(self) -> Outcome:
         """Run one generation after another until the run ends. Return the outcome of the last one."""
         best_step, failures, ended = 0, 0, Outcome(0)
-        with self.board.beating():
+        with self.board.heartbeat():
             while (generation := self._next()) is not None:
                 ended = self._run(generation)
                 # The ranks stopped only to start again with more of them.
-                if ended.code == 0 and self.board.is_reshaped(generation.number) and not self.stopped:
+                if ended.code == 0 and self.board.is_reshaped(generation.number) and not self.is_stopped:
                     self._why, self._loss = "", None
                     continue
                 if is_final(ended.code):
@@ -157,7 +157,7 @@ class Elastic:
         index = generation.index_of(self.board.me.name)
         if ended.failed is not None and index is not None:
             place = generation.shares[index].places[ended.failed]
-            seconds = self.places.failed(place)
+            seconds = self.places.let_rest(place)
             self._why += f"; its device, {place}, rests for {seconds:.0f} s"
         notice(f"meshwright: {self._why}; the rest continues")
         # The first node need not report the fault: it will report the restart, with the same reason.
@@ -173,7 +173,7 @@ class Elastic:
         """
         self.board.say(state="ready", places=self.places.free())
         began, notice_after = time.monotonic(), WORD_S
-        while not self.stopped:
+        while not self.is_stopped:
             nodes, newest = self.board.look(), self.board.newest()
             if newest is not None and any(newest.index_of(node.name) is not None for node in nodes):
                 is_new = self.last is None or newest.number > self.last.number
@@ -279,7 +279,7 @@ class Elastic:
             generation.port, door, self.wishes.address, generation.job, env,
         )  # fmt: skip
         self.board.say(state="running", generation=generation.number, fault="")
-        with self._watching(generation) as watch:
+        with self._watch_nodes(generation) as watch:
             ended = self.start(team, generation.words)
         if is_final(ended.code) or len(generation.shares) == 1:
             return ended
@@ -323,7 +323,7 @@ class Elastic:
         return failed, silent
 
     @contextlib.contextmanager
-    def _watching(self, generation: Generation) -> Iterator[Watch]:
+    def _watch_nodes(self, generation: Generation) -> Iterator[Watch]:
         """Watch the other nodes in a thread while this node's ranks run.
 
         If a node is lost, kill this node's ranks, which wait for it. If this node leads and more ranks could train, ask
@@ -339,7 +339,7 @@ class Elastic:
                 with contextlib.suppress(OSError):
                     self.board.say(places=self.places.free())
                     nodes = self.board.look()
-                    if lost := self._lost(generation, nodes, last_heard):
+                    if lost := self._lost_nodes(generation, nodes, last_heard):
                         watch.lost = lost
                         if not ended.wait(END_S):
                             watch.killed = True
@@ -360,7 +360,7 @@ class Elastic:
             ended.set()
             thread.join()
 
-    def _lost(self, generation: Generation, nodes: list[LauncherNote], last_heard: dict[str, float]) -> list[str]:
+    def _lost_nodes(self, generation: Generation, nodes: list[LauncherNote], last_heard: dict[str, float]) -> list[str]:
         """Return the nodes of this generation that are gone, have failed, or can no longer be reached.
 
         `last_heard` keeps the time at which each node was last reached from call to call.

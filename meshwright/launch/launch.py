@@ -129,7 +129,7 @@ def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
-    guarded(folder, stops, _with_plugins, team.plugins, main, *args)
+    run_guarded(folder, stops, _with_plugins, team.plugins, main, *args)
 
 
 def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: object) -> None:
@@ -138,7 +138,7 @@ def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: ob
     main(*args)
 
 
-def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
+def run_guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
     """Run the body of a rank. A mistake is reported in one sentence with exit code 2, a bug as a traceback with 1.
 
     With `stops`, the rank notes requests to stop and ends by itself; otherwise the signal ends it. Ranks of our
@@ -245,7 +245,7 @@ def launch(
     otherwise it ends them. A second Ctrl-C always ends them: `loses` then returns a sentence about the lost work.
     `tell` receives the events: restarts, and the failure that ends the run.
     """
-    with launching(stops) as folder:
+    with launch_folder(stops) as folder:
         for attempt in range(restarts + 1):
             ended = attempt_of(Team(ranks, attempt), folder, stops, main, args)
             if is_final(ended.code) or attempt == restarts:
@@ -258,7 +258,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def launching(stops: bool) -> Iterator[Path]:
+def launch_folder(stops: bool) -> Iterator[Path]:
     """Yield a folder for the files of ranks. Teams of ranks may be started while it exists, one after the other."""
     warm_up()
     _register_meeting()
@@ -320,7 +320,7 @@ def attempt_of(team: Team, folder: Path, stops: bool, main: Callable[..., None],
         _show_cursor()
         if error.get_first_failure()[1].exitcode < 0:
             begin_line()
-        return _failed(folder, error)
+        return _failed_outcome(folder, error)
     except SignalException as error:
         _show_cursor()
         begin_line()
@@ -430,7 +430,7 @@ def _passing_on(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failed(folder: Path, error: object) -> Outcome:
+def _failed_outcome(folder: Path, error: object) -> Outcome:
     """Return the outcome of ranks that failed.
 
     The exit code is 2 if a user's mistake stopped the run, 75 if ranks lost others, otherwise 1.
@@ -499,7 +499,7 @@ def run_as_rank(
         if place.local_rank == 0:
             raise
         return 2
-    guarded(None, stops, main, args)
+    run_guarded(None, stops, main, args)
     return 0
 
 

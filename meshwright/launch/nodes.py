@@ -105,7 +105,7 @@ class Board:
         self.say()
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Rewrite this launcher's note regularly, in a thread, until the context ends."""
         ended = threading.Event()
 
@@ -126,7 +126,7 @@ class Board:
         with self._lock:
             self.me = replace(self.me, beat=self.me.beat + 1, **changes)
             with contextlib.suppress(OSError):
-                _put(self.folder / f"node-{self.me.name}.json", asdict(self.me))
+                _write_note(self.folder / f"node-{self.me.name}.json", asdict(self.me))
 
     def look(self) -> list[LauncherNote]:
         """Return the launchers that are present, including this one, oldest first."""
@@ -228,7 +228,7 @@ def _write_own(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _put(path: Path, value: Any) -> None:
+def _write_note(path: Path, value: Any) -> None:
     aside = path.with_name(f".{path.name}.part")
     aside.write_text(json.dumps(value), encoding="utf-8")
     aside.replace(path)
@@ -237,18 +237,18 @@ def _put(path: Path, value: Any) -> None:
 def _read(path: Path, kind: type[Any]) -> Any:
     """Read a note of this kind; return None if it is missing or not valid."""
     try:
-        return _parsed(kind, read_json(path))
+        return _parse(kind, read_json(path))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _parsed(kind: type[Any], value: Any) -> Any:
+def _parse(kind: type[Any], value: Any) -> Any:
     """Make an object of a dataclass from JSON. Raise unless all its fields are there, each with the right type."""
     if not isinstance(value, dict) or value.keys() != {member.name for member in fields(kind)}:
         raise ValueError("the note has other keys")
     hints = get_type_hints(kind)
     if kind is Generation:
-        value = value | {key: [_parsed(NodeShare, share) for share in value[key]] for key in ("shares", "beside")}
+        value = value | {key: [_parse(NodeShare, share) for share in value[key]] for key in ("shares", "beside")}
     for key, hint in hints.items():
         if hint != list[NodeShare]:
             of_kind(value[key], hint, key)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config.load import GivenConfig, load_config, merged, read_sections
+from meshwright.config.load import GivenConfig, load_config, merge_sections, read_sections
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch
-from meshwright.data.given import TransformersSamples, numbered
+from meshwright.data.given import TransformersSamples, number_samples
 from meshwright.engine import providers
 from meshwright.engine.context import Context
 from meshwright.engine.hooks import Hook, Watcher
@@ -104,7 +104,7 @@ def _config_of(config: GivenConfig, own_model: bool, own_data: bool, sections: M
     if own_model:
         return config_of_program(config, sections)
     if own_data and not isinstance(config, Config):
-        config = merged({"data": OWN_DEFAULTS["data"]}, read_sections(config))
+        config = merge_sections({"data": OWN_DEFAULTS["data"]}, read_sections(config))
     return load_config(config, sections=sections)
 
 
@@ -147,7 +147,7 @@ def _datasets_of(given: DatasetsProvider | Any, own_model: bool) -> DatasetsProv
             raise UserError(f"pretrain got {len(parts)} parts of data: give those for training, validation and test")
         every = global_batch(config, 0)
         found = [
-            numbered(part, name, config.train.seed, not number, every)
+            number_samples(part, name, config.train.seed, not number, every)
             for number, (part, name) in enumerate(zip(parts, names, strict=False))
         ]
         if not own_model:

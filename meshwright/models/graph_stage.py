@@ -130,9 +130,9 @@ class GraphStage(nn.Module):
         The result is the streams for the next chunk. In the last chunk it is the sum of the losses over the unmasked
         tokens: one tensor, or one for each of the head's terms if there are several.
         """
-        received = self._received(hidden, received)
-        streams, losses = self._run_nodes(self._all, self.view.prepared(batch), received)
-        return (self._passed(streams, received) if self.head is None else streams[""]), losses
+        received = self._as_streams(hidden, received)
+        streams, losses = self._run_nodes(self._all, self.view.prepare(batch), received)
+        return (self._streams_to_pass(streams, received) if self.head is None else streams[""]), losses
 
     def step(self, batch: Batch, received: Mapping[str, Tensor]) -> StageResult:
         """Return the streams for the next chunk and the terms of the loss."""
@@ -159,7 +159,7 @@ class GraphStage(nn.Module):
         """
         streams, _ = self._run_nodes(self._trunk, batch, dict(received))
         if self.head is None:
-            return self._passed(streams, received)
+            return self._streams_to_pass(streams, received)
         ranks = self.tokens
         segments = batch["segments"] if ranks.alone else batch[CONTEXT_DOCUMENTS].chunk(ranks.size, 1)[ranks.index]
         answers = Answers.of(segments, segments.shape[1] * ranks.size)
@@ -173,7 +173,7 @@ class GraphStage(nn.Module):
 
         The sums are None if blocks add no terms. With `past`, the batch continues after the tokens in these caches.
         """
-        streams, losses = self._run_nodes(self._trunk, batch, self._received(hidden, received), past)
+        streams, losses = self._run_nodes(self._trunk, batch, self._as_streams(hidden, received), past)
         return streams[self._last], losses
 
     def stream(
@@ -203,10 +203,10 @@ class GraphStage(nn.Module):
         node = self.nodes[-1] if self.nodes else self.model.nodes[-1]
         return node.writes or node.reads[0]
 
-    def _received(self, hidden: Tensor | None, received: Streams) -> Streams:
+    def _as_streams(self, hidden: Tensor | None, received: Streams) -> Streams:
         return received if hidden is None else {self.model.streams[0].name: hidden, **received}
 
-    def _passed(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
+    def _streams_to_pass(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
         """Return the streams for the next chunk.
 
         A stream that was received, or that nodes of this stage read, is passed on as a separate view. The gradient of
@@ -260,7 +260,7 @@ class GraphStage(nn.Module):
         beside = [streams[name] for name in stack.beside]
         shared = SharedInputs(
             self.view.inputs(batch, x, sequences), stack.beside, past, self.parallel.streams.where,
-            self._routed(batch, layers),
+            self._router_inputs(batch, layers),
         )  # fmt: skip
         run = partial(self._run, shared)
         # Without gradients nothing is saved for backward, so there is nothing to recompute.
@@ -269,12 +269,14 @@ class GraphStage(nn.Module):
             x, *losses = run(layers, x, False, *beside)
             return x, losses[0] if losses else None
         runs = [layers[at : at + blocks_per_run] for at in range(0, len(layers), blocks_per_run)]
-        return self._recomputed(run, runs, x, *beside)
+        return self._run_recomputed(run, runs, x, *beside)
 
-    def _recomputed(self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run_recomputed(
+        self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Run a stack in runs of blocks that are recomputed in backward. Return the same as `_run_stack`."""
         memory, total, last = self.parallel.offload, None, None
-        offloaded = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
+        offloaded = self.parallel.recompute.offloaded_runs(len(runs), self.stage.first, self.stage.last)
         for number, layers in enumerate(runs):
             # Wait, on the device, until the input of the previous run is in host memory, and free its device memory.
             if memory is not None:
@@ -286,7 +288,7 @@ class GraphStage(nn.Module):
             memory.release()
         return x, total
 
-    def _routed(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
+    def _router_inputs(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
         """Return, by layer, the inputs that the routers of mixtures of experts take in addition to x."""
         mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
@@ -310,7 +312,7 @@ class GraphStage(nn.Module):
         if beside:
             common = replace(common, streams=dict(zip(shared.beside, beside, strict=True)))
         # A recomputation must draw the random numbers of the forward, even if later micro-batches have run since.
-        with streams.replaying(shared.where):
+        with streams.replay(shared.where):
             if self.several is not None and not shared.past:
                 return (self._run_together([self.layers[layer] for layer in layers], x, common),)
             for layer in layers:

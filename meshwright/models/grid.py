@@ -41,7 +41,7 @@ class GridView(TokenView):
     def heads_of(self, config: Config) -> Parallel:
         return replace(self.parallel, tp=group_of(self.parallel, _grid_of(config).inner.features))
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         if self.order is None:
             return batch
         documents = {name: x for name, x in batch.items() if name.endswith("segments")}
@@ -75,17 +75,17 @@ class GridView(TokenView):
         if self.order is None:
             positions, mask = own.get("positions"), self.documents(own, x.device, sequences, self.seq)
         else:
-            positions, mask = self._shared(own, sequences, x.device)
+            positions, mask = self._sequence_rows(own, sequences, x.device)
         return Inputs(sequences, None if self.tables is None else self.tables(positions, self.seq), mask)
 
-    def _shared(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
+    def _sequence_rows(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
         """Return the positions of this rank's rows, and the rows that each of the ranks sharing the sequences holds."""
         assert self.order is not None and self.parallel.context is not None
         group, order = self.parallel.context.outer, self.order.numpy()
         documents = read_field(own, "segments")[:, order] if "segments" in own else None
         rows = RowPositions(order[None].repeat(sequences, 0), documents)
         if "positions" in own:
-            # `prepared` has already put positions in the order of ranks.
+            # `prepare` has already put positions in the order of ranks.
             positions = own["positions"].view(group.size, sequences, -1)[group.index]
         else:
             positions = self.order.to(device).chunk(group.size)[group.index].expand(sequences, -1)

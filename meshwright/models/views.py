@@ -33,13 +33,13 @@ class TokenView(nn.Module):
         c, model = config.model, model_of(config)
         self.parallel, self.tokens, self.micro_batch, self.seq = parallel, tokens, config.train.micro_batch, c.seq
         self.tables = TABLES[c.position](c, self.heads_of(config)) if c.position in TABLES else None
-        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
+        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.has_window
 
     def heads_of(self, config: Config) -> Parallel:
         """Return the parallel settings for attention heads: its tp group is the ranks that share the heads."""
         return self.parallel
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Return the fields of a batch in the order in which ranks hold their tokens."""
         return batch
 

@@ -105,7 +105,7 @@ class _ParallelLinear(TensorRegion):
         """Return a copy of the bias, which is still there when ZeRO 3 has freed the layer's weights."""
         return None if self.bias is None else self.bias.clone()
 
-    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this layer's product with the rows of x, in autocast's precision if autocast is on."""
         weight: Tensor = self.weight
         if torch.is_autocast_enabled(x.device.type):
@@ -140,7 +140,7 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UserError("gather_output returns all outputs and skip_bias_add a part of the bias: use one of them")
 
     def forward(self, x: Tensor) -> Any:
-        y = self.multiplied(x, None if self.skip_bias_add else self.bias)
+        y = self.product(x, None if self.skip_bias_add else self.bias)
         y = self.gather(y) if self.gather_output else y
         return (y, self.separate_bias()) if self.skip_bias_add else y
 
@@ -166,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Any:
-        y = self.multiplied(x if self.input_is_parallel else self.scatter(x), None)
+        y = self.product(x if self.input_is_parallel else self.scatter(x), None)
         if self.skip_bias_add:
             return y, self.separate_bias()
         # Every rank holds the whole bias, which is added once, after the sum.

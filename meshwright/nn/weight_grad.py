@@ -126,7 +126,7 @@ class SinkTable:
         return self._sinks[number]
 
     @contextmanager
-    def deferring(self, deferred: Deferred | None) -> Iterator[None]:
+    def defer_to(self, deferred: Deferred | None) -> Iterator[None]:
         """Defer the contributions that are given as factors (products of linear layers, rows of embeddings), and the
         finished gradients of vectors.
 
@@ -216,7 +216,7 @@ class Deferred:
         self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
-        held = [self.detached(x) for x in tensors]
+        held = [self.detach(x) for x in tensors]
         last = sink.complete
 
         def later() -> None:
@@ -225,7 +225,7 @@ class Deferred:
 
         self._calls.append(later)
 
-    def detached(self, x: Tensor) -> Tensor:
+    def detach(self, x: Tensor) -> Tensor:
         """Return a tensor without its graph, which a saved activation would otherwise keep alive."""
         return x.detach().clone() if self.copies else x.detach()
 

@@ -151,7 +151,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "bubble_from": "table" if cost.simulated else "formula", "compute_s": cost.compute_s,
         "optimizer_s": cost.optimizer_s,
         "comm": {
-            name: traffic._asdict() | {"seconds": t.seconds, "hidden_s": t.hidden, "exposed_s": t.exposed}
+            name: traffic._asdict() | {"seconds": t.seconds, "hidden_s": t.hidden, "exposed_s": t.exposed_seconds}
             for name, traffic, t in axes_of(cost)
         },
         "stages": [

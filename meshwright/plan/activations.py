@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.plan.job import Job, kept_together, remembered
+from meshwright.plan.job import Job, kept_together, remember
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Unit
@@ -29,7 +29,7 @@ class KeptBytes:
 
 
 @lru_cache(maxsize=50_000)
-def unit_kept(
+def saved_by_unit(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
     splits: bool = False,
 ) -> KeptBytes:  # fmt: skip
@@ -40,7 +40,7 @@ def unit_kept(
     """
     if splits:
         factors, working = unit.factors(at, batch, kernels), unit.split_working(at, batch, kernels)
-        plain = unit_kept(unit, at, batch, kernels, mode, selective)
+        plain = saved_by_unit(unit, at, batch, kernels, mode, selective)
         return replace(plain, factors=factors, split_working=working)
     declared, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
     kept = [each for each in declared if not each.passing]
@@ -93,11 +93,13 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
-    units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held]
+    units = [
+        saved_by_unit(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held
+    ]
     streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
 
     runs = kept_together(held, together)
-    offloaded = _offloaded(job, stage, len(runs) - first - int(stage.last))
+    offloaded = _offloaded_runs(job, stage, len(runs) - first - int(stage.last))
     kept, again = [], []
     for number, (begin, end) in enumerate(runs, start=-first):
         inside, stream = units[begin:end], streams[begin]
@@ -136,9 +138,9 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     return ChunkBytes(sum(kept) + batch + beside, loss, backward, factors_from[0], streams[0] * len(offloaded))
 
 
-def _offloaded(job: Job, stage: Stage, runs: int) -> range:
+def _offloaded_runs(job: Job, stage: Stage, runs: int) -> range:
     """Return the numbers of a chunk's recomputed runs whose input is in host memory. A CPU offloads nothing."""
-    return range(0) if job.host else job.config.recompute.offloaded(runs, stage.first, stage.last)
+    return range(0) if job.host else job.config.recompute.offloaded_runs(runs, stage.first, stage.last)
 
 
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:
@@ -159,7 +161,7 @@ class RankActivations(NamedTuple):
     offloaded: float  # The most that is in host memory.
 
 
-@remembered("recompute")
+@remember("recompute")
 def rank_activations(job: Job, pp_rank: int) -> RankActivations:
     """Return the bytes that a rank of a pipeline stage saves for backward."""
     chunks = chunks_of(job, pp_rank)

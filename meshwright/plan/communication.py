@@ -217,7 +217,7 @@ class GradientSum(NamedTuple):
         return self.reducer.seconds(network, self.asked.op, *sizes)
 
 
-def expanded(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
+def expand_calls(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
     """Yield the calls as a ledger counts them, with each gradient sum replaced by its reducer's calls."""
     for each in calls:
         yield from each.calls if isinstance(each, GradientSum) else (each,)
@@ -334,7 +334,7 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def synchronised(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[RepeatedCall]:
+def replica_calls(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[RepeatedCall]:
     """Yield the calls by which replicas sum the parameters of a pipeline rank at this moment.
 
     With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
@@ -364,7 +364,7 @@ def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     c = job.config
     everything = FragmentMoment((), tuple(range(c.train.local.fragments)), at_once=True)
     after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
-    calls = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
+    calls = replica_calls(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
     return [call for call in calls if call.size > 1]
 
 
@@ -410,7 +410,7 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", payload)
     if job.declared_terms:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
-    if monitored := job.monitored + len(job.config.monitored):
+    if monitored := job.monitored + len(job.config.monitored_names):
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
     axes, every = len(job.layout.step_groups()), job.config.faults.check_every
     if every and job.step is not None and job.step % every == 0:
@@ -425,16 +425,16 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """
     held, c = job.chunks[pp_rank], job.config
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
-    calls += expanded(rank_sums(job, pp_rank))
+    calls += expand_calls(rank_sums(job, pp_rank))
     if job.step is not None and job.layout.replicas > 1:
-        calls += synchronised(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
+        calls += replica_calls(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
     for axis, payload in matrix_calls(job, pp_rank):
         calls.append(replace(_over(job.layout, "matrices", "optimizer", axis, "all_to_all", payload), wire=payload))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 
 
-def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
+def _sum_traffic(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
     totals: dict[Key, Traffic] = {}
     for key, each in traffic:
         totals[key] = totals.get(key, Traffic()).plus(each, times)
@@ -443,12 +443,12 @@ def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key,
 
 def by_line(calls: Iterable[RepeatedCall]) -> Detail:
     """Sum calls by phase, axis and op."""
-    return _summed((call.line, call.traffic) for call in calls)
+    return _sum_traffic((call.line, call.traffic) for call in calls)
 
 
 def by_axis(detail: Detail) -> dict[str, Traffic]:
     """Sum traffic by axis."""
-    return dict(sorted(_summed((line.axis, traffic) for line, traffic in detail.items()).items()))
+    return dict(sorted(_sum_traffic((line.axis, traffic) for line, traffic in detail.items()).items()))
 
 
 def all_ranks(job: Job) -> Detail:
@@ -465,7 +465,7 @@ def all_ranks(job: Job) -> Detail:
     replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
-    return _summed(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))
+    return _sum_traffic(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:

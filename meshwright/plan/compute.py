@@ -52,7 +52,7 @@ class UnitTime:
     axes: tuple[AxisUse, ...] = ()
 
     @property
-    def computed(self) -> float:
+    def compute_seconds(self) -> float:
         """The seconds of all compute, without communication."""
         return self.forward + self.backward + self.again
 

@@ -193,7 +193,7 @@ def together(times: Iterable[PhaseTimes]) -> PhaseTimes:
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
     """Return the compute seconds of one micro-batch on a pipeline rank."""
-    return sum(count * unit_time(unit, where).computed for unit, count in job.rank_units(pp_rank))
+    return sum(count * unit_time(unit, where).compute_seconds for unit, count in job.rank_units(pp_rank))
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
@@ -260,16 +260,16 @@ def _table_seconds(job: Job, times: ChunkTimes, blocked: float, micro_batches: i
     """Return the makespan of the schedule's table. Each exposed send takes `blocked` more seconds."""
     c = job.config
     table = compute_table(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks)
-    return _timed(table, times, blocked).makespan
+    return _simulate_chunks(table, times, blocked).makespan
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
     """Simulate the schedule's table, including transfers."""
     c = job.config
-    return _timed(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
+    return _simulate_chunks(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
 
 
-def _timed(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
+def _simulate_chunks(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
     def of(phase: int) -> Callable[[int, int], float]:
         return lambda rank, chunk: times[rank][chunk][phase]
 

@@ -134,7 +134,7 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.Network`)."""
+    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.LinkCost`)."""
 
     cluster: Cluster
 

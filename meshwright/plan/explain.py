@@ -29,7 +29,7 @@ def parts_of(cost: Cost) -> dict[str, float]:
     """Return the seconds of a step by the work that takes them. They add up to the step."""
     parts = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in TIMED_AXES:
-        parts[name] = cost.axes[name].exposed if name in cost.axes else 0.0
+        parts[name] = cost.axes[name].exposed_seconds if name in cost.axes else 0.0
     return parts | {"waiting and the rest": max(0.0, cost.step_s - sum(parts.values()))}
 
 
@@ -82,7 +82,7 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 def _about_states(job: Job) -> Iterator[str]:
     """Yield a sentence about the states that ZeRO shards, and the number of ranks that share them."""
     zero = job.config.zero.stage
-    usual, experts = job.sharding(), job.sharding(EXPERT_DATA_AXES)
+    usual, experts = job.sharding_over(), job.sharding_over(EXPERT_DATA_AXES)
     parts = [f"among {usual[1]} ranks"] if usual[0] else []
     if job.config.model.experts.count and experts != usual and experts[0]:
         parts.append(f"those of experts among {experts[1]}" + (" ranks" if not parts else ""))
@@ -96,7 +96,7 @@ def _about_grid(best: Candidate) -> Iterator[str]:
     cost, layout = best.cost, best.job.config.layout
     if layout.grid is None:
         return
-    others = [best.job.replaced(layout=PLAIN | {"sequence_parallel": split}) for split in (False, True)]
+    others = [best.job.with_keys(layout=PLAIN | {"sequence_parallel": split}) for split in (False, True)]
     possible = [job for job in others if not first_broken_rule(job.config, job.world)]
     fitting = [job for job in possible if needed_gib(job, cost.cluster) <= cost.cluster.device.memory_gib]
     if fitting:
@@ -143,7 +143,7 @@ def _cut_words(job: Job) -> str:
 
 def yaml_of(best: Candidate) -> str:
     """Return a config for `meshwright train`: the plan's choices, and all other keys that are not at their defaults."""
-    job = best.job.replaced(layout={"node_size": best.job.node_size})
+    job = best.job.with_keys(layout={"node_size": best.job.node_size})
     wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}
     raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
-from meshwright.plan.job import Job, remembered
+from meshwright.plan.job import Job, remember
 from meshwright.spec.model.part import Coordinate, Unit
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
@@ -47,7 +47,7 @@ class _Bucket:
     allocated: bool = False
 
 
-@remembered("zero")
+@remember("zero")
 def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     """Return, for each chunk of a pipeline rank, the bytes during each unit's backward, in the order of forward."""
     packing = packing_of(job, pp_rank)
@@ -96,7 +96,7 @@ def _backward(
     shares, by_unit = 0.0, []
     for number, unit, params in reversed(chunk):
         most = (now, lasting, shares)
-        counted = _counted(unit, at)
+        counted = _gradients_before_peak(unit, at)
         for arrived, param in enumerate(reversed(params), 1):
             bucket = buckets[param]
             more = 0.0 if bucket.allocated else bucket.gradients
@@ -120,7 +120,7 @@ def _backward(
 
 
 @lru_cache(maxsize=20_000)
-def _counted(unit: Unit, at: Coordinate) -> int:
+def _gradients_before_peak(unit: Unit, at: Coordinate) -> int:
     """Return the number of gradients that arrive until a unit's memory is at its peak.
 
     The backward of a block begins with its last body, and the peak is where that body's largest weight, the first in

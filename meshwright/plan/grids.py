@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.errors import UserError, divisors
-from meshwright.plan.activations import unit_kept
+from meshwright.plan.activations import saved_by_unit
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
 from meshwright.plan.held import unit_records
@@ -92,7 +92,7 @@ def block_cost(name: str, job: Job, cluster: Cluster | None = None) -> BlockCost
         wire_bytes("all_reduce", numel * job.states.grad, at.size(axis)) for axis, numel in copied.items() if numel
     )
     selective = (job.stack.selective, job.stack.selective_core)
-    kept = unit_kept(block, block.seen_by(at), job.batch, job.kernels, "none", selective)
+    kept = saved_by_unit(block, block.seen_by(at), job.batch, job.kernels, "none", selective)
     weights = sum(record.numel for record in records) * job.states.param
     took = _seconds(block, job, cluster) if cluster is not None else 0.0
     return BlockCost(name, job, sent["products"], sent["norms"], gradients, weights, kept.lasting, took)
@@ -113,7 +113,7 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
     costs: list[BlockCost] = []
     refused: dict[str, str] = {}
     for name, keys in ways_of(job.config.layout.tp, keeps):
-        other = job.replaced(layout=keys)
+        other = job.with_keys(layout=keys)
         other = replace(other, stack=own_stack(other.config, job.host) if job.stack.own else job.stack)
         if why := first_broken_rule(other.config, job.world, PLANNING_RULES):
             refused.setdefault(why, name)
@@ -199,7 +199,7 @@ def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
 def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     layout = {"tp": tp, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "replicas": 1, "node_size": 0}
     train = {"micro_batch": SEQUENCES, "global_batch": SEQUENCES}
-    one = job.replaced(layout=layout | PLAIN, train=train, model={"seq": seq}, zero={"stage": 0})
+    one = job.with_keys(layout=layout | PLAIN, train=train, model={"seq": seq}, zero={"stage": 0})
     best: dict[str, BlockCost] = {}
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
         kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")

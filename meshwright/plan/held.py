@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
-from meshwright.plan.job import Job, kept_together, remembered
+from meshwright.plan.job import Job, kept_together, remember
 from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
@@ -104,7 +104,7 @@ def buffers_of(
         )  # fmt: skip
 
 
-@remembered("zero")
+@remember("zero")
 def packing_of(job: Job, pp_rank: int) -> Packing:
     """Return the buffers of a rank of a pipeline stage."""
     c = job.config
@@ -113,7 +113,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     chunks = tuple(tuple(node.unit for node in job.model.nodes_of(stage)) for stage in job.chunks[pp_rank])
     # The bucket sizes of other programs are not known, so they get a single bucket.
     bucket_mib, grad = (c.comm.bucket_mib, BYTES[c.train.grad_dtype]) if job.stack.own else (ALL_MIB, job.states.grad)
-    return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing)
+    return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing_alignment)
 
 
 @lru_cache(maxsize=20_000)

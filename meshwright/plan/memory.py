@@ -13,7 +13,7 @@ from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import Whole, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
-from meshwright.plan.job import Job, remembered
+from meshwright.plan.job import Job, remember
 from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.stack import BYTES
 from meshwright.spec.model.part import ALONE
@@ -87,7 +87,7 @@ class BufferSizes(NamedTuple):
     update: UpdateKind = UpdateKind()  # The rule that updates it.
 
 
-@remembered("zero")
+@remember("zero")
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Return the sizes of the flat buffers of a rank."""
     sizes, layout, usual = [], job.layout, BYTES[job.config.train.precision]
@@ -112,7 +112,7 @@ def rank_stage(job: Job, pp_rank: int) -> int:
     return max(one.stage for one in buffer_sizes(job, pp_rank))
 
 
-@remembered()
+@remember()
 def rank_parameters(job: Job, pp_rank: int, trained: bool = False) -> int:
     """Return the number of parameters of a rank of this pipeline stage before ZeRO shards them.
 
@@ -266,7 +266,7 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     These are the weights of two layers and one layer's gradient, or DeepSpeed's fixed buckets, and the activations that
     pass between stages.
     """
-    s, zero = job.states, job.sharding()[0]
+    s, zero = job.states, job.sharding_over()[0]
     params, layer, layers = rank_parameters(job, pp_rank), 0, 0
     for unit, count in job.rank_units(pp_rank):
         if unit.stackable:
@@ -348,7 +348,7 @@ def context_gib(job: Job, cluster: Cluster) -> float:
     return job.stack.base_gib + communicators_gib(job)
 
 
-@remembered("zero")
+@remember("zero")
 def communicators_gib(job: Job) -> float:
     """Return the GiB of the communicators of the rank that has the most of them."""
     # The communicators of another program are not known. Assume one for each axis.

@@ -93,7 +93,7 @@ def _timeline(cost: Cost) -> str:
     if total > shown:
         job = replace(job, samples=shown * batch_unit(job.config, job.world)[0])
     timeline = timeline_of(job, blocked_times(job, cost.chunk_times, cost.send_s), cost.send_s)
-    drawn = html.drawing(timeline_svg(timeline))
+    drawn = html.embed_svg(timeline_svg(timeline))
     if total <= shown:
         return drawn
     left_out = f"The first {shown} of {total} micro-batches, as if there were no more; the middle repeats."

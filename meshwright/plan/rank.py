@@ -65,7 +65,7 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     }
 
 
-def expected(job: Job, rank: int) -> Expected:
+def planned_rank(job: Job, rank: int) -> Expected:
     """Return the figures that the planner expects of a rank in one step."""
     coordinate = job.layout.coordinate(rank)
     axes = ["tp", "cp", "dp", "pp"]

@@ -33,7 +33,7 @@ class AxisTime:
         self.hidden += hidden
 
     @property
-    def exposed(self) -> float:
+    def exposed_seconds(self) -> float:
         """The seconds that compute waits for."""
         return self.seconds - self.hidden
 
@@ -115,7 +115,7 @@ def _in_few_calls(job: Job, calls: Iterable[RepeatedCall | GradientSum]) -> Iter
         elif each.source == "weights":
             payloads[replace(each, payload=0)] += each.payload
         else:
-            yield replace(each, payload=each.payload * job.sharding()[1])
+            yield replace(each, payload=each.payload * job.sharding_over()[1])
     yield from sums.values()
     yield from (replace(call, payload=payload) for call, payload in payloads.items())
 

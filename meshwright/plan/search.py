@@ -119,7 +119,7 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
     replicas = base.config.layout.replicas
     model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
+    base = base.with_keys(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for cut in _tensor_cuts(base, space, divisors(devices)):
         tp = cut.config.layout.tp
         for cp in space.cp if not cut.config.layout.tp_grid else (1,):
@@ -131,7 +131,7 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
                 if space.pp and pp not in space.pp:
                     continue
                 dp = devices // (tp * cp * pp)
-                plain = cut.replaced(layout={"cp": cp, "pp": pp})
+                plain = cut.with_keys(layout={"cp": cp, "pp": pp})
                 yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
 
 
@@ -151,7 +151,7 @@ def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterato
         else:
             tried = [PLAIN, *(grid.keys for grid in grids_of(tp))]
         for keys in tried:
-            cut = base.replaced(layout=keys | {"tp": tp} | alone)
+            cut = base.with_keys(layout=keys | {"tp": tp} | alone)
             if not first_broken_rule(cut.config, base.world, TENSOR_PARALLEL_RULES):
                 yield cut
 
@@ -163,7 +163,7 @@ def _variants(plain: Job, micro: list[int], space: SearchSpace, cluster: Cluster
     order_matters = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
     may_split_sequences = layout.tp > 1 and not plain.config.layout.tp_grid
     for splits in space.sequence_parallel if may_split_sequences else (False,):
-        sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not splits or n * seq % layout.tp == 0]
+        sized = [plain.with_keys(train={"micro_batch": n}) for n in micro if not splits or n * seq % layout.tp == 0]
         for order in space.orders if order_matters else space.orders[:1]:
             cuts = _expert_cuts(sized, {"sequence_parallel": splits, "order": order}, space, cluster)
             yield from (shape for job in sized for keys in cuts for shape in _pipelines(job, keys, space))
@@ -178,7 +178,7 @@ def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator
             continue
         for schedule in _schedules(space.schedule, pp, plain.micro_batches, chunks, tuple(KINDS)):
             pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
-            yield plain.replaced(layout=keys | {"chunks": chunks}, pipeline=pipeline)
+            yield plain.with_keys(layout=keys | {"chunks": chunks}, pipeline=pipeline)
 
 
 @lru_cache(maxsize=10_000)
@@ -240,7 +240,7 @@ def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator
     """
     timed = []
     for number, cut in enumerate(cuts):
-        job = plain.replaced(layout=cut)
+        job = plain.with_keys(layout=cut)
         if not first_broken_rule(job.config, job.world, EXPERT_RULES):
             timed.append((-job.layout.ep * job.layout.etp, _mixture_seconds(job, cluster), number))
     fastest = float("inf")
@@ -255,7 +255,7 @@ def divided_otherwise(job: Job) -> Iterator[Job]:
     own = (job.layout.ep, job.layout.etp)
     for cut in _expert_cuts([job], {}, SearchSpace(), None):
         if (cut["ep"], cut["etp"]) != own:
-            other = job.replaced(layout=cut)
+            other = job.with_keys(layout=cut)
             if not first_broken_rule(other.config, job.world, EXPERT_RULES):
                 yield other
 
@@ -305,7 +305,7 @@ def search(
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
         for zero in _stages(shape, space):
-            why = _refused(shape, zero)
+            why = _refusal(shape, zero)
             if why:
                 result.broken += len(space.recompute)
                 result.refused = result.refused or why
@@ -318,7 +318,7 @@ def search(
             if key in too_large or alike in served:
                 continue
             # Once something fits, `nearest` is no longer needed. The states alone then reject a layout cheaply.
-            if rough and states_gib(shape.replaced(zero={"stage": zero})) > limit:
+            if rough and states_gib(shape.with_keys(zero={"stage": zero})) > limit:
                 continue
             fitting = _first_that_fits(shape, zero, cluster, limit, space, result)
             if fitting is None:
@@ -348,9 +348,9 @@ def _without_batch(shape: Job) -> object:
     return c.layout, c.pipeline.schedule
 
 
-def _refused(shape: Job, zero: int) -> str | None:
+def _refusal(shape: Job, zero: int) -> str | None:
     """Return the reason why a candidate can't be trained, or None if it can."""
-    tried = shape.replaced(zero={"stage": zero}, layout={"node_size": shape.node_size})
+    tried = shape.with_keys(zero={"stage": zero}, layout={"node_size": shape.node_size})
     try:
         return first_broken_rule(tried.config, shape.world, RULES)
     except UserError as error:
@@ -379,7 +379,7 @@ def _least_seconds(shape: Job, cluster: Cluster) -> float:
         # Exchanges with the ranks of other experts are never hidden.
         exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
         forward, weights = forward + count * time.forward, weights + count * time.weights
-        whole += count * (time.computed + exchanged)
+        whole += count * (time.compute_seconds + exchanged)
     pp, m, closed = shape.layout.pp, shape.micro_batches, KINDS[shape.config.pipeline.schedule].seconds
     if closed is None:
         return m * whole / pp
@@ -395,7 +395,7 @@ def _first_that_fits(
     """Return (job, GiB) for the fastest recompute setting that fits, or None if none fits."""
 
     def tried(keys: dict[str, Any]) -> tuple[Job, float]:
-        job = shape.replaced(zero={"stage": zero}, recompute=keys)
+        job = shape.with_keys(zero={"stage": zero}, recompute=keys)
         return job, needed_gib(job, cluster)
 
     def fits(job: Job, memory: float) -> bool:
@@ -437,7 +437,7 @@ def host_gib(job: Job) -> float:
     return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
-def why_nothing(
+def no_fit_error(
     base: Job, cluster: Cluster, result: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
 ) -> UserError:
     """Return the error for a model that fits nowhere.
@@ -461,7 +461,7 @@ def why_nothing(
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
     for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MOST_DEVICES):
-        grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
+        grown = replace(base.with_keys(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
             break

@@ -17,7 +17,7 @@ from meshwright.config.data import DataConfig
 from meshwright.data.chat_template import folder_tokenizer
 from meshwright.data.token_file import Metadata, read_metadata
 from meshwright.data.tokenizers import Tokenizer, TokenizerSource, load_tokenizer
-from meshwright.errors import UserError, shortened
+from meshwright.errors import UserError, shorten
 from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
 
@@ -89,7 +89,7 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
     try:
         end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
     except Exception as error:  # the library raises plain Exception
-        reason = shortened(str(error), 200)
+        reason = shorten(str(error), 200)
         raise UserError(f"{file}, the tokenizer of the data, can't be read ({reason}): replace it") from None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())

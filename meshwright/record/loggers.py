@@ -281,18 +281,18 @@ class Loggers:
         """Make the loggers, pass them all values until `close`, and close them. Runs in the thread."""
         open_: dict[str, Logger] = {}
         for name in names:
-            with self._dropping_failed(name, open_):
+            with self._drop_on_failure(name, open_):
                 open_[name] = LOGGERS[name][0](start)
         while (entry := self._waiting.get()) is not None:
             for name, logger in list(open_.items()):
-                with self._dropping_failed(name, open_):
+                with self._drop_on_failure(name, open_):
                     logger.log(*entry)
         for name, logger in list(open_.items()):
-            with self._dropping_failed(name, open_):
+            with self._drop_on_failure(name, open_):
                 logger.close()
 
     @contextlib.contextmanager
-    def _dropping_failed(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
+    def _drop_on_failure(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
         """Drop a logger that fails in the body, with a warning."""
         try:
             yield

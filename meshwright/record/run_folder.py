@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypedDict
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
-from meshwright.disk import check_writable, refused
+from meshwright.disk import check_writable, refusal
 from meshwright.errors import UserError, either, notice, plural
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.record import checkpoint_format as fmt
@@ -99,7 +99,7 @@ def complete_step(config: Config) -> int | None:
     if not checkpoints or checkpoints[-1][0] < config.train.steps:
         return None
     step, last = checkpoints[-1]
-    if mostly_skipped(folder):
+    if skipped_updates_notice(folder):
         return None
     try:
         fmt.read_index(last)
@@ -111,7 +111,7 @@ def complete_step(config: Config) -> int | None:
     return step
 
 
-def mostly_skipped(folder: Path) -> str:
+def skipped_updates_notice(folder: Path) -> str:
     """Return a sentence with the fix if more than half of a run's updates were skipped, else ""."""
     lines = _read_lines(folder / "metrics.jsonl")
     skipped = sum(bool(line.get("skipped")) for line in lines)
@@ -123,7 +123,7 @@ def mostly_skipped(folder: Path) -> str:
     )
 
 
-def what_is_lost(config: Config) -> str:
+def describe_loss(config: Config) -> str:
     """Return a sentence that says which steps a run loses if it is stopped at once."""
     folder, lines = Path(config.run.dir), _read_lines(Path(config.run.dir) / "metrics.jsonl")
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
@@ -247,7 +247,7 @@ class RunFolder:
             yield
         except OSError as error:
             problem = f"run.dir={self.path} can't be written"
-            raise refused(problem, error, error.filename or self.path, "another run.dir") from None
+            raise refusal(problem, error, error.filename or self.path, "another run.dir") from None
 
 
 def _learning_rate(folder: Path, step: int) -> float | None:

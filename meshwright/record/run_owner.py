@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 from meshwright.record import checkpoint_format as fmt
@@ -83,7 +83,7 @@ class Ownership:
             folder.mkdir(parents=True, exist_ok=True)
             self.number = self._take()
         except OSError as error:
-            raise refused(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
+            raise refusal(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
 
     def _take(self) -> int:
         """Create the next claim once the previous owner is known to be gone, and return its number."""
@@ -137,7 +137,7 @@ class Ownership:
 
 
 @contextlib.contextmanager
-def owning(*folders: Path) -> Iterator[None]:
+def own_folders(*folders: Path) -> Iterator[None]:
     """Own all of these folders in the body. If one can't be owned, none is."""
     with contextlib.ExitStack() as held:
         # Two names of one folder count once: this process could not own it a second time.

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.sharding.buffers import Bucket, Slot, State
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
 
@@ -59,7 +59,7 @@ class ParameterRange(NamedTuple):
     def sample(self) -> Tensor:
         """Return a copy of every `stride`-th master weight as float64."""
         values = self.state.values(self.slot, self.low, self.high)[:: self.stride]
-        return plain(values).detach().to(torch.float64, copy=True)
+        return as_tensor(values).detach().to(torch.float64, copy=True)
 
 
 class LayerNorms(Hook):
@@ -75,19 +75,19 @@ class LayerNorms(Hook):
         self.names: Sequence[str] = ()
         self.before_update: list[Tensor] = []
 
-    def _wanted(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         return self.every > 0 and (step % self.every == 0 or step == min(2, self.trainer.ctx.config.train.steps))
 
     def pauses(self, step: int) -> bool:
-        return self._wanted(step) or self._wanted(step + 1)
+        return self._is_due(step) or self._is_due(step + 1)
 
     def before(self, step: int) -> None:
-        if self._wanted(step):
+        if self._is_due(step):
             self.before_update = [piece.sample() for piece in self.pieces]
 
     @torch.no_grad()
     def after(self, result: StepResult, last: bool) -> None:
-        if not self._wanted(result.step):
+        if not self._is_due(result.step):
             return
         ctx = self.trainer.ctx
         with ctx.ledger.phase("metrics"):

@@ -171,7 +171,7 @@ class Saving(Hook):
             self.saver.save(last)
         if last:
             # Wait for the last checkpoint here, before any later hook can fail.
-            self.saver.committed()
+            self.saver.wait_for_commit()
             self._note()
 
     def _note(self) -> None:
@@ -201,7 +201,7 @@ class TooManyFaults(Hook):
         if self.notes.over is not None:
             if self.saver.saved_step != result.step:
                 self.saver.save(last=True)
-            self.saver.committed()
+            self.saver.wait_for_commit()
             raise self.notes.over
 
 
@@ -250,7 +250,7 @@ class Validating(Hook):
         if self.pauses(step) if step else ctx.config.run.eval_first:
             missing = self.folder is not None and not is_validated(self.folder.path, step)
             # Only one rank knows the folder, and all must take part in a validation.
-            if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
+            if ctx.mesh.world.max_over_ranks(float(missing), ctx.device.torch):
                 self.validate()
 
     def validate(self) -> None:
@@ -304,7 +304,7 @@ class TracedStep(Hook):
     def _write_flight(self) -> None:
         """Write this rank's last calls, as the watchdog does after a hang."""
         ctx, folder = self.trainer.ctx, self.path.parent / "flight"
-        record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
+        record = {"rank": ctx.rank, "step": self.number, "last": [call.to_plain() for call in ctx.mesh.flight.last]}
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")
@@ -318,7 +318,7 @@ class MemorySaving(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         self.every = trainer.ctx.config.checkpoint.memory_every
-        keepers = Keepers.known() if self.every else None
+        keepers = Keepers.from_environment() if self.every else None
         self.copies = MemoryCopies(trainer, keepers) if keepers else None
         if self.every and keepers is None and trainer.writes:
             notice("meshwright: this launcher has no keepers: checkpoint.memory_every makes no copies")

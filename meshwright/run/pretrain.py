@@ -19,13 +19,13 @@ from torch import nn
 from meshwright.checkpoint.base import begin_with_folder, digest, read_base, with_base
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.blocks import seconds_of
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.device import Device
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.engine.compiling import blocks_together, compile_blocks
 from meshwright.engine.context import Context, build_context, compiles
 from meshwright.engine.hooks import Hook, Watcher
@@ -44,9 +44,9 @@ from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
 from meshwright.record.checkpoint_format import checkpoint_folder, first_weights, model_folder
-from meshwright.record.run_folder import RunFolder, mostly_skipped, refuse_finished, what_is_lost
+from meshwright.record.run_folder import RunFolder, describe_loss, refuse_finished, skipped_updates_notice
 from meshwright.record.run_notes import FaultNotes, provenance, write_event
-from meshwright.record.run_owner import owning
+from meshwright.record.run_owner import own_folders
 from meshwright.record.speed import Speed
 from meshwright.run.adapting import Adapting
 from meshwright.run.layers import LayerNorms
@@ -119,7 +119,7 @@ def pretrain(
     """
     began = time.monotonic()
     ctx, own_world = join(config, process_groups)
-    with watched(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
+    with watchdog_for(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
         ctx, source = with_told_base(ctx, source)
         config = ctx.config
@@ -231,11 +231,11 @@ def run(trainer: Trainer, source: str | None, about: About, began: float) -> Non
     # A separate folder of checkpoints might also be in use by another run.
     folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
     with ExitStack() as held:
-        agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
-        run_owned(trainer, source, about, began)
+        agree(trainer.ctx, (lambda: held.enter_context(own_folders(*folders))) if trainer.writes else None)
+        run_in_owned_folder(trainer, source, about, began)
 
 
-def run_owned(trainer: Trainer, source: str | None, about: About, began: float) -> None:
+def run_in_owned_folder(trainer: Trainer, source: str | None, about: About, began: float) -> None:
     """Resume, train and close the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
@@ -263,7 +263,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     saver.companions = Path(config.run.dir) / companions.FOLDER
     saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
-    stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(what_is_lost, config))
+    stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(describe_loss, config))
     closing = folder.closed_after_error() if folder else nullcontext()
     garbage = GarbageCollection(config.train.gc_every)
     with stops as requests, closing, saver, garbage:
@@ -285,7 +285,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         done, steps = trainer.step_number, config.train.steps
         stopped = f"stopped on request at step {done} of {steps}"
         words = f"finished {plural(steps, 'step')}" if done == steps else stopped
-        why = mostly_skipped(folder.path) if done == steps else ""
+        why = skipped_updates_notice(folder.path) if done == steps else ""
         write_event(folder.path, "failure" if why else "end", why or words, done)
         folder.close()
     agree(ctx, partial(refuse_skipped, why) if folder else None)
@@ -310,7 +310,7 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Ma
         folder = Path(config.run.dir) / companions.FOLDER
         companions.collect(config.data, origin, folder, source or weights or None, digest(base) if base else "")
     except OSError as error:
-        raise refused(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
+        raise refusal(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
     # For a blend: the number of samples of each file in a period.
     blend = getattr(trainer.train_batches.dataset, "sources", None)
     more = dict(notes) | ({"sources": blend} if blend else {})
@@ -330,14 +330,14 @@ def check_shared(
     """
     ctx = trainer.ctx
     number = float(secrets.randbits(40)) if trainer.writes else 0.0
-    mark = folder / f".seen-by-all-{int(ctx.mesh.world.agreed(number, ctx.device.torch)):x}"
+    mark = folder / f".seen-by-all-{int(ctx.mesh.world.max_over_ranks(number, ctx.device.torch)):x}"
 
     def make() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
-            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
+            raise refusal(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
         # Ranks that see the file already wait in a collective. Stop before the watchdog takes that for a hang.
@@ -363,6 +363,6 @@ def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
         result = action() if action else None
     except UserError as caught:
         error = caught
-    if ctx.mesh.world.agreed(float(error is not None), ctx.device.torch):
+    if ctx.mesh.world.max_over_ranks(float(error is not None), ctx.device.torch):
         raise error or SystemExit(2)
     return result

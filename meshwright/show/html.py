@@ -70,6 +70,6 @@ def bars(rows: Iterable[tuple[Mapping[str, float], float, str]], colours: Mappin
     return f'<p class="legend">{"".join(legend)}</p><table>{"".join(lines)}</table>'
 
 
-def drawing(svg: str) -> str:
+def embed_svg(svg: str) -> str:
     """Return HTML that embeds an SVG in the page."""
     return f'<div class="drawing">{svg}</div>'

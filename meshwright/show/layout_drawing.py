@@ -178,7 +178,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
         count, size = len(groups), len(groups[0])
         text = f"{name:<{indent}}{plural(count, 'group')} of {size}"
         if size > 1 and layout.node_size is not None:
-            text += f", {_crossing(layout, groups)}"
+            text += f", {_node_crossings(layout, groups)}"
         same = seen.setdefault(groups, name)
         if size == 1 and count == layout.world:
             lines.append(f"{text}, every rank alone")
@@ -197,7 +197,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
     return lines
 
 
-def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
+def _node_crossings(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
     """Return words that say how many groups span nodes."""
     crossing = sum(map(layout.crosses_node, groups))
     if crossing in (0, len(groups)):

@@ -122,13 +122,13 @@ def conversation_text(number: int, tokens: list[int], mask: list[int], tokenizer
     for at in range(1, len(tokens) + 1):
         if at == len(tokens) or mask[at] != mask[begin]:
             before, after = ("", "") if colour else MARKS[mask[begin]]
-            words = printable(_spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
+            words = printable(_spell(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
             text.append(f"{before}{words}{after}", CONVERSATION_STYLES[mask[begin]])
             begin = at
     return text
 
 
-def _spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
+def _spell(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
     """Return the text of tokens, in which special tokens have their names."""
     text = ""
     plain: list[int] = []

@@ -284,7 +284,7 @@ def test_the_real_sizes_in_the_run_s_precision(config: str, capsys: pytest.Captu
 
 def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None:
     pairs = load_config(config, CASES["preferences"])
-    assert len(pairs.monitored) == 1
+    assert len(pairs.monitored_names) == 1
     plan = predict_step(pairs, 4, samples=16)
     planned = planned_bytes(pairs, 4, 16, monitored=1)
     assert planned == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}

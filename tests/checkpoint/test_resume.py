@@ -180,7 +180,7 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "it continues from its own"
     assert resume._candidates(ours, str(base)) == [1, 0, 40, 20] and resume._candidates(fresh, str(base)) == [0, 0]
     assert resume._candidates(fresh, str(run)) == [0, 0, 40] and resume._candidates(fresh, str(twin)) == [0, 0, 7]
-    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
+    assert resume._resolve_source(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"

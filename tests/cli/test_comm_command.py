@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.comm import counted
+from meshwright.bench.comm import count_calls
 from meshwright.bench.fit import fit_links
 from meshwright.bench.links import measure_links
 from meshwright.bench.request import OPS, MeasurementRequest
@@ -80,7 +80,7 @@ def links_of_two_nodes(rank: int, world: int) -> Any:
     )
     mesh = Mesh(request.layout, rank)
     points = measure_links(mesh, Device("cpu"), request.axes, request.ops, request.sizes, 0.002, lambda text: None)
-    return points, counted(mesh, request.axes)
+    return points, count_calls(mesh, request.axes)
 
 
 def test_four_ranks_on_two_nodes_have_both_classes_of_links() -> None:

@@ -18,7 +18,7 @@ from meshwright.config.load import config_from
 from meshwright.engine.sharding.compression.sparse import Sparse
 from meshwright.lab.pick import algorithm_seconds, fastest, links_of
 from meshwright.lab.savings import Turns, making_work
-from meshwright.lab.techniques import expected, techniques, with_links
+from meshwright.lab.techniques import planned_figures, techniques, with_links
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import ClusterNetwork
@@ -145,7 +145,7 @@ def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: 
     assert ("experts by node" in by_name) == offered
     if offered:
         cluster = load_cluster("h100-80g-dgx")
-        plain, own = (expected(by_name[name], job, cluster) for name in ("as configured", "experts by node"))
+        plain, own = (planned_figures(by_name[name], job, cluster) for name in ("as configured", "experts by node"))
         assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
         assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s
 

@@ -124,7 +124,7 @@ def test_answers_are_blended_in_as_ends(prefix: str, tmp_path: Path) -> None:
     options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (conversations,), 0.05)
     stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, 5, blanks=options)[0]
     assert isinstance(stream, BlankStream)
-    most = SEQ - options.added
+    most = SEQ - options.added_tokens
     found: dict[tuple[int, ...], list[int]] = {}
     for n in range(14 * 20):
         sample = stream.sample(n)

@@ -139,7 +139,7 @@ def test_a_rank_that_has_nothing_to_compress_agrees_as_often_as_the_others(monke
     hook = Adapting(trainer, None)
     assert hook.reducer is not None and not hook.reducer.buffers, "one rank sends nothing"
     given: list[float] = []
-    monkeypatch.setattr(hook, "_agreed", lambda value: given.append(value) or 7.0)
+    monkeypatch.setattr(hook, "_max_over_ranks", lambda value: given.append(value) or 7.0)
 
     def agreed() -> list[bool]:
         """Return for each agreement whether it is about seconds, rather than about the moment to start."""

@@ -102,7 +102,7 @@ def test_the_gradient_is_the_sum_of_the_terms_own() -> None:
     assert values["small"] > 0 and first == pytest.approx(values["loss"] + WEIGHT * values["small"], rel=1e-12)
     assert line["loss"] == pytest.approx(line["losses"]["loss"] + WEIGHT * line["losses"]["small"], rel=1e-12)
     # The planted bug divides every term by the count of the loss.
-    with mock.patch.object(Normalisation, "seed", lambda self, name: self.weight / self.counts["loss"]):
+    with mock.patch.object(Normalisation, "gradient_factor", lambda self, name: self.weight / self.counts["loss"]):
         wrong = gather_global(true_gradients(trainer_of(config_of(), two_terms, counts)))
     assert max(np.abs(value - both[0][name]).max() for name, value in wrong.items()) > 1e-3 * scale
 

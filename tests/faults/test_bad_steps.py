@@ -210,7 +210,7 @@ def test_spikes_stand_out_of_the_window() -> None:
     window = Window(FaultsConfig())
     for number in range(100):
         assert (window.bounds()[0] < 1e9) == (number >= 8)
-        window.put(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
+        window.add(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
     loss, norm = window.bounds()
     assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0
 
@@ -226,7 +226,7 @@ def machine(folder: Path) -> BadSteps:
     bad._samples = lambda result, place=None: ""  # type: ignore[method-assign]
     bad._place = lambda found: FaultPlace()  # type: ignore[method-assign]
     for number in range(20):
-        bad.window.put(3.0, 5.0 + number % 3)
+        bad.window.add(3.0, 5.0 + number % 3)
     return bad
 
 

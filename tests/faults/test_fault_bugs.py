@@ -117,7 +117,7 @@ BUGS = {
     "the verdict names another rank": bad(BadSteps, "_place", another_rank, "forward", passing("forward")),
     "a bad update is made": bad(UpdateGate, "pass_on", not_held, "spike", passing("spike")),
     "of marks the last is taken for the first": bad(
-        Marks, "differing", lambda real: lambda self, a, b: real(self, a[::-1][:1], b[::-1][:1]), "forward",
+        Marks, "first_difference", lambda real: lambda self, a, b: real(self, a[::-1][:1], b[::-1][:1]), "forward",
         passing("forward"),
     ),
     "a bad batch is trained": bad(

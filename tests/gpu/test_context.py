@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshwright.nn.attention.pieces as pieces
-from meshwright.nn.attention.context import ContextRows, _taken
+from meshwright.nn.attention.context import ContextRows, _reorder_rows
 from meshwright.nn.attention.documents import Documents, document_attention
 from meshwright.nn.attention.pieces import PartialAttention, RowPositions, attend, attend_backward, no_gradient
 from meshwright.spec.layout.rows import ORDERS
@@ -85,9 +85,9 @@ def test_blocks_are_attention(
             dk[theirs] += more[0]
             dv[theirs] += more[1]
         close(dq, leaves[0].grad[mine], 8e-3, "gradient of queries")
-        sight = given.gathered(rank, RANKS)
+        sight = given.sight_of(rank, RANKS)
         natural = sight.to is not given.rows
-        keys, values = (_taken(x, given.orders[0], 2, 0) if natural else x for x in (k, v))
+        keys, values = (_reorder_rows(x, given.orders[0], 2, 0) if natural else x for x in (k, v))
         gathered = PartialAttention(q[mine], width)
         attend(q[mine], keys, values, sight, gathered)
         close(gathered.out, exact[mine], 5e-3, "gathered result")

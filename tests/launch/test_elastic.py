@@ -299,8 +299,8 @@ def test_the_key_can_be_read_by_nobody_else_at_any_time(links: bool, tmp_path: P
 
 def test_devices_rest_twice_as_long_each_time() -> None:
     places = Places(2, 10.0)
-    assert [places.failed(1), places.failed(1)] == [10.0, 20.0] and places.free() == [0]
-    places.failed(0)
+    assert [places.let_rest(1), places.let_rest(1)] == [10.0, 20.0] and places.free() == [0]
+    places.let_rest(0)
     assert places.free() == [0, 1], "none is left: all are tried"
 
 

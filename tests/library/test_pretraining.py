@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.data.given import Indexed, Iterated, numbered
+from meshwright.data.given import Indexed, Iterated, number_samples
 from meshwright.engine.own_models import state_dicts
 from meshwright.errors import UserError
 
@@ -162,6 +162,6 @@ def test_an_iterator_goes_back_to_a_state_that_it_remembers() -> None:
 )
 def test_data_that_can_not_be_used_are_refused(data: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        made = numbered(data, "the data")
+        made = number_samples(data, "the data")
         for n in range(3):
             made.sample(n)

@@ -87,7 +87,7 @@ def timed(model: ModelConfig) -> Model:
         parts = tuple(each._replace(part=norm) if "norm" in each.key else each for each in node.unit.parts)
         return replace(node.unit, parts=parts) if node.stackable else node.unit
 
-    first, *rest = plain.mapped(changed).nodes
+    first, *rest = plain.map_units(changed).nodes
     rows = Rows(1, divided=False)
     time = Unit((NamedPart("time", "time", TablePart(TIMES, WIDTH)),), rows)
     nodes = (first, Node("time", time, writes="condition", fields=("time",)), *rest)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright.nn.experts.experts as experts_module
-from meshwright.nn.experts.experts import RoutedInputs, Saved, sort_by_expert, with_dropped
+from meshwright.nn.experts.experts import RoutedInputs, Saved, replace_dropped, sort_by_expert
 from meshwright.nn.experts.routing import Router
 from meshwright.nn.unit import recompute
 from meshwright.nn.weight_grad import sink_of
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     x, given = drawn(ROWS, HIDDEN), RoutedInputs(saved=Saved())
     limited(x, 1, given)
     chosen = given.saved.chosen
-    order = sort_by_expert(with_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
+    order = sort_by_expert(replace_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
     rows = [[row for row in range(ROWS) if expert in chosen[row].tolist()] for expert in range(8)]
     for expert in range(8):
         held = order.choice_at[expert * room : (expert + 1) * room]

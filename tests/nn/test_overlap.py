@@ -118,6 +118,6 @@ def test_which_products_are_cut() -> None:
     for least in (0.0, 60.0, 1e6, None):
         overlap = {"tensor": least is not None} | ({} if least is None else {"piece_gflop": least})
         config = bench_config("8b", layout={"tp": 8, "sequence_parallel": True}, comm={"overlap": overlap})
-        times[least] = predict_cost(job_of(config, 8), cluster).axes["tp"].exposed
+        times[least] = predict_cost(job_of(config, 8), cluster).axes["tp"].exposed_seconds
     assert times[0.0] < times[60.0] < times[1e6] == times[None]
     assert [len(run) for run in runs(8)] == [1, 2, 2, 3] and [len(run) for run in runs(2)] == [1, 1]

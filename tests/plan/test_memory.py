@@ -176,7 +176,7 @@ def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monk
         return [SavedTensor("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
 
     real = counted["tp-sp"][0]["activations"]
-    monkeypatch.setattr(activations, "unit_kept", activations.unit_kept.__wrapped__)
+    monkeypatch.setattr(activations, "saved_by_unit", activations.saved_by_unit.__wrapped__)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
     monkeypatch.setattr(MLPPart, "kept", once)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05

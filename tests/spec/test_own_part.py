@@ -29,7 +29,7 @@ from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_parameters
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.layout.params import Init, rows_of
 from meshwright.spec.model.description import gpt
 from meshwright.spec.model.graph import Model, parameter_count
@@ -138,7 +138,7 @@ def every_second(model: ModelConfig) -> Model:
     assert isinstance(mlp, MLPPart)
     mixer = NamedPart("mixer", "mixer", Mixer(model.hidden, model.ffn, mlp.init))
     other = replace(plain.blocks[0], parts=(*plain.blocks[0].parts[:-1], mixer))
-    return plain.mapped(lambda node: other if node.layer is not None and node.layer % 2 else node.unit)
+    return plain.map_units(lambda node: other if node.layer is not None and node.layer % 2 else node.unit)
 
 
 MODEL_KINDS.register("every-second", ModelKind(every_second, ("causal",), MODEL_KINDS["gpt"].supports))
@@ -183,7 +183,7 @@ def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whol
         if task.target:
             saver = Saver(trainer, Path(task.target), asynchronous=False, busy="wait", keep=0)
             saver.save()
-            saver.committed()
+            saver.wait_for_commit()
         trainer.step()
         errors["parameters"] = worst(parameters(trainer), after)
         found.append(errors)
@@ -221,7 +221,7 @@ def test_a_dry_run_equals_the_plan_in_every_exact_line(name: str) -> None:
     world, config = CASES[name][0], config_of(name, "bf16")
     job = job_of(config, world)
     for rank in (0, world - 1):
-        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(job, rank))
+        one = compare(rank, run_rank(config, world, rank, Device("meta")), planned_rank(job, rank))
         assert one["equal"], one
 
 
@@ -233,7 +233,7 @@ def test_a_part_that_forgets_its_sum_is_found(monkeypatch: pytest.MonkeyPatch) -
     from meshwright.plan.communication import unit_collectives
 
     unit_collectives.cache_clear()
-    one = compare(0, run_rank(config, 4, 0, Device("meta")), expected(job_of(config, 4), 0))
+    one = compare(0, run_rank(config, 4, 0, Device("meta")), planned_rank(job_of(config, 4), 0))
     unit_collectives.cache_clear()
     wrong = {(call["phase"], call["axis"], call["op"]) for call in one["calls"] if not call["equal"]}
     assert wrong == {("forward", "tp", "all_reduce"), ("backward", "tp", "all_reduce")}

@@ -45,8 +45,8 @@ def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
     unsaid = total = 0
     for ranks, table, numbers in cases(order):
         every = table.order if order == "striped" else np.arange(len(table.order))
-        for queries in map(table.held, range(ranks)):
-            for keys in [*map(table.held, range(ranks)), every]:
+        for queries in map(table.rows_of, range(ranks)):
+            for keys in [*map(table.rows_of, range(ranks)), every]:
                 documents = [None if numbers is None else numbers[x] for x in (queries, keys)]
                 found, total = pieces(queries, keys, *documents, window), total + 1  # type: ignore[call-arg]
                 if found is None:
@@ -71,12 +71,15 @@ def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
 
 def test_each_step_of_a_zigzag_ring_is_one_piece() -> None:
     table = ORDERS["zigzag"](64, 4, [64])
-    found = [pieces(table.held(1), table.held(rank)) for rank in range(4)]
+    found = [pieces(table.rows_of(1), table.rows_of(rank)) for rank in range(4)]
     assert found == [
         [VisibleBlock(0, 16, 0, 8, False)], [VisibleBlock(0, 16, 0, 16, True)],
         [VisibleBlock(8, 16, 0, 16, False)], [VisibleBlock(8, 16, 0, 16, False)],
     ]  # fmt: skip
-    assert pieces(table.held(1), np.arange(64)) == [VisibleBlock(0, 8, 0, 16, True), VisibleBlock(8, 16, 0, 56, True)]
+    assert pieces(table.rows_of(1), np.arange(64)) == [
+        VisibleBlock(0, 8, 0, 16, True),
+        VisibleBlock(8, 16, 0, 56, True),
+    ]
 
 
 def test_a_window_is_two_triangles_for_each_of_its_lengths() -> None:

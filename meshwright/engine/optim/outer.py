@@ -27,7 +27,7 @@ from meshwright.engine.sharding.compression.make import replica_sums
 from meshwright.engine.sharding.compression.residual import Compressing
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
-from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
+from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
 from meshwright.spec.layout.layout import REPLICAS
 from meshwright.spec.layout.params import stream_seed
 from meshwright.spec.traffic.fragments import FragmentMoment, fragment_bounds, moment_of
@@ -71,7 +71,7 @@ class OuterState:
 
     def __init__(self, inner: FlatState, config: LocalConfig, replicas: Group) -> None:
         self.inner, self.buffer = inner, inner.buffer
-        self.params = [plain(master).to(inner.dtype, copy=True) for master in inner.master]
+        self.params = [as_tensor(master).to(inner.dtype, copy=True) for master in inner.master]
         self.momentum = [torch.zeros_like(x) for x in self.params] if config.outer == "nesterov" else []
         self.pieces: list[list[Piece]] = []
         self.arriving: list[Tensor] = []
@@ -209,7 +209,7 @@ class OuterOptimizer:
             return
         sums = self._sums(state, bucket, piece)
         moved = sums[: piece.high - piece.low]
-        torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=moved)
+        torch.sub(state.params[bucket.index][piece.low : piece.high], as_tensor(state.master(bucket, piece)), out=moved)
         moved.mul_(self._weights[f])
         # The padding takes part in the all-reduce.
         sums[moved.numel() :].zero_()
@@ -244,7 +244,7 @@ class OuterOptimizer:
             momentum.mul_(self.config.momentum).add_(mean)
             mean.add_(momentum, alpha=self.config.momentum)
         outer.sub_(mean, alpha=self.config.lr)
-        state.set_master(bucket, piece, outer.lerp(plain(state.master(bucket, piece)), own) if own else outer)
+        state.set_master(bucket, piece, outer.lerp(as_tensor(state.master(bucket, piece)), own) if own else outer)
 
     def _wait(self, bucket: Bucket, f: int) -> None:
         if (work := self._works.pop((bucket, f), None)) is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.engine.sharding.offload import StateStore
-from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
+from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.spec.layout import Layout
@@ -334,7 +334,7 @@ class State(NamedTuple):
         rows = self.additive or self.replica
         return slot.record if rows is None else row_of(slot.record, *rows)
 
-    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+    def saved_values(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for elements low to high.
 
         Rows that this parameter does not have, but another slice of its global tensor has, are zeros.
@@ -345,9 +345,9 @@ class State(NamedTuple):
             return
         # The checkpoint is written while the next backward changes a reducer's state, so a copy is needed.
         first, *others = self.additive.saved_as(self.widest.get(slot.record.name, self.additive.rows))
-        yield row_of(slot.record, *first), plain(values).clone()
+        yield row_of(slot.record, *first), as_tensor(values).clone()
         for row in others:
-            yield row_of(slot.record, *row), torch.zeros_like(plain(values))
+            yield row_of(slot.record, *row), torch.zeros_like(as_tensor(values))
 
     def clear(self, slot: Slot | None = None) -> None:
         """Reset the state, or that of one parameter, to its value in a new run."""
@@ -356,15 +356,15 @@ class State(NamedTuple):
 
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Return the range (low, high) of a parameter's elements that this rank holds; it is empty if high <= low."""
-        low, high = self._covered(slot)
+        low, high = self._covered_range(slot)
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def values(self, slot: Slot, low: int, high: int) -> Values:
         """Return elements low to high of a parameter, which this rank must hold."""
-        at = slot.start - self._covered(slot)[0]
+        at = slot.start - self._covered_range(slot)[0]
         return self.tensors[slot.bucket][at + low : at + high]
 
-    def _covered(self, slot: Slot) -> tuple[int, int]:
+    def _covered_range(self, slot: Slot) -> tuple[int, int]:
         """Return the range of the buffer that the tensor of the slot's bucket covers.
 
         It is the bucket, this rank's share, or the part of the share that this rank writes to checkpoints.
@@ -404,7 +404,7 @@ class SideState(NamedTuple):
     def record(self, slot: Slot) -> ParamRecord:
         return row_of(self.held[id(slot)][1], *self._rows_of(slot)[0])
 
-    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+    def saved_values(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for a parameter's tensor.
 
         Rows that only other slices of the global tensor have get copies of it.

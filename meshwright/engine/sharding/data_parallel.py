@@ -39,7 +39,7 @@ from meshwright.engine.sharding.buffers import (
     build_buffers,
     with_widest_rows,
 )  # fmt: skip
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing_alignment
 from meshwright.engine.sharding.reduction import EveryMicroBatch, OncePerStep
 from meshwright.engine.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
 from meshwright.errors import UserError
@@ -95,7 +95,7 @@ class DataParallel:
         params_at = (self._zero.offload.params, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            (mesh.layout, align) if (align := mixing(reducer, outer)) else None, releases_grads,
+            (mesh.layout, align) if (align := mixing_alignment(reducer, outer)) else None, releases_grads,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
@@ -247,7 +247,7 @@ class DataParallel:
         """Refuse tied weights that are trained on one stage and frozen on the other: the all-reduce would hang."""
         for record in (slot.record for buffer in self.buffers for slot in buffer.slots):
             if record.tied and "embedding" in record.copies and self._device.type != "meta":
-                frozen = self.mesh.group("embedding").agreed(float(not record.trained), self._device)
+                frozen = self.mesh.group("embedding").max_over_ranks(float(not record.trained), self._device)
                 if frozen and record.trained:
                     raise UserError(
                         f"{record.name} is tied and frozen on one of its two stages only: freeze it in the embedding "

@@ -215,6 +215,6 @@ class PlainReducer(CollectiveSums):
 PLAIN_REDUCER = PlainReducer()
 
 
-def mixing(*plans: ReducerPlan) -> int:
+def mixing_alignment(*plans: ReducerPlan) -> int:
     """Return the alignment of parameters in buffers that one of these reducers mixes, or 0 if none of them mixes."""
     return max((plan.align for plan in plans if plan.mixes), default=0)

@@ -43,7 +43,7 @@ class OncePerStep:
         self._waiting: list[int] = []
 
     def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
-        return sinks.add(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
+        return sinks.add(slot.grad, partial(self._on_gradient, bucket, slot), bucket.allocate_grads)
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -53,7 +53,7 @@ class OncePerStep:
             if bucket.buffer.releases_grads:
                 bucket.grads.release()
 
-    def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
+    def _on_gradient(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
         if not self._expected or not self._overlaps:
             return
         index = self._index[id(bucket)]
@@ -114,7 +114,7 @@ class EveryMicroBatch:
         self.begin(0)
 
     def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
-        return sinks.add(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
+        return sinks.add(slot.grad, partial(self._on_gradient, bucket), partial(self._prepare, bucket))
 
     def begin(self, micro_batches: int) -> None:
         self._arrivals = [0] * len(self.buckets)
@@ -126,7 +126,7 @@ class EveryMicroBatch:
             self._finish_oldest()
         bucket.allocate_grads()
 
-    def _arrived(self, bucket: Bucket, sink: Sink) -> None:
+    def _on_gradient(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
         assert bucket.grads.allocated, "a gradient was written where there is no memory"
         self._arrivals[index] += 1

@@ -33,7 +33,7 @@ Pass = tuple[int, str, bool]  # a chunk, "forward" or "backward", and True in a 
 
 
 class GatedUnit:
-    """The gate of one unit (see `nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
+    """The gate of one unit (see `nn.unit.WeightGate`). `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool, foreign: bool = False) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
@@ -174,7 +174,7 @@ class WeightGatherer:
 
     def _gather(self, bucket: Bucket) -> None:
         phase = "validation" if self.ledger.current_phase == "validation" else "gather"
-        if (pending := self.copies.gathered(bucket, self.ledger, phase)) is not None:
+        if (pending := self.copies.begin_gather(bucket, self.ledger, phase)) is not None:
             self._gathering[id(bucket)] = pending
             return
         whole, share = bucket.params.tensor, bucket.own_params
@@ -190,4 +190,4 @@ class WeightGatherer:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:
                 self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)
-        self._gathering[id(bucket)] = self.copies.copying(bucket, self._gathering[id(bucket)])
+        self._gathering[id(bucket)] = self.copies.wrap_gather(bucket, self._gathering[id(bucket)])

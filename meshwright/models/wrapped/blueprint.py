@@ -24,7 +24,7 @@ from meshwright.models.wrapped.calls import Plan, style_of
 from meshwright.outside import read_file
 from meshwright.spec.model.graph import HIDDEN, Node, Stream, stack_nodes
 from meshwright.spec.model.part import NamedPart, Unit
-from meshwright.spec.model.wrapped.families import mended
+from meshwright.spec.model.wrapped.families import with_added_styles
 from meshwright.spec.model.wrapped.parts import (
     STYLES,
     PlannedBlock,
@@ -173,7 +173,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     """Derive the blueprint of a model from its skeleton and its config."""
     text = config.get_text_config()
     path = blocks_path(module)
-    plan = mended(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
+    plan = with_added_styles(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
 
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, Receives
-from meshwright.models.wrapped.calls import changed, gated, outer_modules, place, style_of
+from meshwright.models.wrapped.calls import gate_members, map_tensors, outer_modules, place, style_of
 from meshwright.nn.own_layers import ParallelLayer
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.unit import GATE, WeightGate, call_in_backward
@@ -86,10 +86,10 @@ class ForeignStage(nn.Module):
         units, loose = outer_modules(self.net)
         self._units = [module for name, module in units if name not in together]
         for module in self._units:
-            gated(module, [module])
+            gate_members(module, [module])
         if group := [module for name, module in units if name in together]:
             self._units.append(Together(group))
-            gated(self._units[-1], group)
+            gate_members(self._units[-1], group)
         self.loose = Loose([value for _, value in loose]) if loose else None
 
     def units(self) -> list[nn.Module]:
@@ -109,7 +109,7 @@ class ForeignStage(nn.Module):
         gate.open()
         result = run()
         # Backward starts at the result, so the parameters are gathered again there.
-        return changed(result, lambda xs: call_in_backward(gate.open, *xs))
+        return map_tensors(result, lambda xs: call_in_backward(gate.open, *xs))
 
 
 class WrappedModule(ForeignStage):

@@ -22,7 +22,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.models.stage import Receives, StageResult
 from meshwright.models.wrapped.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
-from meshwright.models.wrapped.calls import outer_modules, recomputed, with_first
+from meshwright.models.wrapped.calls import outer_modules, recompute_in_backward, with_first
 from meshwright.models.wrapped.foreign import Absent, ForeignStage, local_part, place_all
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, stream_seed
@@ -72,7 +72,7 @@ class PlannedStage(ForeignStage):
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.mode == "full":
             for block in blocks:
-                recomputed(block)
+                recompute_in_backward(block)
 
         # Dividing wraps the forwards as they are now, so it comes after all other changes of them.
         self.divide([*dict.fromkeys(name.rpartition(".")[0] for name in plan.after)] if stage.last else ())

@@ -18,11 +18,11 @@ from meshwright.nn.attention.pieces import (
     Sight,
     attend,
     attend_backward,
-    fused,
+    empty_random_state,
+    has_fused_kernel,
     kernel,
     kernel_backward,
     no_gradient,
-    no_seed,
     wide,
 )
 
@@ -120,7 +120,7 @@ def _backward(
         return tuple(_by_rows(x) for x in grads)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
         longest, batch = int(on_host.diff().max()), q.shape[0]
-        unused = no_seed(q.device, torch.uint64, 2)
+        unused = empty_random_state(q.device, torch.uint64, 2)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
         grads = aten._flash_attention_backward(
             *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused, **_reach(window)
@@ -167,11 +167,11 @@ def _reach(window: int) -> dict[str, int]:
 
 def _one_per_sample(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window: int) -> bool:
     """Return whether every sample is one document, so that the kernel of plain attention applies, which is faster."""
-    return fused(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
+    return has_fused_kernel(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
 
 
 def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
-    return q.is_cuda and fused(q) and prefixes is None
+    return q.is_cuda and has_fused_kernel(q) and prefixes is None
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:

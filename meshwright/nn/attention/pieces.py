@@ -122,7 +122,7 @@ class Sight:
         return KernelCall(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
 
     @cached_property
-    def masked(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    def mask_inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
         """The positions and documents of queries and keys, on the device, for the masks of tiles."""
         return tuple(
             (upload(torch.from_numpy(x.numbers), self.device), x.documents if x.documents is None else
@@ -217,8 +217,8 @@ def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, T
 def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     """Merge attention of queries [batch, heads, rows, width] to a block of keys, which may have fewer heads, into a
     result."""
-    if sight.pieces is None or not fused(q):
-        _tiled(q, k, v, sight, into)
+    if sight.pieces is None or not has_fused_kernel(q):
+        _tiled_forward(q, k, v, sight, into)
     elif _in_rounds(q, sight):
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         for call in sight.rounds:
@@ -240,7 +240,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of q to `dq` and return the gradients of one block's k and v. `out` and `sums` are those of
     attention to all blocks."""
-    if sight.pieces is None or not fused(q):
+    if sight.pieces is None or not has_fused_kernel(q):
         return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
     if _in_rounds(q, sight):
         return _backward_in_rounds(q, k, v, sight, grad, out, sums, dq)
@@ -281,7 +281,7 @@ def _backward_in_rounds(
     dk, dv = _zeros(k, v, dq.dtype)
     # This is a view, since dq is stored as [batch, rows, heads, width].
     whole = dq.transpose(1, 2).flatten(0, 1)
-    unused = no_seed(q.device, torch.uint64, 2)
+    unused = empty_random_state(q.device, torch.uint64, 2)
     for call in sight.rounds:
         given = [grad, *(q, k, v), out]
         g, *qkv, o = (
@@ -308,7 +308,7 @@ def _chosen(qkv: list[Tensor], call: KernelCall) -> Iterator[Tensor]:
         yield x if index is None else x[index]
 
 
-def fused(q: Tensor) -> bool:
+def has_fused_kernel(q: Tensor) -> bool:
     """Return whether a fused kernel takes queries of this dtype and width."""
     if q.is_cuda:
         return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -349,7 +349,7 @@ def kernel_backward(
         return backward(grad, q, k, v, out, sums, 0.0, causal)
     if q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    none = no_seed(q.device, torch.int64)
+    none = empty_random_state(q.device, torch.int64)
     sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
     if cudnn_attends(q):
         # torch caches cuDNN's plans by the strides of q, k and v alone, and reads the gradient and the result with the
@@ -368,7 +368,7 @@ def _laid_out_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 @cache
-def no_seed(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+def empty_random_state(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a placeholder for the random state that kernels need for dropout. It is cached, since no call uses it."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -383,7 +383,7 @@ def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
     A query sees the keys up to its own position (within the window) in the same document. On a CPU, tiles without
     visible keys are skipped; on a device, the test would make the host wait.
     """
-    (at, at_documents), (to, to_documents) = sight.masked
+    (at, at_documents), (to, to_documents) = sight.mask_inputs
     for top in range(0, at.shape[1], TILE):
         for left in range(0, to.shape[1], TILE):
             queries, keys = slice(top, top + TILE), slice(left, left + TILE)
@@ -396,7 +396,7 @@ def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
                 yield queries, keys, seen[:, None, None]
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def _group_heads(x: Tensor, heads: int) -> Tensor:
     """Return x [batch, heads, rows, dim] as [batch, key heads, query heads per key head, rows, dim]."""
     return x.unflatten(1, (heads, -1))
 
@@ -406,9 +406,9 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     dtype = wide(q.dtype)
-    q = _grouped(q.to(dtype), k.shape[1])
+    q = _group_heads(q.to(dtype), k.shape[1])
     k, v = (x.to(dtype)[:, :, None] for x in (k, v))
     for queries, keys, seen in _tiles(sight):
         scores = _scores(q[..., queries, :], k[..., keys, :], seen)
@@ -423,9 +423,9 @@ def _tiled_backward(
     heads, dtype = k.shape[1], dq.dtype
     # The backward of flash attention: the sum over all keys of share * its gradient is the dot product of grad and out.
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
-    q, grad, whole = (_grouped(x, heads) for x in (q.to(dtype), grad.to(dtype), dq))
+    q, grad, whole = (_group_heads(x, heads) for x in (q.to(dtype), grad.to(dtype), dq))
     k, v = (x.to(dtype)[:, :, None] for x in (k, v))
-    sums, delta = (_grouped(x[..., None], heads) for x in (_finite(sums), delta))
+    sums, delta = (_group_heads(x[..., None], heads) for x in (_finite(sums), delta))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     scale = 1.0 / math.sqrt(q.shape[-1])
     for queries, keys, seen in _tiles(sight):

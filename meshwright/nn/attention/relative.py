@@ -30,7 +30,7 @@ class RelativeBias(NodeModule):
         self.part, self.parallel = part, parallel
         self._buckets: dict[tuple[int, int], Tensor] = {}
 
-    def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
+    def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
         """Return the buckets of all distances, and the number of queries: the tokens per sequence of its stack's
         stream."""
         rows = inputs.streams[node.reads[0]].shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
@@ -57,7 +57,7 @@ class RelativeBias(NodeModule):
         # number of keys if the rows of the bias are padded to an aligned width. `contiguous` matters because `flip`
         # keeps the memory layout of its input: fused kernels refuse a bias whose keys are not adjacent, and attention
         # would silently compute the full scores in float32.
-        width = t5.aligned(keys)
+        width = t5.padded_keys(keys)
         bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
         if not self.part.both_ways:
             later = torch.ones(queries, width, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)

@@ -80,7 +80,7 @@ class Sorted(NamedTuple):
 def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
     """Sort the choices [rows, k] by expert, then by row.
 
-    With a capacity, each expert has `room` places. A dropped choice (`with_dropped`) has the number after the last
+    With a capacity, each expert has `room` places. A dropped choice (`replace_dropped`) has the number after the last
     expert's, and gets no place.
     """
     flat, count = chosen.flatten(), routing.count
@@ -101,7 +101,7 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
 
 
 @torch.no_grad()
-def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
+def replace_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
     """Return choices [sequences, tokens, k] of whole sequences with the number after the last expert's in place of
     those that are dropped.
 
@@ -283,7 +283,7 @@ class Experts(nn.Module):
             if not given.again:
                 self._count(picks, scores.detach(), order)
         weights = gather_from(self.router.weights(scores, saved.chosen), self.etp)
-        y = self._back(self._mixed(self._gathered(base), weights, order, saved))[:rows]
+        y = self._back(self._combine(self._gather_base(base), weights, order, saved))[:rows]
         return x, y if self.shared is None else y + self.shared.of(normed), losses
 
     def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
@@ -307,7 +307,7 @@ class Experts(nn.Module):
         known = chosen if alone else all_gather(chosen, tp.name, tp.size)
         # Padding counts as dropped.
         limited = torch.full_like(known, self.routing.count)
-        limited[:held] = self._limited(known[:held], part, seq, order)
+        limited[:held] = self._drop_over_capacity(known[:held], part, seq, order)
         if all_sorted:
             room = self.routing.places(own * max(1, etp.size), part, seq)
             return limited, own * max(1, etp.size) if is_padded else room
@@ -315,7 +315,7 @@ class Experts(nn.Module):
         limited = limited if alone else limited[tp.index * own : (tp.index + 1) * own].contiguous()
         return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
 
-    def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
+    def _drop_over_capacity(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
         """Return the choices [rows, k] with those beyond the capacity dropped.
 
         Each sequence of `seq` tokens has `part` rows here. The choices of its other tokens come from the other ranks
@@ -323,13 +323,13 @@ class Experts(nn.Module):
         """
         room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
         if cp.alone:
-            return with_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
+            return replace_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
         shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)
         shared = shared.transpose(0, 1).reshape(-1, seq, choices)
         assert order is not None, "ranks that share sequences know the order of their rows"
-        # `with_dropped` needs the tokens in the order of their sequence; the result is put back afterwards.
+        # `replace_dropped` needs the tokens in the order of their sequence; the result is put back afterwards.
         numbers = order.to(shared.device)[:, :, None].expand_as(shared)
-        natural = with_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
+        natural = replace_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
         return natural.gather(1, numbers)[:, cp.index * part : (cp.index + 1) * part].reshape(chosen.shape)
 
     @property
@@ -356,7 +356,7 @@ class Experts(nn.Module):
         part = normed.shape[0] // tp.size
         return normed, normed[tp.index * part : (tp.index + 1) * part]
 
-    def _gathered(self, base: Tensor) -> Tensor:
+    def _gather_base(self, base: Tensor) -> Tensor:
         return gather_from(base, self.etp) if self._gathers else base
 
     def _back(self, y: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ class Experts(nn.Module):
             self.tally[-2] += (order.places[first : first + picks.shape[0]] < 0).sum()
         self.tally[-1] += torch.special.entr(shares).sum()
 
-    def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
+    def _combine(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
         """Return the weighted sum of the results of each row's experts; under etp, this rank's part of that sum."""
         row_at = order.choice_at // order.places.shape[1]
         weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
@@ -393,8 +393,8 @@ class Experts(nn.Module):
         if saved.arrivals is None:
             saved.arrivals = exchange_counts(order, self.routing, self.ep, self.by_node)
         counts = saved.arrivals.counts
-        arrived = self._exchanged(spread(x, row_at, order.places), saved.arrivals)
-        arrived_weights = self._exchanged(weight_at, saved.arrivals)
+        arrived = self._exchange(spread(x, row_at, order.places), saved.arrivals)
+        arrived_weights = self._exchange(weight_at, saved.arrivals)
         # Rows arrive ordered by rank and then by expert. The experts need them ordered by expert.
         local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
         expert_of = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
@@ -403,9 +403,9 @@ class Experts(nn.Module):
         place_of = torch.empty_like(arrival_at).scatter_(0, arrival_at, numbers)
         sorted_weights = permute(arrived_weights, arrival_at, place_of)
         result = self._products(arrived, sorted_weights, arrival_at, place_of[:, None], counts.sum(0))
-        return collect(self._exchanged(result, saved.arrivals, back=True), row_at, order.places)
+        return collect(self._exchange(result, saved.arrivals, back=True), row_at, order.places)
 
-    def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
+    def _exchange(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
         """Exchange rows over ep, to their experts or `back`, and return the rows that arrive."""
         sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
         if self.by_node is None:

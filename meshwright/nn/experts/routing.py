@@ -163,15 +163,15 @@ def router_losses(
     choices, all_mass, count = sums[:, : routing.count], sums[:, routing.count : -2], sums[:, -2]
     total = choices.sum(1, keepdim=True)  # S k
     weight = routing.count * routing.top_k * count[:, None] * choices / total.square()
-    local = _used(routing, (weight * mass).sum(), squares.sum())
+    local = _weighted_losses(routing, (weight * mass).sum(), squares.sum())
 
     # The reported losses are summed over cp, but only one rank along tp counts. So each rank along cp reports its share
     # of the total, and all ranks along tp report the same.
     parts = group.size // max(1, parallel.tp.size)
-    return _Reported.apply(local, _used(routing, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
+    return _Reported.apply(local, _weighted_losses(routing, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
 
 
-def _used(routing: Routing, balance: Tensor, z: Tensor) -> Tensor:
+def _weighted_losses(routing: Routing, balance: Tensor, z: Tensor) -> Tensor:
     """Return the losses, of these two, that have a weight."""
     # Stacking avoids indexing a tensor by a list, which would wait for the device.
     return torch.stack([loss for loss, weight in ((balance, routing.aux_loss), (z, routing.z_loss)) if weight])

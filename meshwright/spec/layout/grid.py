@@ -117,13 +117,13 @@ class Grid:
         return self.first.y
 
     @property
-    def sharing(self) -> str:
+    def sharing_axis(self) -> str:
         """The axis whose ranks share sequences, if a micro-batch has too few sequences to give each rank whole ones."""
         return self.inner.rows[-1]
 
     def shares(self, sequences: int) -> int:
         """Return the number of ranks that share each sequence of a micro-batch of `sequences` sequences."""
-        return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
+        return self.size(self.sharing_axis) if sequences % self.rows(self.inner) else 1
 
     def __str__(self) -> str:
         return f"{self.kind} {'x'.join(map(str, self.keys['tp_grid']))}"

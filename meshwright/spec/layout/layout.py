@@ -144,7 +144,7 @@ class Layout:
         if name == "world":
             return (tuple(range(self.world)),)
         if name in self.holders:
-            return tuple(_holding(self, name, stages) for stages in self.groups("pp"))
+            return tuple(_holders_of(self, name, stages) for stages in self.groups("pp"))
         product = _product(self, name)
         return tuple(tuple([first + step for step in product.offsets]) for first in _offsets(product.between))
 
@@ -154,7 +154,7 @@ class Layout:
         if name == "world":
             return tuple(range(self.world))
         if name in self.holders:
-            holding = _holding(self, name, self.group("pp", rank))
+            holding = _holders_of(self, name, self.group("pp", rank))
             return holding if rank in holding else ()
         product = _product(self, name)
         # The first rank of a group has index 0 along every axis inside it.
@@ -437,7 +437,7 @@ def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, i
     return coordinate | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 
-def _holding(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
+def _holders_of(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks of one pipeline that hold the same parameters, as tied word embeddings are held by the first
     and the last stage."""
     return tuple(sorted({stages[at] for at in layout.holders[name]}))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model.gpt import second_table_factors
-from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.linear import ZEROS, replicated_axes
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
@@ -36,7 +36,7 @@ class TokenTypePart(Part):
     init: Init
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated(at))}
+        return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated_axes(at))}
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("token types", batch.rows(at) * 8)
@@ -110,7 +110,7 @@ class DensePart(Part):
     init: Init
 
     def records(self, at: Coordinate, name: str) -> Records:
-        axes = replicated(at)
+        axes = replicated_axes(at)
         return {
             "weight": whole(f"{name}.weight", (self.width, self.hidden), self.init, **axes),
             "bias": whole(f"{name}.bias", (self.width,), ZEROS, decay=False, **axes),

@@ -38,7 +38,7 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
     yield Collective("backward", outer, "send", 2 * both, c - 2)
 
 
-def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[SavedTensor]:
+def context_saved(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[SavedTensor]:
     """Yield the tensors that attention to tokens of other ranks saves, except its queries, keys, values and result.
 
     These are log-sums and, in a ring, the last block that arrived. Ranks that exchange heads save the heads that
@@ -58,7 +58,7 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
         yield SavedTensor("copied heads", 2 * head_bytes * (kv_copies - kv))
 
 
-def context_working(
+def context_workspace(
     at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int, window: bool = False
 ) -> float:
     """Return the workspace of merging blocks in backward, in bytes.

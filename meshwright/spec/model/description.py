@@ -50,7 +50,7 @@ from meshwright.spec.model.part import (
     Unit,
 )
 from meshwright.spec.model.t5 import DECODED, DECODER, ENCODER, MEMORY, CrossAttentionPart, RelativeBiasPart, t5_inits
-from meshwright.spec.model.tuning import Tuning, tuned
+from meshwright.spec.model.tuning import Tuning, with_tuning
 from meshwright.spec.model.updates import with_updates
 from meshwright.spec.model.wrapped.parts import PlannedModel
 from meshwright.spec.schedule.kinds import ends_of, placement_of
@@ -165,7 +165,7 @@ def glm(model: ModelConfig) -> Model:
 
 def norm_part(model: ModelConfig) -> NormPart:
     """Describe the norm of a branch, whose output is saved by the product after it."""
-    bias = NORMS.named(model.norm).bias and model.bias
+    bias = NORMS.entry(model.norm).bias and model.bias
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
@@ -277,7 +277,7 @@ def model_of(config: Config) -> Model:
     if grid is not None:
         model = _on_grid(model, grid)
     elif config.tune.adapts:
-        model = _tuned(model, config.tune, config.compares)
+        model = _with_tuning(model, config.tune, config.compares)
     return with_updates(model, config.optimizer)
 
 
@@ -285,13 +285,13 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
-def _tuned(model: Model, tune: TuneConfig, compared: bool) -> Model:
+def _with_tuning(model: Model, tune: TuneConfig, compared: bool) -> Model:
     tuning = Tuning(
         tune.rank, tune.scale, norms=tune.kind == "dora", dropout=tune.dropout,
         targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
         whole=tune.modules_to_save, packs=tune.quantise == "nf4",
     )  # fmt: skip
-    return replace(tuned(model, tuning), compared=compared)
+    return replace(with_tuning(model, tuning), compared=compared)
 
 
 @lru_cache(maxsize=256)

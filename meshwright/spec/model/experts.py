@@ -147,7 +147,7 @@ class ExpertsPart(Part):
 
     @property
     def idle(self) -> int:
-        weights = (3 if self.mlp.gated else 2) * self.mlp.ffn * self.mlp.hidden
+        weights = (3 if self.mlp.is_gated else 2) * self.mlp.ffn * self.mlp.hidden
         return (self.routing.count - self.routing.top_k) * weights
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -165,7 +165,7 @@ class ExpertsPart(Part):
         width, local = self.width(at), self.experts(at)
         first, inside = at.index("ep") * local, at.index("etp") * width
         # A gated first product stacks gate and up, and etp cuts each of them.
-        halves = 2 if self.mlp.gated else 1
+        halves = 2 if self.mlp.is_gated else 1
         up = [
             Box((first, half * self.mlp.ffn + inside, 0), (local, width, hidden), (0, half * width, 0))
             for half in range(halves)
@@ -189,7 +189,7 @@ class ExpertsPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
-        up = 2 * width if self.mlp.gated else width
+        up = 2 * width if self.mlp.is_gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
             Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
@@ -208,8 +208,8 @@ class ExpertsPart(Part):
         each expert, then the rows and their weights and back the results, and the same for their gradients. If rows are
         exchanged inside a node first (`comm.algorithm.ep`), each of these is two calls with the same payload.
         """
-        yield from self._entering(at, batch)
-        yield from self._counting(at, batch)
+        yield from self._dispatch_calls(at, batch)
+        yield from self._count_calls(at, batch)
         rows, axes = self.sent_rows(at, batch), exchange_axes(at)
         for axis in axes if self.count_bytes else ():
             yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
@@ -236,7 +236,7 @@ class ExpertsPart(Part):
             RowExchange("backward", row), RowExchange("backward", batch.wide, True), RowExchange("backward", row, True),
         )  # fmt: skip
 
-    def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+    def _dispatch_calls(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the calls that bring rows to all ranks that hold a shard of an expert, and results back."""
         row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
         whole = batch.tokens(at) * row
@@ -257,7 +257,7 @@ class ExpertsPart(Part):
         yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * batch.wide)
         yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
 
-    def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+    def _count_calls(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the calls by which ranks that share a sequence learn the experts chosen by its other tokens.
 
         Only a capacity needs them. They go over tp, unless the rows are gathered there anyway or each rank has whole
@@ -275,7 +275,7 @@ class ExpertsPart(Part):
         """Yield the tensors that the router, the exchange of rows and the experts save."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
-        up = (2 if self.mlp.gated else 1) * self.width(at)
+        up = (2 if self.mlp.is_gated else 1) * self.width(at)
         row = self.mlp.hidden * e
         # Every tp rank then has all tokens, and routes a part of them.
         whole = at.cuts_experts_alike and not at.splits_tokens
@@ -295,7 +295,7 @@ class ExpertsPart(Part):
         """Return the bytes of the rows' gradients, both as they arrive and in the experts' order, and of the gradient
         of the last product's input. An activation that is not gated also holds its own gradient."""
         copies = 2 if at.size("ep") > 1 else 1
-        features = self.width(at) * (1 if self.mlp.gated else 4)
+        features = self.width(at) * (1 if self.mlp.is_gated else 4)
         return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.layout.params import Init, ParamRecord, rows_of, whole
-from meshwright.spec.model.context import context_calls, context_kept, context_working
-from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated, row_calls, row_records
+from meshwright.spec.model.context import context_calls, context_saved, context_workspace
+from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated_axes, row_calls, row_records
 from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.part import (
     Collective,
@@ -49,7 +49,7 @@ class NormPart(Part):
     of_mlp: bool = False  # an MLP follows; if that is computed in chunks, the norm is not fused
 
     def __post_init__(self) -> None:
-        NORMS.named(self.kind)
+        NORMS.entry(self.kind)
 
     @property
     def facts(self) -> NormKind:
@@ -57,9 +57,9 @@ class NormPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.width if self.facts.elementwise else 1,)
-        records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated(at))}
+        records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated_axes(at))}
         if self.bias:
-            records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated(at))
+            records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated_axes(at))
         return records
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
@@ -112,7 +112,7 @@ def core_work(
     return Work(products, softmax=float(count * queries * keys * passes), kernels=16)
 
 
-def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> SavedTensor:
+def core_saved(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> SavedTensor:
     """Return the tensor that the attention core saves for `rows` rows of scores (queries times heads): the log-sum of
     each row, or all scores if the core is not fused."""
     if kernels.fused_attention:
@@ -271,14 +271,14 @@ class AttentionPart(Part):
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
             yield SavedTensor("rotated", tokens * (h + k) * d * e)
         if kernels.own and at.size("cp") > 1:
-            yield from context_kept(at, batch, h, k, self.core_dim)
+            yield from context_saved(at, batch, h, k, self.core_dim)
             return
         if not (kernels.fused_attention and self._in_tiles(batch, host)):
-            yield core_kept(batch, kernels, tokens * h, batch.seq, self.dropout)
+            yield core_saved(batch, kernels, tokens * h, batch.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
-            return context_working(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
+            return context_workspace(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
             tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
             if not kernels.host:
@@ -391,7 +391,7 @@ class PositionEmbeddingPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.offset + self.positions, self.hidden)
-        return {"weight": whole(f"{name}.weight", shape, self.init, **replicated(at))}
+        return {"weight": whole(f"{name}.weight", shape, self.init, **replicated_axes(at))}
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("positions", batch.rows(at) * 8)

@@ -153,12 +153,12 @@ class GridAttentionPart(Part):
             for phase in ("forward", "backward"):
                 yield Collective(phase, self.grid.inner.features, "all_reduce", 2 * own.tokens(place) * batch.wide)
         for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):
-            yield replace(call, axis=self.grid.sharing)
+            yield replace(call, axis=self.grid.sharing_axis)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield from self.part.kept(*inside_attention(at, batch, self.grid), kernels)
         for product in self.products:
-            yield from product.gathered(at, batch)
+            yield from product.gathered_tensors(at, batch)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         core = self.part.working(*inside_attention(at, batch, self.grid), kernels)
@@ -178,7 +178,7 @@ class GridMLPPart(Part):
     @property
     def products(self) -> tuple[GridProduct, GridProduct]:
         p, keeps = self.part, self.grid.keeps
-        up = GridProduct("up", (2 if p.gated else 1) * p.ffn, p.hidden, self.grid.first, keeps)
+        up = GridProduct("up", (2 if p.is_gated else 1) * p.ffn, p.hidden, self.grid.first, keeps)
         return up, GridProduct("down", p.hidden, p.ffn, self.grid.second, keeps)
 
     @property
@@ -214,7 +214,7 @@ class GridMLPPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield from self._own.kept(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         for product in self.products:
-            yield from product.gathered(at, batch)
+            yield from product.gathered_tensors(at, batch)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         core = self._own.working(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
@@ -359,7 +359,7 @@ def on_grid(model: Model, grid: Grid) -> Model:
         return replace(changed, hidden=changed.hidden // grid.col) if isinstance(changed, BlockUnit) else changed
 
     streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
-    return replace(model.mapped(lambda node: cut(node.unit)), streams=streams)
+    return replace(model.map_units(lambda node: cut(node.unit)), streams=streams)
 
 
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:

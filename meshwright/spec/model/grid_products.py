@@ -109,7 +109,7 @@ class GridProduct:
         yield Collective("backward", r.gathered, "reduce_scatter", x)
         yield Collective("backward", r.weight, "reduce_scatter", weight)
 
-    def gathered(self, at: Coordinate, batch: MicroBatch) -> Iterator[SavedTensor]:
+    def gathered_tensors(self, at: Coordinate, batch: MicroBatch) -> Iterator[SavedTensor]:
         """Yield the tensors that are saved instead of x and the weight, if gathered factors are saved."""
         m, n, k = self.sizes(at, batch)
         if self.keeps:
@@ -145,10 +145,10 @@ def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coo
     share sequences, as context parallelism does.
     """
     heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
-    if shared == 1 or at.size(grid.sharing) == 1:
+    if shared == 1 or at.size(grid.sharing_axis) == 1:
         return heads, replace(batch, sequences=max(1, batch.sequences // prod(at.size(x) for x in grid.inner.rows)))
-    axes = (*heads.axes, ("cp", shared, at.index(grid.sharing)))
-    others = prod(at.size(axis) for axis in grid.inner.rows if axis != grid.sharing)
+    axes = (*heads.axes, ("cp", shared, at.index(grid.sharing_axis)))
+    others = prod(at.size(axis) for axis in grid.inner.rows if axis != grid.sharing_axis)
     return Coordinate(tuple(sorted(axes)), context=SHARED_BY), replace(batch, sequences=batch.sequences // others)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.spec.layout.params import Init, rows_of, whole
-from meshwright.spec.model.context import context_calls, context_kept, context_working
-from meshwright.spec.model.linear import ONES, column_calls, replicated, row_calls, row_records
+from meshwright.spec.model.context import context_calls, context_saved, context_workspace
+from meshwright.spec.model.linear import ONES, column_calls, replicated_axes, row_calls, row_records
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
@@ -74,10 +74,10 @@ class LatentAttentionPart(Part):
 
         def short(key: str, rows: int) -> Records:
             shape = (rows, self.hidden)
-            return {f"{key}.weight": whole(f"{name}.{key}.weight", shape, self.init, **replicated(at))}
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", shape, self.init, **replicated_axes(at))}
 
         def norm(key: str, width: int) -> Records:
-            return {f"{key}.weight": whole(f"{name}.{key}.weight", (width,), ONES, decay=False, **replicated(at))}
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", (width,), ONES, decay=False, **replicated_axes(at))}
 
         records = short("q_a", self.q_rank) | norm("q_a_norm", self.q_rank) if self.q_rank else {}
         records |= cut("q_b" if self.q_rank else "q", self.head_dim, self.q_rank or self.hidden)
@@ -122,12 +122,12 @@ class LatentAttentionPart(Part):
         yield SavedTensor("padded output", tokens * heads * self.head_dim * e, core=True)
         yield SavedTensor("attention output", tokens * heads * self.value * e)
         if at.size("cp") > 1:
-            yield from context_kept(at, batch, heads, heads, self.head_dim)
+            yield from context_saved(at, batch, heads, heads, self.head_dim)
             return
         yield SavedTensor("log-sums", tokens * heads * wide, core=True)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
-        merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
+        merged = context_workspace(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
         return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

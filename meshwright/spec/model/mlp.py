@@ -35,16 +35,16 @@ class MLPPart(Part):
     keeps_result: bool = True  # the activation's result is saved for the gradient of the second product's weight
 
     @property
-    def gated(self) -> bool:
+    def is_gated(self) -> bool:
         return self.kind.endswith("glu")
 
     @property
     def first(self) -> str:
         """The name of the first projection. In a gated MLP it computes both the gate and the up projection."""
-        return "gate_up" if self.gated else "up"
+        return "gate_up" if self.is_gated else "up"
 
     def linears(self) -> tuple[LinearPieces, ...]:
-        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.gated else (("up", self.ffn),)
+        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.is_gated else (("up", self.ffn),)
         return LinearPieces(self.first, "column", pieces), LinearPieces("down", "row", (("down", self.hidden),))
 
     def width(self, at: Coordinate) -> int:
@@ -57,7 +57,7 @@ class MLPPart(Part):
         parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
         total = self.ffn
         # A gated MLP stacks gate and up in one weight, and tp cuts each of them.
-        if self.gated:
+        if self.is_gated:
             parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
         records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
         if self.bias:
@@ -66,7 +66,7 @@ class MLPPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         f, tokens = self.width(at), batch.tokens(at)
-        up = 2 * f if self.gated else f
+        up = 2 * f if self.is_gated else f
         products = (
             Product("up", tokens, up, self.hidden, again=kernels.pieces > 1),
             Product("down", tokens, self.hidden, f, scattered=True, again=kernels.pieces > 1),
@@ -75,7 +75,7 @@ class MLPPart(Part):
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         width = self.width(at)
-        yield from column_calls(at, batch, self.hidden, 2 * width if self.gated else width)
+        yield from column_calls(at, batch, self.hidden, 2 * width if self.is_gated else width)
         yield from row_calls(at, batch, self.hidden, width)
 
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
@@ -87,7 +87,7 @@ class MLPPart(Part):
         while its backward runs.
         """
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
-        if self.gated:
+        if self.is_gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
         elif not self.keeps_result:
             copies = max(1.0, copies - 1.0)
@@ -101,7 +101,7 @@ class MLPPart(Part):
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""
         widths = 2
-        if self.gated:
+        if self.is_gated:
             widths = 3 if self._recomputes_swiglu(at, kernels) else 5
         return float(rows_of_chunk(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
 

@@ -283,7 +283,7 @@ class Updated(NamedTuple):
     matrices: tuple[int, ...] = ()
 
 
-def marked(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
+def with_updates(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
     """Return a record, and those of its adapters, with the updates of their names."""
     if record.adapters:
         record = replace(record, adapters=tuple(_marked_adapter(adapter, updates) for adapter in record.adapters))
@@ -295,8 +295,8 @@ def marked(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
 
 
 def _marked_adapter(adapter: AdapterRecord, updates: Mapping[str, Updated]) -> AdapterRecord:
-    norms = None if adapter.norms is None else marked(adapter.norms, updates)
-    return replace(adapter, down=marked(adapter.down, updates), up=marked(adapter.up, updates), norms=norms)
+    norms = None if adapter.norms is None else with_updates(adapter.norms, updates)
+    return replace(adapter, down=with_updates(adapter.down, updates), up=with_updates(adapter.up, updates), norms=norms)
 
 
 class NamedPart(NamedTuple):
@@ -350,7 +350,7 @@ class Unit:
     def records(self, at: Coordinate, prefix: str = "") -> Records:
         updates = {prefix + name: updated for name, updated in self.updates}
         return {
-            f"{key}.{own}": marked(record, updates) if updates else record
+            f"{key}.{own}": with_updates(record, updates) if updates else record
             for key, name, part in self.parts
             for own, record in part.records(at, prefix + name).items()
         }
@@ -459,7 +459,7 @@ class BlockUnit(Unit):
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
-        stream = self._passed(at, batch)
+        stream = self._stream_bytes(at, batch)
         if not kernels.own:
             # A gathered input and a gradient.
             return 2.0 * stream if at.splits_tokens else 0.0
@@ -474,7 +474,7 @@ class BlockUnit(Unit):
         difference so far, and the result is the peak over the bodies.
         """
         own = self.rows.of(batch)
-        stream = self._passed(at, own)
+        stream = self._stream_bytes(at, own)
         change = 0.0
         peak = -math.inf
         for norm, body in reversed(self.branches):
@@ -485,7 +485,7 @@ class BlockUnit(Unit):
             change -= sum(kept.size for named in (norm, body) for kept in named.part.kept(at, own, kernels))
         return max(peak, change + 2 * stream)
 
-    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
+    def _stream_bytes(self, at: Coordinate, batch: MicroBatch) -> int:
         """Return the bytes of the stream as a product reads it: the rows of all ranks that divide it."""
         gathered = at.size("tp") if at.splits_tokens else 1
         return batch.rows(at) * gathered * self.hidden * batch.element

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, columns_of, rows_of
-from meshwright.spec.model.gpt import core_kept, core_work
+from meshwright.spec.model.gpt import core_saved, core_work
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.part import (
     Collective,
@@ -54,7 +54,7 @@ def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int)
     return first + exact + step
 
 
-def aligned(keys: int) -> int:
+def padded_keys(keys: int) -> int:
     """Return the padded length of a row of the bias in memory. Kernels that add the bias to scores would copy rows of
     other lengths for every block."""
     return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
@@ -97,7 +97,7 @@ class RelativeBiasPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the bias, which all blocks of the stage save, and the buckets of all distances. A decoder also saves
         its causal mask."""
-        row = aligned(batch.seq)
+        row = padded_keys(batch.seq)
         yield SavedTensor("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
         yield SavedTensor("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
 
@@ -176,7 +176,7 @@ class CrossAttentionPart(Part):
         yield SavedTensor("cross qkv", (tokens + 2 * keys) * heads * d * e)
         # A CPU has no fused kernel with dropout. It processes tiles of queries, and saves nothing of the core.
         if not (kernels.fused_attention and kernels.host and self.dropout):
-            yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)
+            yield core_saved(batch, kernels, tokens * heads, self.seq, self.dropout)
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of keys and values, and of two gradients of the encoder's output: the sum

@@ -23,7 +23,7 @@ from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord,
 from meshwright.spec.model.experts import ExpertsPart
 from meshwright.spec.model.gpt import NormPart, TokenEmbeddingPart
 from meshwright.spec.model.graph import Model
-from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.linear import ZEROS, replicated_axes
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
     ALONE,
@@ -96,7 +96,7 @@ class TunedPart(Part):
         factors = (factor for adapter in adapters for factor in (adapter.down, adapter.up))
         return {factor.name.removeprefix("."): (factor.shape[-2],) for factor in factors}
 
-    def _adapted(self, linear: LinearPieces) -> bool:
+    def _is_adapted(self, linear: LinearPieces) -> bool:
         return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -134,7 +134,7 @@ class TunedPart(Part):
             ]
             moved += 2.0 * tokens * rows * batch.element
         # Unpacking reads the bytes of a packed weight and writes its values.
-        unpacked = self._unpacked(at)
+        unpacked = self._unpacked_counts(at)
         moved += sum(unpacked) * (row_bytes(BLOCK) / BLOCK + batch.element)
         kernels_run = work.kernels + len(added) + len(unpacked)
         return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=kernels_run)
@@ -156,11 +156,11 @@ class TunedPart(Part):
         frozen_table, has_experts = isinstance(self.part, TokenEmbeddingPart), isinstance(self.part, ExpertsPart)
         for call in self.part.collectives(at, batch):
             linear = next(columns, None) if call.repeated else None
-            used = self._adapted(linear) if linear is not None else not (call.repeated and has_experts)
+            used = self._is_adapted(linear) if linear is not None else not (call.repeated and has_experts)
             if used and not (frozen_table and call.phase == "backward"):
                 yield call
         for linear in self.part.linears():
-            if self.tuning.norms and linear.cut == "row" and self._adapted(linear):
+            if self.tuning.norms and linear.cut == "row" and self._is_adapted(linear):
                 rows = sum(count for _, count in linear.pieces)
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
@@ -185,7 +185,7 @@ class TunedPart(Part):
 
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the part's workspace, plus the values of its largest packed weight."""
-        return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
+        return self.part.working(at, batch, kernels) + max(self._unpacked_counts(at), default=0) * batch.element
 
     def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
         """Return the number of rows of the input of a linear layer."""
@@ -193,7 +193,7 @@ class TunedPart(Part):
             return self.part.computed_rows(at, batch)
         return batch.rows(at) if linear.cut == "whole" else batch.tokens(at)
 
-    def _unpacked(self, at: Coordinate) -> list[int]:
+    def _unpacked_counts(self, at: Coordinate) -> list[int]:
         """Return the number of values of each packed weight."""
         return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
 
@@ -235,7 +235,9 @@ def _adapter(
         up = whole(f"{name}.lora_b", (rows, rank), ZEROS, **axes)
         norms = whole(f"{name}.norms", (rows,), ZEROS, decay=False, **axes)
     else:
-        shared = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 and cut == "column" else replicated(at)
+        shared = (
+            {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 and cut == "column" else replicated_axes(at)
+        )
         held = {"copies": weight.copies, "partial": weight.partial}
         down = whole(f"{name}.lora_a", (rank, width), init, **shared)
         up = rows_of(f"{name}.lora_b", parts, rows, (rank,), ZEROS, local[1], **held)
@@ -292,7 +294,7 @@ def _check_experts(tuning: Tuning, experts: set[str]) -> None:
             raise UserError(f"{key} can't be had on experts: {instead}, or leave {named[0]} out of tune.targets")
 
 
-def tuned(model: Model, tuning: Tuning) -> Model:
+def with_tuning(model: Model, tuning: Tuning) -> Model:
     """Return the model with frozen weights and adapters."""
     linears = [linear for block in model.blocks for _, _, part in block.parts for linear in part.linears()]
     experts = {piece for linear in linears if linear.experts for piece, _ in linear.pieces}
@@ -310,7 +312,7 @@ def tuned(model: Model, tuning: Tuning) -> Model:
     # As in QLoRA, the head has no adapters and is not packed.
     of_head = replace(tuning, targets=(), packs=False)
     changed = cache(_tuned_unit)
-    return model.mapped(lambda node: changed(node.unit, tuning if node.writes else of_head))
+    return model.map_units(lambda node: changed(node.unit, tuning if node.writes else of_head))
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:

@@ -16,11 +16,11 @@ def with_updates(model: AnyModel, optimizer: OptimizerConfig) -> AnyModel:
     """Return the model with its parameters marked as an optimizer's settings say."""
     if not (optimizer.groups or optimizer.whole_matrices):
         return model
-    return _marked(model, optimizer)  # type: ignore[return-value]
+    return _with_updates(model, optimizer)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=256)
-def _marked(model: Model, optimizer: OptimizerConfig) -> Model:
+def _with_updates(model: Model, optimizer: OptimizerConfig) -> Model:
     names = [name for node in model.nodes for name in _names(node)]
     for group in optimizer.groups:
         if not any(fnmatchcase(name, group.match) for name in names):
@@ -28,7 +28,7 @@ def _marked(model: Model, optimizer: OptimizerConfig) -> Model:
                 f"optimizer.groups: match={group.match} matches no parameter{nearest(group.match, names)}: give a "
                 f"pattern of names such as {names[0]}, *.norm1.* or *bias"
             )
-    return model.mapped(lambda node: _marked_unit(node, optimizer))
+    return model.map_units(lambda node: _marked_unit(node, optimizer))
 
 
 def _names(node: Node) -> list[str]:

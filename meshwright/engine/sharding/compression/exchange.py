@@ -91,14 +91,14 @@ class ExchangeReducer(Compressing):
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
         """Return the message of a sum [1, elements] that this rank has computed, and store the residual."""
         if (residual := self.sum_residuals.get(bucket)) is None:
-            return self.encoded(bucket, start, x, anew=False)
+            return self.encode_slices(bucket, start, x, anew=False)
         x.add_(residual, alpha=self.scale)
         message = self.codec.encode(x, None)
-        left_out = x - self._decoded(bucket, start, message, x.shape[1], x.dtype)
+        left_out = x - self._decode_slice(bucket, start, message, x.shape[1], x.dtype)
         residual.copy_(finite(left_out).div_(self.scale))
         return message
 
-    def encoded(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
+    def encode_slices(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
         """Return the messages of `x` [slices, elements], which begins at `start` of the buffer. Store the residual."""
         numbers, messages = self._random(bucket, x), []
         for first, rows in few_at_once(x):
@@ -108,14 +108,14 @@ class ExchangeReducer(Compressing):
             # Freed before decoding, which needs memory too.
             del noise
             if self.residuals:
-                self.keep(bucket, at, rows - self._decoded(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
+                self.keep(bucket, at, rows - self._decode_slice(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
         return torch.cat(messages)
 
     def decode_to(self, out: Tensor, bucket: Bucket, start: int, message: Tensor, dtype: torch.dtype) -> None:
         """Decode messages into `out` [slices, elements], which begins at `start` of the buffer."""
         for first, rows in few_at_once(out):
             part = message[first : first + rows.shape[0]]
-            rows.copy_(self._decoded(bucket, start + first * out.shape[1], part, out.shape[1], dtype))
+            rows.copy_(self._decode_slice(bucket, start + first * out.shape[1], part, out.shape[1], dtype))
 
     def sum_of(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """Return the sum of the messages of one slice from all ranks."""
@@ -124,7 +124,7 @@ class ExchangeReducer(Compressing):
             total += self.codec.decode(message[first : first + rows.shape[0]], elements, dtype).sum(0)
         return self.without_gaps(bucket, start, total)
 
-    def _decoded(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+    def _decode_slice(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         return self.without_gaps(bucket, start, self.codec.decode(message, elements, dtype))
 
     def without_gaps(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class SliceExchange:
         self.reducer, self.bucket, self.group = reducer, bucket, group
         self.elements, self.dtype = x.numel() // group.size, x.dtype
         self.start, self.own = start, start + group.index * self.elements
-        self._sent = reducer.encoded(bucket, start, x.view(group.size, -1), anew)
+        self._sent = reducer.encode_slices(bucket, start, x.view(group.size, -1), anew)
         self._received = torch.empty_like(self._sent)
         self._pending: Pending = group.all_to_all(self._received, self._sent, wait=False)
 
@@ -191,7 +191,7 @@ class GatheredSum:
 
     def __init__(self, exchange: SliceExchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
-        exchange.reducer.begun(self)
+        exchange.reducer.register(self)
 
     def proceed(self) -> None:
         ours = self._exchange

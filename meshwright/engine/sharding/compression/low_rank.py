@@ -101,7 +101,7 @@ class LowRankSum:
         self._parts = [self._first(slot) for slot in bucket.slots]
         self._sum = torch.cat([part.reshape(-1) for part in self._parts])
         self._pending = group.all_reduce(self._sum, wait=False)
-        reducer.begun(self)
+        reducer.register(self)
 
     def _matrix(self, slot: Slot) -> Tensor:
         """Return a parameter of the bucket as matrices, transposed if the saved factor belongs to their rows."""

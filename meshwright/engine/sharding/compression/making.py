@@ -36,7 +36,7 @@ class Nobody:
         return DONE
 
 
-def summed(
+def begin_sum(
     reducer: Reducer, bucket: Bucket, grads: Tensor, shards: Group, replicas: Group, links: bool
 ) -> PendingReduction:
     """Begin the sum of gradients that a bucket's ZeRO stage requests from a reducer; without `links`, do not send."""

@@ -37,12 +37,12 @@ class Rounding:
         so that they are unbiased.
         """
         if self.kind == "bf16":
-            return narrowed(x.float(), torch.bfloat16, DROPPED["bf16"], noise).view(torch.uint8)
+            return round_to(x.float(), torch.bfloat16, DROPPED["bf16"], noise).view(torch.uint8)
         scales = self._scales(x)
         scaled = x / spread(torch.where(scales == 0, 1, scales), self.block, x.shape[1])
         if self.kind == "fp8":
             scaled = scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"])
-            codes = narrowed(scaled.float(), torch.float8_e4m3fn, DROPPED["fp8"], noise).view(torch.uint8)
+            codes = round_to(scaled.float(), torch.float8_e4m3fn, DROPPED["fp8"], noise).view(torch.uint8)
         else:
             whole = scaled.round() if noise is None else (scaled + noise).floor()
             codes = whole.clamp(-LARGEST[self.kind], LARGEST[self.kind]).to(torch.int8).view(torch.uint8)
@@ -115,7 +115,7 @@ def aligned(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def narrowed(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
     """Return float32 numbers in a narrower format, rounded to nearest or, with `noise`, stochastically.
 
     For the latter, a random number is added to the bits that are then cut off. So a mantissa is rounded up with a

@@ -83,7 +83,7 @@ class Compressing(CompressionPlan):
         else:
             stored.add_(left_out, alpha=1 / self.scale)
 
-    def begun(self, begun: TwoHalves) -> None:
+    def register(self, begun: TwoHalves) -> None:
         """Register a sum whose first half has begun. Second halves begin in the same order on every rank."""
         self._halfway.append(begun)
         self.proceed(BEHIND)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.config.load import config_from, flat, nested
+from meshwright.config.load import config_from, flat, nest
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
 from meshwright.spec.layout.params import ParamRecord
@@ -72,7 +72,7 @@ class Family:
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
         """Return the model section of a config.json. `seq`, if not 0, replaces its context length."""
-        config = self._completed(config)
+        config = self._with_defaults(config)
         self._check(config)
         values = {key: allowed[0] for key, allowed in self.allows.items() if len(allowed) == 1}
         values |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
@@ -94,13 +94,13 @@ class Family:
             if values["position"] == "learned" and seq != values["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {values['seq']} learned positions: leave it out")
             values["seq"] = seq
-        model = model_section(nested(values))
+        model = model_section(nest(values))
         if misfits := self.misfits(model):
             words = " and ".join(f"model.{each}" for each in misfits)
             raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
         return model
 
-    def _completed(self, config: HFConfig) -> HFConfig:
+    def _with_defaults(self, config: HFConfig) -> HFConfig:
         """Return a config.json with aliases replaced, defaults for missing keys, and without nulls."""
         given = {
             self.aliases.get(key, key): value
@@ -203,9 +203,9 @@ class Family:
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
         """Return every global tensor of a model, by our name."""
-        return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
+        return {record.name: self.map_tensor(model, record) for record in describe(model).records(ALONE).values()}
 
-    def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
+    def map_tensor(self, model: ModelConfig, record: ParamRecord) -> Mapped:
         """Return the position of the rows of one of our tensors in their tensors."""
         numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
         ours, _, kind = full.rpartition(".")
@@ -245,7 +245,7 @@ class Family:
         prediction."""
         if not self.extra_layers:
             return False
-        config, match = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        config, match = self._with_defaults(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
         first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
         return match is not None and isinstance(count, int) and 0 <= int(match.group(1)) - first < count
 
@@ -293,9 +293,9 @@ def model_section(values: Mapping[str, Any]) -> ModelConfig:
 
 def same_function(a: ModelConfig, b: ModelConfig) -> bool:
     """Return whether two model sections compute the same function."""
-    return computed(a) == computed(b)
+    return function_keys(a) == function_keys(b)
 
 
-def computed(model: ModelConfig) -> dict[str, Any]:
+def function_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of a model section that determine the function that it computes."""
     return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}

@@ -94,12 +94,12 @@ class PlannedParameter(NamedTuple):
             return 0 if cut == "rows" else 1
         # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
         if cut == "in":
-            return None if self.name.rpartition(".")[2] == "bias" or (self.packed and not last) else last
+            return None if self.name.rpartition(".")[2] == "bias" or (self.is_packed and not last) else last
         # Outputs are the second last dim of a matrix or of a stack of experts, and the only dim of a bias.
         return max(0, last - 1) if cut == "out" else None
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         return STYLES[self.style].pieces > 1
 
     def record(self, at: Coordinate, name: str) -> ParamRecord:
