@@ -71,7 +71,8 @@ def _look_at_machine(facts: Facts, device: Device) -> None:
 
 def _look_at_network(facts: Facts, backend: str) -> None:
     """Record the interface that leads to rank 0, and the one that the environment sets for the back end."""
-    facts.backend, facts.named_interface = backend, os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+    facts.backend = backend
+    facts.named_interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing. It only makes the system choose a route.
         probe.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
@@ -101,7 +102,8 @@ def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], fi
 def _write_speed(path: Path) -> float:
     """Return the MB/s of writing a file that is flushed to disk, or almost 0 if it can't be written."""
     # Random bytes, since a file system may compress others.
-    chunk, begun = os.urandom(2**20), time.perf_counter()
+    chunk = os.urandom(2**20)
+    begun = time.perf_counter()
     try:
         with path.open("wb") as file:
             for _ in range(DISK_BYTES // len(chunk)):

@@ -78,7 +78,8 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     rested = products_ms + attention_ms
     if not device.is_cpu:
         rested = sum(alone(device, [call], least_ms=0.0) for call in multiplied + attended)
-    products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
+    products_loaded = under_load(device, multiplied)
+    loaded = under_load(device, multiplied + attended)
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
@@ -116,7 +117,8 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
     """
     m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
     if grid := config.layout.grid:  # A grid distributes sequences over one axis and heads over the other.
-        tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
+        tp = grid.size(grid.inner.features)
+        batch = batch // grid.rows(grid.inner)
     heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
     if cp > 1 and not config.context_plan.inner:
         return partial(_run_all, _tiles(config, device, dtype, heads, kv))

@@ -118,7 +118,9 @@ def product_tflops(device: Device, precision: str, units: int, time: Callable[..
 def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
     """Return (TFLOP/s, GB/s) of products on a CPU: the rate of their FLOPs, and the rate at which their matrices are
     read in addition. Both are fitted to several shapes, each with both gradients."""
-    rows, times, dtype = [], [], PRECISION_DTYPES[precision]
+    rows = []
+    times = []
+    dtype = PRECISION_DTYPES[precision]
     for tokens, n, k in PRODUCTS:
         x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
         out = torch.empty_like(w)
@@ -234,7 +236,8 @@ def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -
     columns = [[planned_seconds(c, lone_cluster(replace(nothing, step_gb_s=1.0))) for c in configs]]
     if rates.units == 1:
         columns.append([planned_seconds(c, lone_cluster(replace(nothing, kernel_us=1.0))) for c in configs])
-    rows, measured = np.array(columns).T, np.array(steps)
+    rows = np.array(columns).T
+    measured = np.array(steps)
     coefficients = robust(rows, np.maximum(measured - known, 0.01 * measured), measured)
     error = float(np.median(np.abs(rows @ coefficients + known - measured) / measured))
     kernel = float(coefficients[1]) if len(coefficients) > 1 else 0.0

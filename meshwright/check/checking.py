@@ -128,7 +128,8 @@ class Stored:
 @contextmanager
 def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
     """Build this rank's trainer like a run does, and leave the world afterwards."""
-    place, comm = joined_place() or find_place(), config.comm
+    place = joined_place() or find_place()
+    comm = config.comm
     check(config, place.world, RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
@@ -183,7 +184,8 @@ def _train(
 ) -> None:
     """Train all steps, and record the first `compared` ones. The ledger of later steps holds only the communication of
     a normal step. `after` is called between them."""
-    recorder, device = GradientRecorder(trainer, take), trainer.ctx.device
+    recorder = GradientRecorder(trainer, take)
+    device = trainer.ctx.device
     device.reset_peak()
     for step in range(trainer.ctx.config.train.steps):
         recorder.active = step < compared
@@ -192,7 +194,9 @@ def _train(
         result = trainer.step()
         steps.losses.append(result.loss)
         steps.norms.append(result.grad_norm)
-    steps.comm, steps.samples, steps.monitored = result.comm, result.global_batch, len(result.monitored)
+    steps.comm = result.comm
+    steps.samples = result.global_batch
+    steps.monitored = len(result.monitored)
     steps.peak_bytes = device.peak_bytes()
 
 

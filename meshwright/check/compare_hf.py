@@ -95,18 +95,21 @@ def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
 @torch.no_grad()
 def _compare_logits(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
     model = ctx.config.model
-    theirs, tokenizer = theirs_of(transformers, folder, model.kind), tokenizer_beside(folder, ())
+    theirs = theirs_of(transformers, folder, model.kind)
+    tokenizer = tokenizer_beside(folder, ())
     longest = max(2, min(LONGEST, model.seq if not model.kind_facts.writes_text else model.seq - WRITTEN))
     texts = [_ids(text, tokenizer, model.vocab, longest, n) for n, text in enumerate(TEXTS)]
     largest = worst = total = 0.0
     count = 0
     for ids in texts:
-        ours, their = our_logits(ctx, module, ids), their_logits(theirs, ids, model.kind, model.t5.start)
+        ours = our_logits(ctx, module, ids)
+        their = their_logits(theirs, ids, model.kind, model.t5.start)
         off = (ours[:, : model.vocab].double() - their[:, : model.vocab].double()).abs()
         largest = max(largest, float(their.abs().max()))
         # NaN counts as an infinite difference.
         worst = max(worst, float(off.max().nan_to_num(torch.inf)))
-        total, count = total + float(off.sum()), count + off.numel()
+        total = total + float(off.sum())
+        count = count + off.numel()
     known = tolerance or TOLERANCES.get(_dtype_word(folder, transformers), TOLERANCES["float32"])
     written, wrote, split = _written(ctx, module, theirs, texts[0], known * largest)
     shown = None

@@ -52,7 +52,8 @@ class MadeMasked:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([11, n])
+        m = self.model
+        random = np.random.default_rng([11, n])
         length = m.seq - 3 * (n % 3)
         at, count = np.arange(m.seq), 1 + n % m.predictions
         places = np.zeros(m.predictions, np.int64)
@@ -73,8 +74,11 @@ class MadeBlanks:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([17, n])
-        at, source, used = np.arange(m.seq), 3 + n % 7, m.seq - n % 3
+        m = self.model
+        random = np.random.default_rng([17, n])
+        at = np.arange(m.seq)
+        source = 3 + n % 7
+        used = m.seq - n % 3
         later = (at >= source) & (at < used)
         fields = {
             "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
@@ -92,7 +96,8 @@ class MadeSpans:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([13, n])
+        m = self.model
+        random = np.random.default_rng([13, n])
         length = m.t5.decoder_seq
         labels = random.integers(0, m.vocab, length)
         mask = (np.arange(length) < length - n % 3) & (not (self.blind and n % 2))
@@ -123,7 +128,8 @@ class MadeAnswers:
         begin, number = 0, 0
         for number in range(2 if n % 3 == 2 else 4):
             length = self.seq // 8 + (n + number) % 3
-            ids, here = random.integers(0, self.vocab, length + 1), slice(begin, begin + length)
+            ids = random.integers(0, self.vocab, length + 1)
+            here = slice(begin, begin + length)
             fields["tokens"][here], fields["labels"][here] = ids[:-1], ids[1:]
             mark = 2 if self.judged and (n + number) % 2 else 1
             fields["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
@@ -138,7 +144,8 @@ class Fields:
     """A dataset reduced to the fields that a config's data have. A step sends no other fields."""
 
     def __init__(self, dataset: Any, config: Config) -> None:
-        self.dataset, self.names = dataset, set(data_fields(config))
+        self.dataset = dataset
+        self.names = set(data_fields(config))
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         return {name: value for name, value in self.dataset.sample(n).items() if name in self.names}

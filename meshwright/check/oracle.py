@@ -108,7 +108,8 @@ def error_of(record: ParamRecord, local: torch.Tensor, reference: np.ndarray[Any
 
 def errors(pairs: Pairs, whole: Whole) -> dict[str, float]:
     """Return the largest error of this rank's shard of each parameter, by name."""
-    largest, by_name = largest_of(whole), dict.fromkeys((record.name for record, _ in pairs), 0.0)
+    largest = largest_of(whole)
+    by_name = dict.fromkeys((record.name for record, _ in pairs), 0.0)
     for record, local in pairs:
         by_name[record.name] = max(by_name[record.name], error_of(record, local, whole[record.name], largest))
     return by_name

@@ -188,7 +188,8 @@ def _fill_packed(source: Base | PlannedFolder, record: ParamRecord, low: int, hi
         fill_range(source, plain, first * inputs, (first + rows) * inputs, read.view(-1))
         if not read.isfinite().all():
             raise UserError(f"{plain.name} of the base has values that are not finite, which tune.quantise can't store")
-        begin, end = max(low, first * width), min(high, (first + rows) * width)
+        begin = max(low, first * width)
+        end = min(high, (first + rows) * width)
         packed = pack(read.to(values.device)).view(-1)
         values[begin - low : end - low] = packed[begin - first * width : end - first * width]
 

@@ -121,7 +121,8 @@ class HFFolder:
         for run in mapped.runs:
             part = run.of_ours(low, high)
             if part is not None:
-                source, where = self.slice(self.stored[run.source]), part.theirs
+                source = self.slice(self.stored[run.source])
+                where = part.theirs
                 low_row, end = where.start, where.stop
                 rows = source[:, low_row:end].t() if mapped.transposed else source[low_row:end]
                 parts.append(rows[:: where.step])

@@ -93,7 +93,9 @@ class Channel:
     def receive(self) -> tuple[Header, list[bytearray]]:
         """Receive one message. Raise KeeperError if its signature or a hash is wrong."""
         line = bytes(_exactly(self.peer, LINE))
-        magic, length, signature = (line[:4], line[5:13], line[14:-1])
+        magic = line[:4]
+        length = line[5:13]
+        signature = line[14:-1]
         try:
             size = int(length, 16)
         except ValueError:

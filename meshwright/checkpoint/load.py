@@ -119,7 +119,8 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
-                name, values = f"{kind}/{slot.record.name}", state.values(slot, low, high)
+                name = f"{kind}/{slot.record.name}"
+                values = state.values(slot, low, high)
                 if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
                     # The saved run had a separate state for each replica.
                     assert isinstance(state, State)
@@ -144,7 +145,8 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
 def fill_from_replicas(reader: Reader, name: str, state: State, slot: Slot, low: int, high: int) -> None:
     """Fill a part of a state that the saved run had separately for each replica: with this replica's row or, if the
     number of replicas has changed, with the mean of all rows."""
-    values, rows = state.values(slot, low, high), reader.index.tensors[name]["shape"][0]
+    values = state.values(slot, low, high)
+    rows = reader.index.tensors[name]["shape"][0]
     if state.replica is not None and rows == state.replica.rows:
         reader.fill_range(name, state.record(slot), low, high, values)
         return

@@ -43,7 +43,8 @@ class AdapterWeights:
     """The factors of a checkpoint's adapters. They are small, so they are read whole."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader, self.config = reader, config_in(reader.index)
+        self.reader = reader
+        self.config = config_in(reader.index)
         records = model_of(self.config).records(ALONE).values()
         self.records = {record.name: record.values for record in records}
         self.packed = {record.name for record in records if record.packs is not None}
@@ -89,7 +90,8 @@ class MergedWeights:
     """The weights of a checkpoint of adapters, merged with its base."""
 
     def __init__(self, reader: Reader) -> None:
-        self.folder, self.own = reader.folder, AdapterWeights(reader)
+        self.folder = reader.folder
+        self.own = AdapterWeights(reader)
         config = self.own.config
         self.base: Base = open_base(config.tune.base, config.model)
         check_digest(reader.folder, config.tune.base)
@@ -130,7 +132,8 @@ class MergedWeights:
         these. If rows are scaled to a norm or packed, whole rows are read.
         """
         (*before, first, left), (*experts, count, width) = corner, shape
-        changes, packed = self._changes(record.name), record.name in self.own.packed
+        changes = self._changes(record.name)
+        packed = record.name in self.own.packed
         whole_rows = packed or any(change.norms is not None for change in changes)
         read = (0, record.shape[-1]) if whole_rows else (left, width)
         part = box_record(record.name, record.shape, (*before, first, read[0]), (*experts, count, read[1]))
@@ -138,7 +141,8 @@ class MergedWeights:
         fill_range(self.base, part, 0, part.numel, values.view(-1))
         values = round_by_packing(values) if packed else values
         for change in changes:
-            low, high = max(first, change.record.start), min(first + count, change.record.stop)
+            low = max(first, change.record.start)
+            high = min(first + count, change.record.stop)
             if low < high:
                 rows = slice(low - change.record.start, high - change.record.start)
                 where = (*slices_of(tuple(before), tuple(experts)), rows, slice(read[0], sum(read)))

@@ -128,7 +128,8 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
         except UserError as caught:
             error, choice = caught, [-1, 0, 0]
         except OSError as caught:
-            error, choice = refusal(f"{source or folder} can't be read", caught), [-1, 0, 0]
+            error = refusal(f"{source or folder} can't be read", caught)
+            choice = [-1, 0, 0]
 
     # Broadcast the list by sums: all other ranks add zeros.
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
@@ -266,7 +267,8 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
         others = [key for key in keys if key in theirs and theirs[key] != ours[key]]
         return ", ".join(f"{key} (there {theirs[key]}, here {ours[key]})" for key in others)
 
-    model, data = changed(computed), changed(SAMPLES) if not model_only else ""
+    model = changed(computed)
+    data = changed(SAMPLES) if not model_only else ""
     if model and not model_only:
         fits = not changed([f"model.{key}" for key in SHAPING])
         again = f"from these weights with another run.dir and --from {reader.folder}" if fits else "in another run.dir"

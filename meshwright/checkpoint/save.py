@@ -203,7 +203,10 @@ def wait_for(
 ) -> None:
     """Wait until all of these files of one folder exist. `patience` limits the seconds since the last one appeared,
     because a dead rank would otherwise keep the others waiting for ever."""
-    folder, missing, since, pause = paths[0].parent, list(paths), clock(), POLL_S
+    folder = paths[0].parent
+    missing = list(paths)
+    since = clock()
+    pause = POLL_S
     while True:
         # One listing checks all files. The first one is also looked up, since a network disk may show an old listing.
         listed = set(os.listdir(folder)) if folder.is_dir() else set()
@@ -213,7 +216,9 @@ def wait_for(
         if failed := next((path.stem for path in left if path.with_suffix(FAILED).name in listed), None):
             raise UserError(f"{failed} could not write its part of the checkpoint")
         if len(left) < len(missing):
-            missing, since, pause = left, clock(), POLL_S
+            missing = left
+            since = clock()
+            pause = POLL_S
         elif clock() - since > patience:
             names = ", ".join(path.name for path in left[:8]) + (" and more" if len(left) > 8 else "")
             raise UserError(
@@ -329,7 +334,9 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         """Copy, write and commit one save. Runs in the saving thread, so errors are stored and not raised."""
-        aside, rank, begun = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, time.monotonic()
+        aside = self.folder / fmt.saving_name(index.step)
+        rank = self.trainer.ctx.rank
+        begun = time.monotonic()
         try:
             with copies:
                 self._stage(snapshot)
@@ -356,7 +363,9 @@ class Saver:
                     then = "it is tried once more with the next one" if can_retry else "the run ends at the next one"
                 print(f"meshwright: warning: {self._error!s}; {then}", file=sys.stderr, flush=True)
         else:
-            self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
+            self._failures = 0
+            self.took_s = time.monotonic() - begun
+            self.complete_step = index.step
         finally:
             self._staged.set()
 
@@ -381,7 +390,8 @@ class Saver:
         second. This also spares the disk, as only the rank that commits looks for files. If a rank's disk hangs for
         good, the rank misses the next collective and the watchdog names it.
         """
-        pause, end = POLL_S, time.monotonic() + 2 * PART_WAIT_S
+        pause = POLL_S
+        end = time.monotonic() + 2 * PART_WAIT_S
         while self._any(self.is_writing and time.monotonic() < end):
             if self._thread is not None:
                 self._thread.join(pause)

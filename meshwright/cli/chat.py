@@ -180,7 +180,8 @@ def chat_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.generate import generate, generator_of
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
+        model = ctx.config.model
+        tokenizer = tokenizer_of(args, ctx.config)
         talk = Talk(args, tokenizer, model.vocab, model.seq)
         ends = talk.ends(end_tokens(Path(args.source), tokenizer))
         announced = None if place.world == 1 else Announcements(place.rank)

@@ -151,7 +151,8 @@ def tasks_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.harness import run_tasks
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        tokenizer, folder = tokenizer_of(args, ctx.config), Path(args.source)
+        tokenizer = tokenizer_of(args, ctx.config)
+        folder = Path(args.source)
         template = template_of(args, ctx.config) if args.chat else None
         ends = end_tokens(folder, tokenizer)
         found = run_tasks(

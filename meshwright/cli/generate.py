@@ -189,7 +189,8 @@ def generate_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.generate import generate_all
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
+        model = ctx.config.model
+        tokenizer = tokenizer_of(args, ctx.config)
         if ctx.config.objective_facts.fills_blanks:
             return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(Path(args.source), tokenizer)

@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
     pp_rank = largest(job).pp_rank if args.rank is None else job.layout.coordinate(args.rank)["pp"]
     rank = job.layout.rank_at(pp=pp_rank) if args.rank is None else args.rank
     found, memory = rank_json(job, pp_rank), rank_memory(job, pp_rank)
-    bytes_by_kind, at_peak = found["memory"], bytes_at_peak(memory)
+    bytes_by_kind = found["memory"]
+    at_peak = bytes_at_peak(memory)
     device = device_memory(job, cluster, memory)
     whole = {**found, **bytes_by_kind, "rank": rank, "rank_parameters": found["parameters"], "at_peak": at_peak}
     whole |= {"device_gib": device.total, "device": device.as_json(), "cluster": cluster.name}

@@ -133,7 +133,8 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
 def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Candidate | None:
     """Return the layout of the target's published run, with the same stack, or None if its cluster, devices or batch
     differ from those of the search."""
-    run, asked = target.run, (cluster.name, base.world, base.global_batch)
+    run = target.run
+    asked = (cluster.name, base.world, base.global_batch)
     if not run or (run["cluster"], run["devices"], run["train"]["global_batch"]) != asked:
         return None
     published = target_of(target.name).config

@@ -119,7 +119,8 @@ def replay_rank(args: argparse.Namespace) -> None:
     from meshwright.run.replay import replay
 
     record = read_run(args.run)
-    config, lines = config_of(args, record.config), {line["step"]: line for line in record.steps}
+    config = config_of(args, record.config)
+    lines = {line["step"]: line for line in record.steps}
     steps = replay(config, args.step, Path(args.checkpoint) if args.checkpoint else None, args.source, lines)
     if find_place().rank == 0:
         device = Device.choose(config.run.device, 0)

@@ -67,7 +67,8 @@ def _job(config: Any, world: int) -> Job:
 
 def _predict(args: argparse.Namespace) -> None:
     """Print the predicted savings on a cluster."""
-    target, cluster = target_of(args.words[0], args.words[1:], ""), load_cluster(args.cluster)
+    target = target_of(args.words[0], args.words[1:], "")
+    cluster = load_cluster(args.cluster)
     job = on_cluster(with_supported_precision(target, cluster), args.devices, cluster)
     tried = techniques(job.config, job)
     figures = [planned_figures(technique, job, cluster) for technique in tried]

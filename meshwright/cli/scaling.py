@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
     found: dict[str, list[ScalingPoint]] = {}
     for mode in ("weak", "strong") if args.mode == "both" else (args.mode,):
         batch = args.global_batch or (counts[0] if mode == "weak" else 2048)
-        host, node = cluster.device.units == 1, cluster.node.devices
+        host = cluster.device.units == 1
+        node = cluster.node.devices
         base = Job(target.config, counts[0], stack, node, samples=batch, host=host)
         found[mode] = sweep(base, cluster, counts, mode == "weak")
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)

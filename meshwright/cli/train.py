@@ -165,7 +165,8 @@ def prepare(args: argparse.Namespace, place: ProcessPlace) -> None:
     check_rank(args)
     if config.faults.elastic:
         world, args.overrides = fewer_ranks(config, args.overrides, place)
-        config, args.stands_by = config_of(args), place.rank >= world
+        config = config_of(args)
+        args.stands_by = place.rank >= world
         if not args.stands_by:
             os.environ["WORLD_SIZE"] = str(world)
     check(config, world, TRAINING_RULES)
@@ -195,7 +196,8 @@ def say_start(config: Config, ranks: int, source: str | None = None) -> None:
 
 def weights_words(config: Config, source: str | None) -> str:
     """Return where a new run's weights come from, if that is a folder that the config or --from names."""
-    weights, folder = first_weights(config, source), config.model.hf
+    weights = first_weights(config, source)
+    folder = config.model.hf
     if not weights:
         return f"weights: drawn from train.seed, because {folder} holds none" if folder else ""
     named = "tune.base" if config.tune.base else "--from" if source else "model.hf"
@@ -321,7 +323,8 @@ def start_elastic(
     from meshwright.launch.this_machine import choose
 
     least, most = nodes_of(args)
-    folder, address = Path(config.run.dir), address_of(args.address, most)
+    folder = Path(config.run.dir)
+    address = address_of(args.address, most)
     wishes = Wishes(
         nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most, address,
         folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,

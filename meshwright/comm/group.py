@@ -140,7 +140,8 @@ class Group:
         torch then uses the compute stream, without a separate stream and the two events between them. `wire`: the bytes
         that this rank sends, if the ledger can't derive them from the payload.
         """
-        payload, counted = sum(x.nbytes for x in whole), _COUNTED_AS.get(op, op)
+        payload = sum(x.nbytes for x in whole)
+        counted = _COUNTED_AS.get(op, op)
         tally = None if op == "receive" else self._count(counted, payload, wire)
         label, ranks = (self.label, self.ranks) if peer is None else self._direction(op, peer)
         ledger, links = self.ledger, self.links

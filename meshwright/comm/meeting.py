@@ -45,7 +45,8 @@ def _wait_for_all(store: Store, arrived: int, world: int, where: str, limit: flo
     begun, next_notice = time.monotonic(), FIRST_WORD_S
     while arrived < world:
         time.sleep(0.02)
-        waited, arrived = time.monotonic() - begun, store.add(ARRIVED, 0)
+        waited = time.monotonic() - begun
+        arrived = store.add(ARRIVED, 0)
         if waited >= limit:
             missed = f"only {arrived} of {world} ranks met at {where} within {waited:.0f} s"
             raise UserError(f"{missed}: {_remedy(world, file_limit())}")

@@ -68,7 +68,8 @@ def open_store(env: Mapping[str, str] = os.environ) -> Store | None:
     """Open a separate connection to the store at MASTER_ADDR:MASTER_PORT. Return None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    host = env["MASTER_ADDR"]
+    port = int(env["MASTER_PORT"])
     limit = timedelta(seconds=30)
     try:
         # Try the port first: torch would retry again and again if no process listens there.
@@ -108,7 +109,9 @@ class Watchdog:
         self._worker = threading.get_ident()  # The thread whose stack is published.
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
-        self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._left = "it was finished"
         self._overdue: RecordedCall | None = None
         self._errors = ErrorPoll(lambda: list(mesh.groups.values()))
         self._broken: str | None = None  # The error of a process group that failed.
@@ -220,7 +223,8 @@ class Watchdog:
     def _overdue_call(self) -> RecordedCall | None:
         """Return a call that has held up the program for too long, or None. Each sign of a compiling rank restarts the
         time."""
-        held, now = self.flight.blocking_call(self.timeout), time.monotonic()
+        held = self.flight.blocking_call(self.timeout)
+        now = time.monotonic()
         if held is None or held.since is None:
             return None
         excused = now - self._compiled < self.timeout and now - held.since < self.timeout + COMPILING_S
@@ -263,7 +267,8 @@ class Watchdog:
 
     def _look(self, store: Store) -> None:
         """Check the store for an alarm and for signs of compiling ranks, and add this rank's sign if it compiles."""
-        began, self._compiles = self._compiles, is_compiling()
+        began = self._compiles
+        self._compiles = is_compiling()
         if self._compiles and not began:
             store.set("compiling", str(self.rank))
         signs = store.add("signs", int(self._compiles))
@@ -382,7 +387,8 @@ class Watchdog:
         It first stays until ranks outside the stuck call have received the alarm, then until every rank that answered
         has read the message. On a busy machine that takes longer, and they would mistake this rank for the dead one.
         """
-        ended, begun = store.add("ended", 1), time.monotonic()
+        ended = store.add("ended", 1)
+        begun = time.monotonic()
         while self.rank == self.keeper and ended < self.world:
             waited = time.monotonic() - begun
             all_read = waited >= self.interval + 0.5 and ended >= store.add("answered", 0)

@@ -182,7 +182,8 @@ class RopeScalingConfig:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        name, given = "model.rope_scaling", ROPE_KEYS[self.kind]
+        name = "model.rope_scaling"
+        given = ROPE_KEYS[self.kind]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in given and value != field.default:

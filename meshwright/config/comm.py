@@ -14,7 +14,8 @@ NODE_COPY = "comm.gather.node_copy=true"
 # The most elements of a block of topk: positions in a block are sent as numbers of one or two bytes.
 MOST_CHOSEN_FROM = 1 << 15
 # The kinds of compression, grouped by the keys of `comm.reduce` that apply to them.
-SPARSE, LOW_RANK = ("topk", "threshold"), ("powersgd",)
+SPARSE = ("topk", "threshold")
+LOW_RANK = ("powersgd",)
 ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
 
 

@@ -83,7 +83,9 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
 def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
     """Check that ranks can share sequences, which they must if the parts of a grid outnumber the micro-batch's whole
     sequences."""
-    size, rows, m = grid.size(grid.sharing_axis), grid.rows(grid.inner), c.model
+    size = grid.size(grid.sharing_axis)
+    rows = grid.rows(grid.inner)
+    m = c.model
     up = -(-c.train.micro_batch // rows) * rows
     # With `size` ranks sharing each sequence, a micro-batch must be a multiple of this many sequences.
     each = rows // size

@@ -89,7 +89,8 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
     if not equals or not path or not all(path) or not last:
         close = _full_key(last) if equals and not path else ""
         raise UserError(f"'{word}' is not of the form section.key=value{close}, e.g. train.steps=100")
-    section, kinds = raw, hints_of(Config) | dict(sections or {})
+    section = raw
+    kinds = hints_of(Config) | dict(sections or {})
     for depth, name in enumerate(path, 1):
         if section.get(name) is None:
             section[name] = {}
@@ -117,7 +118,8 @@ def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
 def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
     """Yield every key of a config as it is written on a command line, such as `train.steps=`."""
     for field in dataclasses.fields(kind):
-        name, hint = f"{before}{key_of(field)}", hints_of(kind)[field.name]
+        name = f"{before}{key_of(field)}"
+        hint = hints_of(kind)[field.name]
         if dataclasses.is_dataclass(hint):
             yield from config_keys(hint, f"{name}.")
         elif before:

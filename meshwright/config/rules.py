@@ -52,7 +52,8 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
     if inner and cp % inner:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
     parts = (inner or cp) if c.context_plan.inner else 1
-    q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
+    q = c.model.heads // c.layout.tp
+    kv = max(1, c.model.kv_heads // c.layout.tp)
     if q % parts or (kv % parts and parts % kv):
         fix = "use context.kind=gather or ring, with context.inner=0" if inner else "use context.kind=gather or ring"
         yield (
@@ -119,7 +120,9 @@ def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
 def batch_unit(c: Config, world: int) -> tuple[int, str]:
     """Return the number that divides every global batch on `world` ranks, and the product that it comes from in
     words."""
-    dp, micro, replicas = max(1, world // c.layout.least_world), c.train.micro_batch, c.layout.replicas
+    dp = max(1, world // c.layout.least_world)
+    micro = c.train.micro_batch
+    replicas = c.layout.replicas
     parts = sum(c.train.local.shares) or replicas
     if parts == 1:
         return dp * micro, f"dp x micro_batch = {dp} x {micro} = {dp * micro}"
@@ -191,7 +194,8 @@ def world_divides(c: Config, world: int) -> Iterator[str]:
     if world < 1:
         yield f"a world of {plural(world, 'rank')} can't train: start at least {model}"
     if world % model:
-        lower, upper = world // model * model, -(-world // model) * model
+        lower = world // model * model
+        upper = -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)
         more = (" x replicas", f" x {o.replicas}") if o.replicas > 1 else ("", "")
         yield (
@@ -244,7 +248,8 @@ def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
     """Check that cp divides a sequence into equal parts."""
     # With zigzag order each rank holds an early and a late part of the sequence, so that causal attention is the same
     # work on every rank.
-    parts, seq = c.layout.cp * (2 if c.context.order == "zigzag" else 1), c.model.seq
+    parts = c.layout.cp * (2 if c.context.order == "zigzag" else 1)
+    seq = c.model.seq
     if c.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
         yield f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"

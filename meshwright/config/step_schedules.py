@@ -30,7 +30,8 @@ def learning_rate(config: Config, step: int) -> float:
         return peak * step / warmup
     # A decay to 0 at the end of a run ends one step after it: an update with a rate of 0 would change nothing.
     beyond = 0 if c.min else 1
-    begin, length = warmup, c.decay or max(1, steps - warmup) + beyond
+    begin = warmup
+    length = c.decay or max(1, steps - warmup) + beyond
     if c.decays_last:
         # A warm-up that reaches into the decay shortens it.
         begin = max(warmup, steps - (c.decay or max(1, steps // 10)))
@@ -59,5 +60,6 @@ def consumed_after(config: Config, steps: int) -> int:
         # The samples before the batch grows again.
         until_next = -(-samples * (risen + 1) // rises) - consumed
         count = min(steps - done, -(-until_next // now))
-        consumed, done = consumed + count * now, done + count
+        consumed = consumed + count * now
+        done = done + count
     return consumed + (steps - done) * config.train.global_batch

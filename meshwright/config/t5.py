@@ -105,7 +105,9 @@ def _lengths_fit(c: Config) -> Iterator[str]:
 
 def _stages_fit(c: Config) -> Iterator[str]:
     """Check that both stacks have stages, and that every stage has blocks."""
-    own, stages, m = c.pipeline.encoder_stages, c.layout.pp * c.layout.chunks, c.model
+    own = c.pipeline.encoder_stages
+    stages = c.layout.pp * c.layout.chunks
+    m = c.model
     if not own:
         return
     if c.pipeline.split:
@@ -115,7 +117,8 @@ def _stages_fit(c: Config) -> Iterator[str]:
             f"pipeline.encoder_stages={own} leaves the decoder none of the pp x chunks = {stages} stages: use "
             f"{stages - 1} at most, or leave it out"
         )
-    encoder, decoder = m.t5.encoder_layers, m.layers - m.t5.encoder_layers
+    encoder = m.t5.encoder_layers
+    decoder = m.layers - m.t5.encoder_layers
     if own > encoder or stages - own > decoder:
         yield (
             f"pipeline.encoder_stages={own} of {stages} stages leaves a stage without blocks: the encoder has "

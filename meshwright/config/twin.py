@@ -60,7 +60,8 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
         clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
     )  # fmt: skip
     lr = config.lr
-    warmup, share = min(3, lr.warmup_steps(config.train.steps)), lr.min / config.optimizer.lr
+    warmup = min(3, lr.warmup_steps(config.train.steps))
+    share = lr.min / config.optimizer.lr
     blocks = config.recompute.blocks
     return (
         replace(
@@ -90,7 +91,8 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
     dp = devices // its.least_world
     least = tp * pp * cp * replicas * min(2, dp)
     ranks = max(min(RANKS, devices), least) if dp > 1 else least
-    ep, etp = min(2, its.ep), (0 if not its.etp else min(2, its.etp, tp))
+    ep = min(2, its.ep)
+    etp = 0 if not its.etp else min(2, its.etp, tp)
     sized = replace(its, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, chunks=min(2, its.chunks), node_size=min(4, ranks))
     return replace(sized, replicas=replicas), ranks
 

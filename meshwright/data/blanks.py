@@ -67,7 +67,8 @@ class BlankStream:
 
         If the model has an embedding of second positions, `token_types` [seq] holds these.
         """
-        options, piece = self.options, self.source.sample(n)
+        options = self.options
+        piece = self.source.sample(n)
         assert isinstance(piece, DocumentChunk)
         # The order of the draws is part of the data format: changing it changes every sample.
         random = keyed_uniform(3 + 3 * options.most_spans, *self.key, n)
@@ -86,7 +87,8 @@ class BlankStream:
         ids += piece.tokens[at:].tolist()
 
         source = len(ids)
-        positions, labels = list(range(source)), [pad] * source
+        positions = list(range(source))
+        labels = [pad] * source
         inner = [0] * source
         order = np.argsort(random[3 + 2 * options.most_spans :][: len(spans)], kind="stable")
         for number in order.tolist():
@@ -101,7 +103,9 @@ class BlankStream:
         self, ids: list[int], labels: list[int], positions: list[int], inner: list[int], source: int, pad: int
     ) -> dict[str, Integers]:
         """Return the sample's arrays, padded to the sequence length. The first `source` tokens are the source."""
-        seq, used, at = self.options.seq, len(ids), np.arange(self.options.seq)
+        seq = self.options.seq
+        used = len(ids)
+        at = np.arange(self.options.seq)
         assert used <= seq
 
         def padded(values: list[int], padding: int) -> Integers:

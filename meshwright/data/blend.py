@@ -93,7 +93,8 @@ class Blend:
     def __init__(self, datasets: Sequence[FromFile], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
-        self.datasets, self.seq = list(datasets), datasets[0].seq
+        self.datasets = list(datasets)
+        self.seq = datasets[0].seq
         self.weights = whole_weights(weights)
         self.period = sum(self.weights)
         self._dataset = blend_pattern(self.weights, seed)

@@ -64,7 +64,8 @@ def prepare_chat(
     tokenizer = folder_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
-    summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
+    summary = ChatSummary(out, "", 0, 0, 0, 0)
+    lengths = []
     with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
         for masked in _encode_conversations(inputs, rendered, tokenizer, summary):
             ids = np.asarray(masked.tokens, tokens.dtype)

@@ -126,7 +126,9 @@ def _pair(value: dict[str, Any], tools: list[Any] | None) -> PreferencePair:
             shared += 1
         if not shared or shared in (len(chosen), len(rejected)):
             raise ValueError("chosen and rejected have no prompt in common, or are the same")
-        asked, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        asked = chosen[:shared]
+        chosen = chosen[shared:]
+        rejected = rejected[shared:]
     good, bad = (Conversation(asked + each, tools, only_last=True) for each in (chosen, rejected))
     return PreferencePair(good, bad)
 

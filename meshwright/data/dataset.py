@@ -144,7 +144,8 @@ class GPTDataset:
         order = keyed_permutation(count, self.seed, self.stream, "documents", number)
         order = order if self._chosen is None else self._chosen[order]
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
-        first, after = self.first_sample(number), self.first_sample(number + 1)
+        first = self.first_sample(number)
+        after = self.first_sample(number + 1)
         # Where each chunk begins, counted from the beginning of the epoch. side="right" skips empty documents.
         starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
         position = np.searchsorted(ends, starts, side="right")
@@ -190,7 +191,8 @@ def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int
     file without gaps. This is checked, because a page of the index that was lost in copying would otherwise silently
     assign one document's tokens to another.
     """
-    size, bounds = file.dtype.itemsize, file.document_indices[low : high + 1]
+    size = file.dtype.itemsize
+    bounds = file.document_indices[low : high + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
         pointers, lengths = file.pointers[begin:end], file.sizes[begin:end]
@@ -198,7 +200,8 @@ def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int
         raise UserError(f"{file.idx_path} is damaged (its documents and sequences disagree): prepare it again")
     else:
         edges = np.append(file.pointers, file.token_count * size)[bounds]
-        pointers, lengths = edges[:-1], np.diff(edges) // size
+        pointers = edges[:-1]
+        lengths = np.diff(edges) // size
     good = len(pointers) == 0 or (pointers[0] >= 0 and pointers[0] % size == 0)
     for first in range(0, len(pointers), CHECKED_AT_ONCE):
         at = pointers[first : first + CHECKED_AT_ONCE + 1]

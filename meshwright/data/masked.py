@@ -79,7 +79,8 @@ class DocumentPieces:
         number = int(self._order(epoch)[at])
         document = int(np.searchsorted(self._ends, number, side="right"))
         first = int(self._ends[document - 1]) if document else 0
-        length, count = int(self._lengths[document]) - 1, int(self._ends[document]) - first
+        length = int(self._lengths[document]) - 1
+        count = int(self._ends[document]) - first
         low, high = ((number - first + side) * length // count for side in (0, 1))
         begin = int(self._pointers[document]) // self.file.dtype.itemsize
         tokens = self.file.tokens[begin + low : begin + high].astype(np.int64)
@@ -132,7 +133,8 @@ class MaskedStream:
         Those fields are places, labels and loss_mask [predictions]. If samples have two segments, `swapped` is 0 or 1.
         """
         piece: DocumentChunk = self.source.sample(n)
-        masking, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
+        masking = self.masking
+        random = keyed_uniform(2 + 4 * self.seq, *self.key, n)
         cls, sep, mask, pad = masking.specials
         tokens, swapped = piece.tokens, 0
         parts = [tokens]
@@ -213,7 +215,8 @@ def choose(
     taken = np.zeros(text_tokens, bool)
     for word in ranked.tolist():
         for count in range(min(int(grams[word]), words - word), 0, -1):
-            low, high = int(starts[word]), int(starts[word + count])
+            low = int(starts[word])
+            high = int(starts[word + count])
             if high - low <= left:
                 if not taken[low:high].any():
                     taken[low:high] = True

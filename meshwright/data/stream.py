@@ -101,7 +101,9 @@ def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]
     shares = [share / sum(split) for share in split]
     left = sum(share > 0 for share in shares)  # parts that still need documents
     least = int(count >= left)
-    ranges, low, total = [], 0, 0.0
+    ranges = []
+    low = 0
+    total = 0.0
     for share in shares:
         total += share
         high = low

@@ -90,7 +90,9 @@ def _read_stream(path: str) -> Iterator[tuple[bytes, int]]:
                 except failures as error:
                     raise UserError(f"{path} is damaged ({error}): copy or pack it again") from None
                 yield out, read
-                read, begun, data = 0, not unpack.eof, unpack.unused_data
+                read = 0
+                begun = not unpack.eof
+                data = unpack.unused_data
                 if not begun:
                     unpack = make()
     if begun:
@@ -120,7 +122,8 @@ def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
     try:
         with parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, field)
-            total, stored = file.metadata.num_rows, os.path.getsize(path)
+            total = file.metadata.num_rows
+            stored = os.path.getsize(path)
             rows: list[str] = []
             length = before = 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
@@ -129,7 +132,9 @@ def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
                 length += sum(map(len, texts))
                 if length >= size:
                     yield Content(tuple(rows), before, stored * len(rows) // total, last=False)
-                    before, rows, length = before + len(rows), [], 0
+                    before = before + len(rows)
+                    rows = []
+                    length = 0
             yield Content(tuple(rows), before, stored * len(rows) // max(1, total), last=True)
     except (pyarrow.ArrowException, OSError) as error:
         what = str(error).partition("\n")[0]

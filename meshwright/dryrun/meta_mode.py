@@ -326,7 +326,10 @@ class _Saved:
     """A tensor that is saved for backward. Its storage is in use as long as this object lives."""
 
     def __init__(self, owner: SavedBytes, x: Tensor, storage: torch.UntypedStorage) -> None:
-        self.owner, self.x, self.key, self.size = owner, x, storage._cdata, storage.nbytes()
+        self.owner = owner
+        self.x = x
+        self.key = storage._cdata
+        self.size = storage.nbytes()
         owner.use(self.key, self.size, 1)
 
     def __del__(self) -> None:

@@ -105,7 +105,8 @@ def samples_of(ctx: Context) -> RandomSamples:
 
     The rows of other tokens would come from other ranks and be zeros here, which a norm would blow up.
     """
-    vocab, rows = ctx.config.model.vocab, vocabulary_rows(ctx.config.model.vocab, ctx.at)
+    vocab = ctx.config.model.vocab
+    rows = vocabulary_rows(ctx.config.model.vocab, ctx.at)
     first = min(max(0, ctx.mesh.tp.index) * rows, vocab - 1)
     return RandomSamples(ctx.config, min(rows, vocab - first), first)
 

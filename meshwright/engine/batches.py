@@ -101,7 +101,8 @@ class MicroBatches:
     ) -> None:
         self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
-        self.sends, self._exchanged = ctx.mesh.tp.index <= 0, 0
+        self.sends = ctx.mesh.tp.index <= 0
+        self._exchanged = 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
         self._pending_reads: dict[tuple[int, int], Future[Read]] = {}
         # Fields of one dtype are packed, so that there is one broadcast per dtype.

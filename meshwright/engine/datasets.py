@@ -61,7 +61,9 @@ class CheckedDataset:
 
 def masking_of(config: Config) -> Masking:
     """Return how tokens are masked. The tokenizer of the data, if known, gives the words and special tokens."""
-    m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
+    m = config.model
+    c = config.data.masked
+    prefix = config.data.prefixes[0]
     tokenizer = tokenizer_of_data(config.data.prefixes)
     pieces = [] if tokenizer is None else tokenizer.pieces()
     if c.whole_words == "true" and not pieces:
@@ -116,7 +118,9 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
 
     They are the config's, or else the five ids after the last one of the tokenizer.
     """
-    m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
+    m = config.model
+    b = config.data.blanks
+    prefix = config.data.prefixes[0]
     used = 0 if tokenizer is None else len(tokenizer.pieces())
     used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
     specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())

@@ -96,12 +96,15 @@ class Executor:
         pp_back: Group | None = None,
     ) -> None:
         """Create an executor. `pp_back`: the group for gradients, if they are not sent over `pp` like activations."""
-        self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
+        self.modules = list(modules)
+        self.pp = pp
+        self.forward_step = forward_step
         self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction: 1 forward, -1 backward
         self.stages = [stage_of(module) for module in modules]
         self.streams, self.shares, self.compiled = streams, shares, compiled
         self.in_flight = SENDS_IN_FLIGHT if overlaps else 0
-        self.rank, self.ledger = max(0, pp.index), pp.ledger
+        self.rank = max(0, pp.index)
+        self.ledger = pp.ledger
         self.done: list[Action] = []  # the finished actions of the last run, in order
         self.recorder: Recorder | None = None  # set while a step is traced
 
@@ -147,7 +150,8 @@ class _Run:
             return
         direction = SENDS.get(action.op) or RECEIVES.get(action.op)
         name = MEANING[action.op].phase if direction is None else "forward" if direction > 0 else "backward"
-        data_before, begin = self.totals.seconds["data"], time.perf_counter()
+        data_before = self.totals.seconds["data"]
+        begin = time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
         # Loading a batch within this action is booked as data, not as compute.
@@ -174,7 +178,8 @@ class _Run:
             self.receive(action)
 
     def share(self, action: Action, following: Action | None) -> None:
-        shares, begin = self.executor.shares, time.perf_counter()
+        shares = self.executor.shares
+        begin = time.perf_counter()
         assert shares is not None, f"{action} needs a `shares` object that shards weights"
         with self.executor.span("step", f"{action.op.value} of chunk {action.chunk}"):
             if action.op is Op.GATHER:
@@ -210,7 +215,8 @@ class _Run:
         return batch
 
     def forward(self, action: Action, received: Named) -> None:
-        e, key = self.executor, (action.micro_batch, action.chunk)
+        e = self.executor
+        key = (action.micro_batch, action.chunk)
         if self.training:
             # Received tensors become leaves of the graph, whose gradients are sent back after backward.
             for name, x in received.items():

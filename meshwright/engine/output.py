@@ -75,7 +75,8 @@ class TermTotal:
 
     def add(self, term: Term) -> None:
         value = term.sum.detach().double()
-        self.sum, self.weighted = self.sum + value, self.weighted + (value if term.weight == 1 else term.weight * value)
+        self.sum = self.sum + value
+        self.weighted = self.weighted + (value if term.weight == 1 else term.weight * value)
         self.count = self.count + _wide(term.count)
 
 

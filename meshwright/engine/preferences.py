@@ -105,7 +105,8 @@ def preference_output(
     total, count = torch.where(present, losses, 0.0).sum(), present.sum()
     if module.tokens.index > 0:
         # The value becomes zero, so that the loss is counted once, but the gradient remains.
-        total, count = total - total.detach(), torch.zeros_like(count)
+        total = total - total.detach()
+        count = torch.zeros_like(count)
     return StageOutput({}, [Term(LOSS, total, count)], monitored)
 
 

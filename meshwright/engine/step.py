@@ -188,7 +188,8 @@ class Trainer:
 
     def _samples(self, consumed: int) -> range:
         """Return the samples, by number, that this rank's replica trains on in the step that begins at `consumed`."""
-        samples, replicas = global_batch(self.ctx.config, consumed), self.ctx.layout.replicas
+        samples = global_batch(self.ctx.config, consumed)
+        replicas = self.ctx.layout.replicas
         part = self.ctx.config.train.local.parts(samples, replicas)[self.ctx.mesh.replica]
         return range(consumed + part.start, consumed + part.stop)
 
@@ -207,7 +208,8 @@ class Trainer:
 
         Returns the sums of the outputs, and the normalisation that turns the stored gradients into the true ones.
         """
-        samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
+        samples = global_batch(self.ctx.config, self.consumed)
+        count = self.micro_batches
         normalisation = self._normalisation(samples, count)
         # `train()` visits every submodule, so it is called only after a validation.
         for module in (module for module in self.modules if not module.training):
@@ -259,7 +261,8 @@ class Trainer:
         # The expert balance changes the routers' biases, which a checkpoint save may still be copying.
         self.before_update()
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
-            squares, divided = self.data_parallel.square_sum(), normalisation.counts is not None
+            squares = self.data_parallel.square_sum()
+            divided = normalisation.counts is not None
             sums = sums_of_step(self.ctx, totals, self.terms, squares, divided)
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
@@ -297,7 +300,9 @@ class Trainer:
         There is no update if it is held back, if the gradient is not finite, or if nothing was counted. Either all
         replicas make an update or none does.
         """
-        weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
+        weight = normalisation.weight
+        clip = self.ctx.config.train.clip
+        terms = len(self.terms)
         # A replica scales by its own sums, but the sums of all replicas decide whether there is an update.
         vectors = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
@@ -322,7 +327,8 @@ class Trainer:
 
     def take_back(self, result: StepResult) -> None:
         """Return to the position before this step, whose update was held back."""
-        self.step_number, self.consumed = result.step - 1, result.consumed
+        self.step_number = result.step - 1
+        self.consumed = result.consumed
 
     @property
     def runs_ahead(self) -> bool:
@@ -406,13 +412,16 @@ class Trainer:
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fill in the result from the summed counts. Return True if any rank monitors a value under a new name."""
-        mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
+        mesh = self.ctx.mesh
+        axes = self.ctx.layout.step_groups()
+        width = len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
         rest = numbers[width * len(axes) : -1]
-        means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
+        means = [n / 1e6 / mesh.world.size for n in rest]
+        own = len(axes) + len(PHASES)
         result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
         result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
         check_opened(rest[own:], mesh.layout, result.step)
@@ -465,7 +474,8 @@ class Trainer:
         """Return the line of metrics for the loss over the first validation samples, or None without such data."""
         if self.valid_batches is None:
             return None
-        samples, stage = validation_samples(self.ctx.config), self.data_parallel.stage
+        samples = validation_samples(self.ctx.config)
+        stage = self.data_parallel.stage
         if self.valid_sources:
             return {"step": self.step_number, "samples": samples} | self._validate_sources(stage)
         sums = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
@@ -486,7 +496,8 @@ class Trainer:
 
 def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, rule: MatrixRule) -> MatrixExchange:
     """Return the exchange that assembles whole matrices from a buffer's shards and from tensor-parallel slices."""
-    model, cutting = model_of(ctx.config), ctx.mesh.group(cut_axis(buffer.key.data_axes))
+    model = model_of(ctx.config)
+    cutting = ctx.mesh.group(cut_axis(buffer.key.data_axes))
     by_rank = [model.records(ctx.at_rank(rank)) for rank in cutting.ranks]
     own = by_rank[cutting.index]
     # A name alone is not unique: two parameters may hold slices of one global tensor (queries, and copied key-value

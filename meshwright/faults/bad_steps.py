@@ -1,10 +1,9 @@
 """Handles bad steps: steps whose loss or gradient is not finite, or far above those of the last steps.
 
-A bad step makes no update (`losses.UpdateGate`). The weights are still those before it, so it can be computed again from
-the same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is good, the
-hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the layer. If
-the second result is as bad, the cause is the data or the model, and the config says what happens.
-"""
+A bad step makes no update (`losses.UpdateGate`). The weights are still those before it, so it can be computed again
+from the same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is
+good, the hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the
+layer. If the second result is as bad, the cause is the data or the model, and the config says what happens. """
 
 from __future__ import annotations
 
@@ -169,7 +168,8 @@ class BadSteps:
 
     def _examine(self, result: StepResult, again: Again, bounds: tuple[float, float]) -> StepResult:
         """Compute a held step again to find its cause. Return the result that counts."""
-        why, spike = why_bad(result, bounds), is_finite(result)
+        why = why_bad(result, bounds)
+        spike = is_finite(result)
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
@@ -208,9 +208,11 @@ class BadSteps:
     def _data_or_model(self, result: StepResult, text: str, place: FaultPlace) -> StepResult:
         """Handle a bad step that the data or the model caused as `faults.action` says: skip, roll back or stop."""
         where = f", {place.words}" if place.found else ""
-        text, action = f"{text}{where}{self._samples(result, place)}", self.config.action
+        text = f"{text}{where}{self._samples(result, place)}"
+        action = self.config.action
         if action == "rollback" and self.went_back == self.config.max_skips:
-            text, action = f"{text}; the run has gone back {self.went_back} times since", "stop"
+            text = f"{text}; the run has gone back {self.went_back} times since"
+            action = "stop"
         if action == "stop":
             self.notes.add(BAD_STEP, f"{text}; the run stops", result.step, layer=_layer(place))
             self._stop(result, f"{text}: look at the samples and the learning rate, or set faults.action=skip")
@@ -240,7 +242,8 @@ class BadSteps:
         resume(trainer, None)
         trainer.consumed = result.consumed + result.global_batch
         lost = self.folder.go_back(trainer.step_number) if self.folder else 0
-        self.reached, self.went_back = max(self.reached, result.step), self.went_back + 1
+        self.reached = max(self.reached, result.step)
+        self.went_back = self.went_back + 1
         words = f"{text}; went back to step {trainer.step_number}, to continue with the samples after the batch"
         self.notes.add(ROLLBACK, words, result.step, layer=_layer(place), lost=lost)
 
@@ -270,7 +273,8 @@ class BadSteps:
 
     def _diagnose(self, result: StepResult) -> FaultPlace:
         """Compute the step once more to find the first bad tensor. The trainer's counters are restored afterwards."""
-        trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
+        trainer = self.trainer
+        after = (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
         found = first_bad(trainer)
         trainer.balance.forget()
@@ -296,7 +300,8 @@ class BadSteps:
         ctx = self.trainer.ctx
         samples: Sequence[int] = range(result.consumed, result.consumed + result.global_batch)
         if place is not None and place.found is not None and place.rank is not None and place.found.micro_batch >= 0:
-            index, size = ctx.layout.coordinate(place.rank)["dp"], ctx.config.train.micro_batch
+            index = ctx.layout.coordinate(place.rank)["dp"]
+            size = ctx.config.train.micro_batch
             samples = sample_ids(result.consumed, place.found.micro_batch, size, index, ctx.mesh.samples.size)
         many = f"samples {samples[0]} to {samples[-1]}" if len(samples) > 1 else f"sample {samples[0]}"
         return f", in {many}"

@@ -80,7 +80,8 @@ def with_model(
 
 def modules_with(ctx: Context, weights: WeightSource) -> list[nn.Module]:
     """Build this rank's chunks and fill them with weights."""
-    modules, model = build_modules(ctx, model_provider), ctx.config.model
+    modules = build_modules(ctx, model_provider)
+    model = ctx.config.model
     load_weights(modules, weights)
     if model.kind_facts.is_foreign and has_weights(Path(model.hf)):
         PlannedFolder(Path(model.hf)).fill_buffers(modules)
@@ -98,6 +99,7 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     if not mean.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
     # exp overflows a float64 above 709.
-    perplexity, tokens = math.exp(min(mean.losses.get(LOSS, mean.loss), 700.0)), math.ceil(mean.tokens)
+    perplexity = math.exp(min(mean.losses.get(LOSS, mean.loss), 700.0))
+    tokens = math.ceil(mean.tokens)
     line = {"loss": mean.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
     return line | ({"losses": mean.losses} if mean.losses else {})

@@ -31,7 +31,9 @@ class HarnessModel:
         template: ChatTemplate | None, batch: int,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.ctx, self.modules, self.words = ctx, list(modules), tokenizer
+        self.ctx = ctx
+        self.modules = list(modules)
+        self.words = tokenizer
         self.ends, self.template, self.batch = ends, template, batch
         self.max_length, self.max_gen_toks = ctx.config.model.seq, 256
         # Texts begin with the tokenizer's first token or, if it has none, with the end of a document.

@@ -52,7 +52,8 @@ class PackedTexts:
         fields = {key: np.zeros(self.seq, np.int64) for key in ("tokens", "labels", "loss_mask", "segments")}
         places, begin = np.arange(self.seq), 0
         for segment, number in enumerate(self.bins[n]):
-            ids, scored = np.array(self.texts[number].ids), self.texts[number].scored
+            ids = np.array(self.texts[number].ids)
+            scored = self.texts[number].scored
             here = slice(begin, begin + len(ids) - 1)
             fields["tokens"][here], fields["labels"][here], fields["segments"][here] = ids[:-1], ids[1:], segment
             fields["loss_mask"][here.stop - scored : here.stop] = number + 1
@@ -93,12 +94,15 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
 def _score_rows(head: Head, hidden: Tensor, labels: Tensor, mask: Tensor, sums: Tensor) -> None:
     """Add to `sums`, by text, the log-probabilities of the scored tokens and the number of tokens that are not the most
     likely ones."""
-    x, output, tp = head.final_hidden(hidden), head.output, head.parallel.tp
+    x = head.final_hidden(hidden)
+    output = head.output
+    tp = head.parallel.tp
     rows = (mask > 0).nonzero().flatten()
     for at, logits in logit_tiles(gather_input(x, output.sides)[rows], output.weight, output.bias, copies=tp.size):
         logits = all_gather(logits.t().contiguous(), tp.name, tp.size)[: head.vocab].t()
         wide = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1)
-        label, number = labels[rows[at]], mask[rows[at]] - 1
+        label = labels[rows[at]]
+        number = mask[rows[at]] - 1
         logp = wide.gather(1, label[:, None])[:, 0].double()
         missed = (wide.argmax(1) != label).double()
         sums.index_add_(0, number, torch.stack((logp, missed), 1))

@@ -44,7 +44,8 @@ def ring(size: int, place: int, on_node: int = 1) -> Sum:
 def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
     """Return the rounds of member `at` of a ring of some ranks of the group. Member k reduces the chunks parts[k]."""
     count = len(members)
-    right, left = members[(at + 1) % count], members[at - 1]
+    right = members[(at + 1) % count]
+    left = members[at - 1]
     # In `reduce`, a chunk starts at the right neighbour of the member that reduces it, goes once around the ring and
     # ends at that member. In `gather` it starts there.
     reduce = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(1, count)]
@@ -61,7 +62,8 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
     for step in (1 << bit for bit in range((size - 1).bit_length())):
         # In the tree of chunk j, rank r has number r - j. Parents and children are `step` apart in every tree, so one
         # message carries the chunks of all trees in which this rank sends.
-        up, down = (place - step) % size, (place + step) % size
+        up = (place - step) % size
+        down = (place + step) % size
 
         def sends(number: int, step: int = step) -> bool:
             return number % (2 * step) == step

@@ -75,7 +75,9 @@ class Later:
     """A message that is passed to torch when it is due."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin, self._begun, self._work = begin, threading.Event(), None
+        self._begin = begin
+        self._begun = threading.Event()
+        self._work = None
         self._error: RuntimeError | None = None
 
     def begin(self) -> None:
@@ -184,7 +186,8 @@ def emulate_links(mesh: Mesh, config: EmulateConfig) -> None:
     """Send all further calls of a mesh through emulated links. All its ranks must call this together."""
     if mesh.world.alone or dist.get_backend() == "fake":
         return
-    node_size, adapters = mesh.layout.node_size or mesh.layout.world, None
+    node_size = mesh.layout.node_size or mesh.layout.world
+    adapters = None
     if config.network_gb_s and node_size < mesh.layout.world:
         # The number gives the ranks of a run one name for their shared file, which no other run uses.
         number = torch.tensor([random.getrandbits(48)])

@@ -154,7 +154,8 @@ class Rounds:
         self.kind = reducer.chosen(op, grads.nbytes, group.size, self._on_node)
 
     def wait(self) -> None:
-        group, pieces = self._group, self._grads.view(self._group.size, -1)
+        group = self._group
+        pieces = self._grads.view(self._group.size, -1)
         if not group.alone:
             for step in self._steps(pieces.device):
                 # Contiguous slices that replace others are received in place. All others need a buffer.
@@ -168,7 +169,9 @@ class Rounds:
 
     def _steps(self, device: Any) -> list[Step]:
         """Return the rounds of this rank, which are cached with their indices on the device."""
-        group, known, key = self._group, self._reducer.steps, (self._group.name, self.kind, self._op, device)
+        group = self._group
+        known = self._reducer.steps
+        key = (self._group.name, self.kind, self._op, device)
         if key not in known:
             order = ring_order(group.ranks, self._reducer.node_size, self._reducer.switches)
             rounds = rounds_of(self.kind, group.size, group.index, self._op, self._on_node, order)

@@ -107,7 +107,8 @@ def measure(
         for _ in range(steps):
             for turn in turns:
                 turn.step()
-        figures, making = [turn.figures() for turn in turns], [turn.making_seconds(turns[-1]) for turn in turns]
+        figures = [turn.figures() for turn in turns]
+        making = [turn.making_seconds(turns[-1]) for turn in turns]
     del turns
     gc.collect()
     return figures[:-1], making[:-1], figures[-1].step_s
@@ -143,7 +144,8 @@ def _ready(
 
 def _sent_bytes(trainer: Trainer) -> dict[str, float]:
     """Return the bytes that a rank sent in the last step, by axis, averaged over all ranks."""
-    axes, sums = trainer.ctx.layout.step_groups(), Counter[str]()
+    axes = trainer.ctx.layout.step_groups()
+    sums = Counter[str]()
     for entry, totals in trainer.ctx.ledger.entries.items():
         sums[entry.axis] += totals.wire_bytes
     names = sorted({trainer.ctx.layout.without_ones(axis) for axis in axes})

@@ -89,7 +89,8 @@ class ServerReducer(PlainReducer):
 
         self._buffers = buffers
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-            size, like = bucket.stop - bucket.start, bucket.own_grads
+            size = bucket.stop - bucket.start
+            like = bucket.own_grads
             new = (torch.zeros(size, dtype=wide(like.dtype), device=like.device) for _ in range(self.staleness))
             self._late[bucket] = deque(new)
 
@@ -103,7 +104,8 @@ class ServerReducer(PlainReducer):
 
     def _delay(self, late: deque[Tensor], grads: Tensor, rank: int) -> None:
         """Replace a rank's gradients by those that reach the servers in this step."""
-        steps, arriving = steps_late(self.seed, self._step, rank, self.staleness), late.popleft()
+        steps = steps_late(self.seed, self._step, rank, self.staleness)
+        arriving = late.popleft()
         # Held gradients are stored without the loss scale, which may change before they arrive.
         held = None
         if steps:

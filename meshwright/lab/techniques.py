@@ -139,7 +139,8 @@ def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluste
     """Return the cluster with the links that `comm.emulate` emulates."""
     if not links.on:
         return cluster
-    link, latency = links.link_gb_s or cluster.node.link_gb_s, links.latency_us or 0.001
+    link = links.link_gb_s or cluster.node.link_gb_s
+    latency = links.latency_us or 0.001
     network = Network(links.network_gb_s or link * node_size, latency)
     node = replace(cluster.node, devices=node_size, link_gb_s=link, link_latency_us=latency)
     efficiency = replace(cluster.efficiency, link=1.0, network=1.0)

@@ -130,7 +130,9 @@ class Elastic:
 
     def run(self) -> Outcome:
         """Run one generation after another until the run ends. Return the outcome of the last one."""
-        best_step, failures, ended = 0, 0, Outcome(0)
+        best_step = 0
+        failures = 0
+        ended = Outcome(0)
         with self.board.heartbeat():
             while (generation := self._next()) is not None:
                 ended = self._run(generation)
@@ -234,7 +236,8 @@ class Elastic:
         here = {share.name for share in shares}
         # Nodes without ranks may have keepers that hold memory copies.
         beside = [NodeShare(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
-        port, full = self._door.getsockname()[1], ranks == self.wishes.target
+        port = self._door.getsockname()[1]
+        full = ranks == self.wishes.target
         return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, beside)
 
     def _say(self, made: Generation) -> None:
@@ -312,7 +315,8 @@ class Elastic:
         for share in generation.shares:
             if share.name == self.board.me.name:
                 continue
-            node, name = present.get(share.name), f"node {share.name}"
+            node = present.get(share.name)
+            name = f"node {share.name}"
             fault = node.fault if node is not None and node.generation == generation.number else ""
             # A node that is in a later generation, or has left, will not report on this one.
             past = node is not None and (node.generation > generation.number or node.state == "left")

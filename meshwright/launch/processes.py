@@ -91,7 +91,8 @@ def _place_by_name(env: Mapping[str, str]) -> ProcessPlace:
             )
         local_rank, local_world = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
     else:
-        local_rank, local_world = _number(env, "LOCAL_RANK", _number(env, mpi[3])), _number(env, mpi[4])
+        local_rank = _number(env, "LOCAL_RANK", _number(env, mpi[3]))
+        local_world = _number(env, mpi[4])
     return ProcessPlace(rank, world, local_rank, local_world, True, device)
 
 

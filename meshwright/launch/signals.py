@@ -141,7 +141,8 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         StopRequests.handled = time.monotonic()
-        again, StopRequests.second = StopRequests.second == number, 0
+        again = StopRequests.second == number
+        StopRequests.second = 0
         if again or (self._since is not None and self._is_again(number, self._since, time.monotonic())):
             if number == signal.SIGINT and not self._launched:
                 raise KeyboardInterrupt

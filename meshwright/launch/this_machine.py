@@ -130,7 +130,8 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
 
     device = Device.choose(config.run.device, 0)
     memory, room = room_of(config, local_ranks)
-    held, planned = device.peak_bytes(), largest(here(config, ranks)).peak
+    held = device.peak_bytes()
+    planned = largest(here(config, ranks)).peak
     most = f"{size(held)} were held, " if held else ""
     # The estimate was too low if the rank ran out of memory although the plan fits, so aim for less than was planned.
     return UserError(

@@ -57,7 +57,9 @@ class GraphStage(nn.Module):
         super().__init__()
         model = model_of(config)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
-        self.model, self.nodes, self.adapts = model, model.nodes_of(stage), config.tune.adapts
+        self.model = model
+        self.nodes = model.nodes_of(stage)
+        self.adapts = config.tune.adapts
         self.held: dict[str, nn.Module] = {}
         # Gradient buckets follow the order of registration, which must be the order of forward.
         for node in model.nodes:
@@ -221,7 +223,9 @@ class GraphStage(nn.Module):
         self, steps: Sequence[Node | BlockStack], batch: Batch, streams: Streams, past: Caches | None = None
     ) -> tuple[Streams, Tensor | None]:
         """Run these nodes. Return the streams after them and the sums of the loss terms that blocks add, if any."""
-        streams, total, past = dict(streams), None, past or {}
+        streams = dict(streams)
+        total = None
+        past = past or {}
         ids = next((batch[node.fields[0]] for node in self.sources if node.fields[0] in batch), None)
         sequences = self.micro_batch if ids is None else ids.shape[0]
         cached = next(iter(past.values())).length if past else 0
@@ -283,14 +287,16 @@ class GraphStage(nn.Module):
                 memory.release()
             kept = InputStorage(memory if number in offloaded else None, last)
             x, *losses = recompute(partial(run, layers), x, kept, *beside)
-            last, total = kept.last, _plus(total, losses[0] if losses else None)
+            last = kept.last
+            total = _plus(total, losses[0] if losses else None)
         if memory is not None:
             memory.release()
         return x, total
 
     def _router_inputs(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
         """Return, by layer, the inputs that the routers of mixtures of experts take in addition to x."""
-        mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
+        mask = batch.get("loss_mask")
+        rows = batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
         return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._expert_layers}
 

@@ -73,7 +73,8 @@ class GridView(TokenView):
         own = {name: own_rows(each, parallel, rows) for name, each in batch.items()}
         mask: Documents | ContextRows | None
         if self.order is None:
-            positions, mask = own.get("positions"), self.documents(own, x.device, sequences, self.seq)
+            positions = own.get("positions")
+            mask = self.documents(own, x.device, sequences, self.seq)
         else:
             positions, mask = self._sequence_rows(own, sequences, x.device)
         return Inputs(sequences, None if self.tables is None else self.tables(positions, self.seq), mask)
@@ -81,7 +82,8 @@ class GridView(TokenView):
     def _sequence_rows(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
         """Return the positions of this rank's rows, and the rows that each of the ranks sharing the sequences holds."""
         assert self.order is not None and self.parallel.context is not None
-        group, order = self.parallel.context.outer, self.order.numpy()
+        group = self.parallel.context.outer
+        order = self.order.numpy()
         documents = read_field(own, "segments")[:, order] if "segments" in own else None
         rows = RowPositions(order[None].repeat(sequences, 0), documents)
         if "positions" in own:

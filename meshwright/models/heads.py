@@ -38,8 +38,11 @@ class Embedding(NodeModule):
         built: dict[str, Any] = {
             key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts
         }
-        self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
-        self.types, self.parallel = built.get("types"), parallel
+        self.tokens = built["tokens"]
+        self.positions = built.get("positions")
+        self.norm = built.get("norm")
+        self.types = built.get("types")
+        self.parallel = parallel
 
     def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Tensor | None, ...]:
         """Return the ids (from the node's first field), the positions and the token types."""

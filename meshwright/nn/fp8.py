@@ -99,7 +99,8 @@ def _multiply(
 ) -> Tensor:
     by_rows = a_scale.dim() > 0
     if by_rows:
-        a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+        a_scale = a_scale[:, None]
+        b_scale = b_scale[None, :]
     if not a.is_cuda:
         wide = (a.float() * a_scale) @ (b.t().float() * b_scale)
         return wide.to(dtype) if out is None else out.copy_(wide)

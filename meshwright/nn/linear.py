@@ -182,7 +182,8 @@ def _column_grads(
     if needs_weight and ctx.sink is not None:
         return column_backward(grad, weight, x, ctx.sink, group, not ctx.sides.all_rows), None
     if ctx.sides.all_rows:
-        grad_x, full = scatter_input_grad(grad @ weight, ctx.sides), x
+        grad_x = scatter_input_grad(grad @ weight, ctx.sides)
+        full = x
     else:
         grad_x = product_scatter(grad.contiguous(), weight, True, group, size)
         full = gather_in_chunks(x, group, size) if needs_weight else x

@@ -115,7 +115,8 @@ class _InChunks(torch.autograd.Function):
         (x, *trained), mlp = ctx.saved_tensors, ctx.mlp
         grad = gather_output_grad(grad, mlp.down.sides)
         full = gather_input(x, mlp.up.sides, again=True)
-        grad_x, rows = torch.empty_like(full), _rows(full, mlp.chunks)
+        grad_x = torch.empty_like(full)
+        rows = _rows(full, mlp.chunks)
         sums: list[Tensor | None] = [None] * len(trained)
         handles = (mlp.up.sinks.get("weight"), mlp.down.sinks.get("weight"))
         for at in rows:

@@ -228,7 +228,8 @@ class ParallelCrossEntropy(ParallelLayer):
         self.ignore_index = ignore_index
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        wanted = labels.reshape(-1)
         width = flat.shape[1]
         first, name = (0, "") if self.tp is None else (self.tp.index * width, self.tp.name)
         vocabulary = Vocabulary(first, width, name, self.ranks, flat.device.type == "cpu")
@@ -276,7 +277,10 @@ class ParallelAttention(TensorRegion):
         causal: bool = True, rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.causal, self.rotate = heads, kv_heads or heads, causal, rotate
+        self.heads = heads
+        self.kv_heads = kv_heads or heads
+        self.causal = causal
+        self.rotate = rotate
         if heads % self.kv_heads or (head_dim is None and hidden % heads):
             raise UserError(f"heads={heads} must be a multiple of kv_heads={self.kv_heads} and divide hidden={hidden}")
         self.head_dim = head_dim or hidden // heads

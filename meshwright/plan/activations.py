@@ -90,7 +90,8 @@ class ChunkBytes:
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     """Return the bytes of one chunk. `fields` is the number of elements of a micro-batch that the rank reads."""
     together, mode = job.config.recompute.blocks, job.config.recompute.mode
-    held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
+    held = [node.unit for node in job.model.nodes_of(stage)]
+    first = int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
     units = [
@@ -119,7 +120,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
 
     def moments(op: Op) -> Iterator[BackwardUnit]:
         for at in shown:
-            inside, unit = units[slice(*runs[at])], runs[at][1] - 1
+            inside = units[slice(*runs[at])]
+            unit = runs[at][1] - 1
             # The input of the run before this one is prefetched from host memory.
             prefetched = streams[runs[at][0]] * (at - first - 1 in offloaded)
             if op is Op.WEIGHT_GRAD:
@@ -205,7 +207,8 @@ def micro_batches_to_steady_state(job: Job) -> int:
     the number of all micro-batches.
     """
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
-    few, formula = min(m, 3 * pp + m % pp), KINDS[job.config.pipeline.schedule].in_flight
+    few = min(m, 3 * pp + m % pp)
+    formula = KINDS[job.config.pipeline.schedule].in_flight
     drains = formula is not None and formula(pp, m, chunks, 0) == formula(pp, few, chunks, 0)
     return few if drains else m
 

@@ -182,7 +182,8 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     a decoder that attends to an encoder there are two sends, the second of the encoder's output. A program that
     scatters its sends gathers each one over tp after receiving it.
     """
-    stages, divided = stages_of(job.config), job.layout.tp if job.scatters_sends else 1
+    stages = stages_of(job.config)
+    divided = job.layout.tp if job.scatters_sends else 1
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
         for phase, sends, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
@@ -343,7 +344,8 @@ def replica_calls(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[Re
     """
     c, layout, n = job.config, job.layout, job.layout.replicas
     for buffer in packing_of(job, pp_rank).buffers:
-        shards, wide = buffer.division(layout, c.zero).shards, max(4, buffer.weight)
+        shards = buffer.division(layout, c.zero).shards
+        wide = max(4, buffer.weight)
         compresses = buffer.mixed and not buffer.partial and (job.step or 0) > c.train.local.compress.warmup_steps
         reducer = job.outer_sums if compresses else PLAIN_REDUCER
         for size in buffer.buckets if buffer.trained else ():
@@ -401,10 +403,12 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     that ranks hold alike, in every `faults.check_every`-th step: 1 all_gather of axes of the mesh x ranks x 8.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
-    replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
+    replicas = job.layout.replicas
+    together = INNER if job.layout.replicas > 1 else "world"
     yield _over(job.layout, "sums", "optimizer", together, "all_reduce", sums_bytes(terms))
     yield _over(job.layout, "sums", "optimizer", REPLICAS, "all_reduce", sums_bytes(terms) + WIDE * replicas)
-    experts, layers = job.config.model.experts, range(job.config.model.layers)
+    experts = job.config.model.experts
+    layers = range(job.config.model.layers)
     if experts.count:
         payload = WIDE * balance_length(experts.count) * sum(map(experts.in_block, layers))
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", payload)
@@ -412,7 +416,8 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
     if monitored := job.monitored + len(job.config.monitored_names):
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
-    axes, every = len(job.layout.step_groups()), job.config.faults.check_every
+    axes = len(job.layout.step_groups())
+    every = job.config.faults.check_every
     if every and job.step is not None and job.step % every == 0:
         yield _over(job.layout, "checksums", "metrics", "world", "all_gather", checks_bytes(axes, job.world))
     yield _over(job.layout, "metrics", "metrics", "world", "all_reduce", counts_bytes(axes, job.world))
@@ -462,7 +467,8 @@ def all_ranks(job: Job) -> Detail:
         )
         return by_line(call for calls in each for call in calls)
     # Replicas with different shares of the batch have different numbers of micro-batches.
-    replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
+    replicas = job.layout.replicas
+    unequal = bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
     return _sum_traffic(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))

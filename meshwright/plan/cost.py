@@ -168,7 +168,9 @@ def _stage(
         read = wait_seconds(where.cluster) * (reads and job.layout.tp > 1)
         inside["tp"].add(m * read)
         own = len(stage.layers) / max(1, blocks)
-        forward, backward, weights = read + own * extra[0], own * extra[1], 0.0
+        forward = read + own * extra[0]
+        backward = own * extra[1]
+        weights = 0.0
         for unit, count in job.units(stage):
             t, adding = unit_time(unit, where), 0.0
             if unit.stackable and m > 1:

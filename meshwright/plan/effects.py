@@ -28,7 +28,8 @@ def without_effect(config: Config, world: int, node_size: int = 0) -> list[str]:
 
     `node_size` is the number of ranks on a node if the config doesn't say; 0 means that all ranks are on one node.
     """
-    layout, algorithm = axes_layout(config, world, node_size), config.comm.algorithm
+    layout = axes_layout(config, world, node_size)
+    algorithm = config.comm.algorithm
     sums, exchanges = list(_sums(config, layout)), list(_exchanges(config, layout))
     # One word for both is meant for whichever the run has, so it is reported only if it affects neither.
     if algorithm.dp == algorithm.ep:

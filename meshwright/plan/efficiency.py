@@ -104,7 +104,8 @@ def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per
 def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
     """Return the seconds of a collective that follows right after another one."""
     rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
-    ring, once = hop_seconds(cluster, size, per_node), payload * (size - 1) / size / rate
+    ring = hop_seconds(cluster, size, per_node)
+    once = payload * (size - 1) / size / rate
     if op == "send":
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
         return START + latency * 1e-6 + payload / rate
@@ -144,7 +145,9 @@ class ClusterNetwork:
 
     def links(self, ranks: int, on_node: int) -> Links:
         """Return the links of a group that makes sends and receives of its own."""
-        node, network, share = self.cluster.node, self.cluster.network, self.cluster.ops.get("send", 1.0)
+        node = self.cluster.node
+        network = self.cluster.network
+        share = self.cluster.ops.get("send", 1.0)
         return Links(
             self._link * share, self._adapters * share * min(on_node, ranks) / node.devices,
             node.link_latency_us * 1e-6, network.latency_us * 1e-6, START + wait_seconds(self.cluster),

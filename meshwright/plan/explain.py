@@ -82,7 +82,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 def _about_states(job: Job) -> Iterator[str]:
     """Yield a sentence about the states that ZeRO shards, and the number of ranks that share them."""
     zero = job.config.zero.stage
-    usual, experts = job.sharding_over(), job.sharding_over(EXPERT_DATA_AXES)
+    usual = job.sharding_over()
+    experts = job.sharding_over(EXPERT_DATA_AXES)
     parts = [f"among {usual[1]} ranks"] if usual[0] else []
     if job.config.model.experts.count and experts != usual and experts[0]:
         parts.append(f"those of experts among {experts[1]}" + (" ranks" if not parts else ""))
@@ -129,7 +130,8 @@ def _about_experts(best: Candidate) -> Iterator[str]:
     fitting = [predict_cost(job, cost.cluster) for gib, job in others if gib <= cost.cluster.device.memory_gib]
     if fitting:
         other = min(fitting, key=lambda one: one.step_s)
-        name, more = _cut_words(other.job), percent(other.step_s / cost.step_s - 1)
+        name = _cut_words(other.job)
+        more = percent(other.step_s / cost.step_s - 1)
         lost = f"with all else the same it takes {more} more, lost on {against(cost, other)}"
         yield f"Of other ways that fit, {name} is the fastest: {lost}."
     elif others:

@@ -95,6 +95,7 @@ def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Return `balanced_split` if its longest stage is shorter than that of even stages, else (), which means even."""
     if stages == 1:
         return ()
-    worth, split = head_worth(model), balanced_split(model, stages)
+    worth = head_worth(model)
+    split = balanced_split(model, stages)
     even = max(-(-model.layers // stages), model.layers // stages + worth)
     return split if max(*split[:-1], split[-1] + worth) < even and min(split[:-1]) > 0 else ()

@@ -53,7 +53,8 @@ def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
     packing = packing_of(job, pp_rank)
     if not (job.config.zero.stage >= 2 and job.stack.own) and not job.releases_gradients:
         return [[Whole()] * len(units) for units in packing.chunks]
-    buckets, first_units = _buckets(job, packing), [param.unit for param in packing.params]
+    buckets = _buckets(job, packing)
+    first_units = [param.unit for param in packing.params]
     state, by_chunk = (0.0, 0.0), []
     for chunk in reversed(packing.chunks):
         state, by_unit = _backward(chunk, job.at, buckets, first_units, *state)
@@ -101,7 +102,8 @@ def _backward(
             bucket = buckets[param]
             more = 0.0 if bucket.allocated else bucket.gradients
             now, lasting = (now, lasting + more) if bucket.lasts else (now + more, lasting)
-            bucket.allocated, bucket.left = True, bucket.left - 1
+            bucket.allocated = True
+            bucket.left = bucket.left - 1
             if not bucket.left and bucket.late:
                 late.append(bucket)
             # Buckets that last until the update are reduced in place, once.

@@ -72,7 +72,8 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
-        keys, name = {**grid.keys, "sequence_parallel": False}, str(grid).upper().replace("X", "x")
+        keys = {**grid.keys, "sequence_parallel": False}
+        name = str(grid).upper().replace("X", "x")
         yield name, keys
         if keeps:
             yield f"{name}, gathered kept", {**keys, "tp_keep_gathered": True}
@@ -126,7 +127,9 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
 
 def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
     """Return a comparison as text."""
-    m, b, shown = job.config.model, job.batch, _shown(costs)
+    m = job.config.model
+    b = job.batch
+    shown = _shown(costs)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
     for one in shown:
         rows.append((

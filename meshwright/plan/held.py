@@ -149,7 +149,8 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
     In backward, an embedding stays gathered until the backward of its chunk has finished, so a second embedding with
     the same table needs no gather.
     """
-    packing, together = packing_of(job, pp_rank), job.config.recompute.blocks
+    packing = packing_of(job, pp_rank)
+    together = job.config.recompute.blocks
     gathers = [0] * len(packing.params)
     for stage, units in zip(job.chunks[pp_rank], packing.chunks, strict=True):
         graded = not stage.first  # A gradient flows back to here. The input that a stage receives always has one.

@@ -82,7 +82,8 @@ def _matrix_rules(job: Job) -> dict[int, MatrixRule]:
 
 def _rule_bytes(job: Job, pp_rank: int, group: int) -> float:
     """Return the bytes of `matrix_bytes` for the matrices of one group."""
-    rule, element = _matrix_rules(job)[group], job.states.grad
+    rule = _matrix_rules(job)[group]
+    element = job.states.grad
     share, shapes = 0.0, set[tuple[int, int]]()
     for record, count, ranks in _shared_records(job, pp_rank, group):
         share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks

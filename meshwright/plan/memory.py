@@ -90,10 +90,13 @@ class BufferSizes(NamedTuple):
 @remember("zero")
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Return the sizes of the flat buffers of a rank."""
-    sizes, layout, usual = [], job.layout, BYTES[job.config.train.precision]
+    sizes = []
+    layout = job.layout
+    usual = BYTES[job.config.train.precision]
     for one in packing_of(job, pp_rank).buffers:
         stage, axes, _ = one.division(layout, job.config.zero)
-        ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
+        ranks = layout.size(one.data_axes)
+        element = 0 if one.weight == usual else one.weight
         sizes.append(BufferSizes(
             one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
             one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.update,
@@ -160,7 +163,9 @@ def ring_bytes(job: Job, sizes: BufferSizes) -> int:
 
 def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     """Return the bytes of a buffer's parameters, gradients, masters and moments that persist between steps."""
-    s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
+    s = job.states
+    zero = sizes.stage
+    whole = sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
     parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
     parameters += whole // sizes.node * (sizes.element or s.param) if sizes.node else 0.0
@@ -190,7 +195,8 @@ def outer_bytes(job: Job, sizes: BufferSizes) -> int:
     if replicas == 1:
         return 0
     shares = [bucket // (sizes.shards if sizes.stage else 1) for bucket in sizes.buckets]
-    padded, wide = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares), max(4, job.states.param)
+    padded = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares)
+    wide = max(4, job.states.param)
     kept = job.outer_sums.state_bytes(padded, wide) if sizes.outer_mixed else 0
     return (sum(shares) * (1 + (local.outer == "nesterov")) + padded * (local.delay > 0)) * wide + kept
 
@@ -225,7 +231,8 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         most = max(most, MemoryMoment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
         most = max(most, MemoryMoment.of(forwards[number], in_flight[-1], head.lasting, head.shares))
         for op, total in before[number].items():
-            uses, adds = MEANING[op].uses_weights, WEIGHT in MEANING[op].produces
+            uses = MEANING[op].uses_weights
+            adds = WEIGHT in MEANING[op].produces
             for moment in chunk.backward[op]:
                 kept = max(kept, total + moment.kept)
                 rows = _rows_gradient(job) if held[number].first and moment.unit == 0 and adds else 0.0
@@ -267,11 +274,14 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     pass between stages.
     """
     s, zero = job.states, job.sharding_over()[0]
-    params, layer, layers = rank_parameters(job, pp_rank), 0, 0
+    params = rank_parameters(job, pp_rank)
+    layer = 0
+    layers = 0
     for unit, count in job.rank_units(pp_rank):
         if unit.stackable:
             size = sum(record.numel for record in unit_records(unit, job.at))
-            layer, layers = max(layer, size), layers + count * size
+            layer = max(layer, size)
+            layers = layers + count * size
     ends = params - layers
     passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
     # The embedding, the head and a gradient are also live.

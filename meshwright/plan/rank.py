@@ -74,15 +74,18 @@ def planned_rank(job: Job, rank: int) -> Expected:
         axes.append(REPLICAS)
         job = replace(job, step=job.config.train.local.steps, replica=coordinate[REPLICAS])
     if job.config.model.experts.count:
-        coordinate, axes = coordinate | job.layout.expert_coordinate(rank), [*axes, "ep", "etp"]
-    pp_rank, job = coordinate["pp"], replace(job, rank=rank)
+        coordinate = coordinate | job.layout.expert_coordinate(rank)
+        axes = [*axes, "ep", "etp"]
+    pp_rank = coordinate["pp"]
+    job = replace(job, rank=rank)
     memory = memory_bytes(rank_memory(job, pp_rank))
     c = job.config
     calls = by_line(stage_calls(job, pp_rank))
     # The ranks of a group may send different amounts, and the reducer's calls are their mean.
     for line, mean in calls.items():
         if line.phase == "reduce":
-            group, sent = job.layout.group(line.axis, rank), (mean.payload_bytes, mean.wire_bytes)
+            group = job.layout.group(line.axis, rank)
+            sent = (mean.payload_bytes, mean.wire_bytes)
             calls[line] = Traffic(mean.calls, *job.sums.of_rank(line.op, sent, len(group), group.index(rank)))
     table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
     return Expected(

@@ -157,7 +157,8 @@ def reduce_seconds(job: Job, cluster: Cluster, stage: StageCost, sums: RankSums,
         return time.seconds - hidden + slowed * hidden
 
     for axis in sums.axes:
-        before, ends = axes[axis].hidden, sums.end_gradients[axis]
+        before = axes[axis].hidden
+        ends = sums.end_gradients[axis]
         gathers = sums.forward[axis] + sums.end_forward[axis]
         if zero < 2:
             room = stage.backward + (stage.forward if zero else 0.0) - taken

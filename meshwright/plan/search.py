@@ -117,7 +117,9 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
     """
     # Replicas divide the devices among them first. The rest of the layout is chosen inside a replica.
     replicas = base.config.layout.replicas
-    model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
+    model = base.config.model
+    batch = base.global_batch // replicas
+    devices = base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
     base = base.with_keys(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for cut in _tensor_cuts(base, space, divisors(devices)):

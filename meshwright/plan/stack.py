@@ -50,7 +50,9 @@ def states_of(config: Config, own: bool = True) -> States:
 
     Other programs (not `own`) store whole masters in addition to the weights.
     """
-    precision, master, rules = config.train.precision, config.optimizer.master_dtype, rules_of(config.optimizer)
+    precision = config.train.precision
+    master = config.optimizer.master_dtype
+    rules = rules_of(config.optimizer)
     all_rules = [rule for group in rules for rule in group if rule is not None]
     param = BYTES[precision]
 
@@ -60,7 +62,8 @@ def states_of(config: Config, own: bool = True) -> States:
     def kept(rule: Rule) -> tuple[int, ...]:
         return tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states)
 
-    places, offload = {"none": "device", "cpu": "cpu", "disk": "disk"}, config.zero.offload
+    places = {"none": "device", "cpu": "cpu", "disk": "disk"}
+    offload = config.zero.offload
     has_master = param < 4 and BYTES[master] > param
     paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
     return States(

@@ -72,7 +72,9 @@ def target_of(
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     """Return True if a published run's split of layers no longer applies: the stages or the layers are different."""
-    mine, its, layers = raw.get("layout", {}), run.get("layout", {}), sum(run.get("pipeline", {}).get("split", ()))
+    mine = raw.get("layout", {})
+    its = run.get("layout", {})
+    layers = sum(run.get("pipeline", {}).get("split", ()))
     others = raw["model"].get("layers", layers) != layers
     return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
 
@@ -160,7 +162,8 @@ def _layout_words(text: str) -> list[str]:
 
 def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | None = None) -> Job:
     """Return the job of a target on that many devices of a cluster. Refuse it if it breaks a rule."""
-    host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
+    host = cluster.device.units == 1
+    node = min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
     check(target.config, devices, PLANNING_RULES)
     return job

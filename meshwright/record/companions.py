@@ -143,7 +143,8 @@ def known_digests(folder: Path) -> set[str]:
     digests = {str(noted)} if noted else set()
     for name in TOKENIZERS:
         if not noted and (folder / name).is_file():
-            content, kind = (folder / name).read_bytes(), name.rpartition(".")[2]
+            content = (folder / name).read_bytes()
+            kind = name.rpartition(".")[2]
             try:
                 digests.add(TokenizerSource(kind, content, None, name).digest)
             except ValueError:

@@ -95,7 +95,8 @@ def complete_step(config: Config) -> int | None:
     validates, the validation after that step must be recorded as well. A run most of whose updates were skipped has
     hardly learned, so it is not complete. The exit code can't tell a complete run from one that was stopped.
     """
-    folder, checkpoints = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
+    folder = Path(config.run.dir)
+    checkpoints = fmt.list_checkpoints(fmt.checkpoint_folder(config))
     if not checkpoints or checkpoints[-1][0] < config.train.steps:
         return None
     step, last = checkpoints[-1]
@@ -125,7 +126,8 @@ def skipped_updates_notice(folder: Path) -> str:
 
 def describe_loss(config: Config) -> str:
     """Return a sentence that says which steps a run loses if it is stopped at once."""
-    folder, lines = Path(config.run.dir), _read_lines(Path(config.run.dir) / "metrics.jsonl")
+    folder = Path(config.run.dir)
+    lines = _read_lines(Path(config.run.dir) / "metrics.jsonl")
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"

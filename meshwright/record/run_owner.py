@@ -45,8 +45,10 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        pid, boot = os.getpid(), _read("/proc/sys/kernel/random/boot_id")
-        began, pids = _began(pid) or "", _link("/proc/self/ns/pid")
+        pid = os.getpid()
+        boot = _read("/proc/sys/kernel/random/boot_id")
+        began = _began(pid) or ""
+        pids = _link("/proc/self/ns/pid")
         return cls(socket.gethostname(), pid, began, boot, pids, fmt.job_name(), _attempt(), time.time())
 
     def state(self, me: Owner) -> State:

@@ -53,7 +53,8 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
     with path.open("rb") as file:
         head, data = read_header(file)
         for block in blocks:
-            entry, dtype = head[block.key], index.tensors[block.tensor]["dtype"]
+            entry = head[block.key]
+            dtype = index.tensors[block.tensor]["dtype"]
             (begin, end), (name, size) = entry["data_offsets"], SAFETENSORS_DTYPES[entry["dtype"]]
             length = math.prod(block.shape) * size
             is_described = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
@@ -61,7 +62,8 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
             left = length if is_described else 0
             file.seek(data + begin)
             while left and (content := file.read(min(left, READ_BYTES))):
-                crc, left = zlib.crc32(content, crc), left - len(content)
+                crc = zlib.crc32(content, crc)
+                left = left - len(content)
                 advance(len(content))
             if not is_described or left or crc != block.crc32:
                 raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
@@ -74,7 +76,8 @@ def read_header(file: BinaryIO) -> tuple[dict[str, TensorHeader], int]:
 
     Raise ValueError for a file without a valid header.
     """
-    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
     # The length is checked before it is used, since a damaged file may ask for any amount of memory.
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise ValueError("its header is cut off")

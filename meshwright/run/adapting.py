@@ -132,7 +132,8 @@ class Adapting(Hook):
         """Return a function that sums random gradients of a bucket; without a bucket, it does nothing."""
         if bucket is None:
             return lambda: None
-        device, groups = self.trainer.ctx.device, self.trainer.data_parallel.groups(bucket.buffer)
+        device = self.trainer.ctx.device
+        groups = self.trainer.data_parallel.groups(bucket.buffer)
         grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype, device=device.torch).normal_()
 
         def run() -> None:

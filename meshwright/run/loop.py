@@ -81,7 +81,8 @@ class Ahead:
     def _drop(self) -> None:
         """Discard a step that was launched after a held one, and so made no update. Keep its requests."""
         if self._waiting is not None:
-            dropped, self._waiting = self.trainer.read(self._waiting), None
+            dropped = self.trainer.read(self._waiting)
+            self._waiting = None
             self.trainer.take_back(dropped)
             self._stop, self._save = self._stop or dropped.stop, self._save or dropped.save
 
@@ -211,7 +212,9 @@ class TimeLimit(Hook):
     """
 
     def __init__(self, requests: StopRequests, saver: Saver, limit: float, began: float) -> None:
-        self.requests, self.saver, self.end = requests, saver, began + limit if limit else math.inf
+        self.requests = requests
+        self.saver = saver
+        self.end = began + limit if limit else math.inf
         self.longest = 0.0  # The longest step so far, except for the first one, which is not typical.
         self.seen = 0
 
@@ -270,7 +273,8 @@ class TracedStep(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         ctx = trainer.ctx
-        self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
+        self.trainer = trainer
+        self.path = Path(ctx.config.run.dir) / "trace.json"
         on, steps = ctx.config.run.trace, ctx.config.train.steps
         self.number = min(trainer.step_number + TRACED, steps) if on else 0
         self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
@@ -303,7 +307,8 @@ class TracedStep(Hook):
 
     def _write_flight(self) -> None:
         """Write this rank's last calls, as the watchdog does after a hang."""
-        ctx, folder = self.trainer.ctx, self.path.parent / "flight"
+        ctx = self.trainer.ctx
+        folder = self.path.parent / "flight"
         record = {"rank": ctx.rank, "step": self.number, "last": [call.to_plain() for call in ctx.mesh.flight.last]}
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -392,7 +397,8 @@ class GarbageCollection(Hook):
 
     def __enter__(self) -> GarbageCollection:
         if self.every:
-            self._was_enabled, self._was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+            self._was_enabled = gc.isenabled()
+            self._was_frozen = gc.get_freeze_count() > 0
             gc.collect()
             gc.freeze()
             gc.disable()

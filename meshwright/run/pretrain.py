@@ -261,7 +261,8 @@ def run_in_owned_folder(trainer: Trainer, source: str | None, about: About, bega
     asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
     saver.companions = Path(config.run.dir) / companions.FOLDER
-    saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
+    saving = Saving(saver, c)
+    validation = Validating(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
     stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(describe_loss, config))
     closing = folder.closed_after_error() if folder else nullcontext()
@@ -302,7 +303,8 @@ def refuse_skipped(why: str) -> None:
 def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:
     """Open the run's folder, and copy into it the companion files of its model, such as the tokenizer."""
     config, step = trainer.ctx.config, trainer.step_number
-    base, weights = config.tune.base, first_weights(config, source)
+    base = config.tune.base
+    weights = first_weights(config, source)
     origin = model_folder(weights) if weights and (base or not step) else None
     if origin and not step:
         companions.check_tokenizer(origin, config.data)

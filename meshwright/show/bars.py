@@ -44,7 +44,8 @@ def bars_svg(bars: Bars) -> str:
         out.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>')
         for place, values in enumerate(bars.groups.values()):
             width = max(1.0, values[number] / bars.longest * (WIDTH - LEFT - RIGHT))
-            top, colour = y + place * BAR, LINE_COLOURS[place % len(LINE_COLOURS)]
+            top = y + place * BAR
+            colour = LINE_COLOURS[place % len(LINE_COLOURS)]
             out.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 1}" fill="{colour}"/>')
             label = f"{values[number]:.4g} {bars.unit}".strip()
             out.append(f'<text x="{LEFT + width + 5:.1f}" y="{top + 10}" font-size="10">{escape(label)}</text>')

@@ -94,7 +94,8 @@ def _beside(left: list[str], panels: Sequence[list[str]]) -> list[str]:
 
     Every second line is for walls and is omitted if it has none.
     """
-    gutter, widths = max(map(len, left)), [max(map(len, panel)) for panel in panels]
+    gutter = max(map(len, left))
+    widths = [max(map(len, panel)) for panel in panels]
     lines = []
     for number, (label, *texts) in enumerate(zip(left, *panels, strict=True)):
         if number == 0 or number % 2 or any("─" in text for text in texts):
@@ -113,7 +114,9 @@ def _panel(layout: Layout, title: str, columns: list[str], rows: list[list[int |
 
     A line of walls is above every row and below the last.
     """
-    height, width, cell = len(rows), len(columns), max(len(str(layout.world - 1)), 2)
+    height = len(rows)
+    width = len(columns)
+    cell = max(len(str(layout.world - 1)), 2)
     between = zip(rows, rows[1:], strict=False)
     across = [[_wall(layout, *pair) for pair in zip(*pairs, strict=True)] for pairs in between]
     across = [[True] * width, *across, [True] * width]

@@ -44,7 +44,8 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
 
     for at, token in enumerate(tokens[:count]):
         if at in learned:
-            style, seen = _style(token, learned[at], special), spelled(token)
+            style = _style(token, learned[at], special)
+            seen = spelled(token)
             text.append(f"{{{seen}}}" if style == KEPT else f"{{{seen}={spelled(learned[at])}}}", style)
         elif token in special:
             text.append(f"{special[token]} ", ASIDE)

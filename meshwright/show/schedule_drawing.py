@@ -84,7 +84,8 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
         return scale, [(0, round(simulation.makespan * scale))]
     # A typical block has room for its micro-batch's number and one fill character.
     scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
-    columns, half = round(simulation.makespan * scale), (room - len(SEAM)) // 2
+    columns = round(simulation.makespan * scale)
+    half = (room - len(SEAM)) // 2
     return scale, [(0, half), (columns - half, columns)]
 
 
@@ -118,7 +119,8 @@ def _paint(op: Op, chunk: int, text: str) -> str:
 
 
 def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
-    action, label = timed.action, str(timed.action.micro_batch)
+    action = timed.action
+    label = str(timed.action.micro_batch)
     if colour:
         text = label if len(label) <= width else ""
         edge = "|" if len(text) < width and width > 1 else ""
@@ -137,7 +139,8 @@ def _text_axis(simulation: Simulation, scale: float, window: Window, windows: in
     rule, labels = "-" * width, ""
     share = min(1.0, windows * width / max(1.0, simulation.makespan * scale))  # of the timeline that is shown
     for tick in ticks(0.0, simulation.makespan, max(2, windows * width // 10) / share):
-        column, text = round(tick * scale) - start, f"{tick:g}"
+        column = round(tick * scale) - start
+        text = f"{tick:g}"
         if 0 <= column < width:
             rule = rule[:column] + "+" + rule[column + 1 :]
             # A label that would touch the one before it, or reach past the axis, is left out.
@@ -176,7 +179,8 @@ def timeline_svg(simulation: Simulation) -> str:
     digits = len(str(table.micro_batches - 1))
     wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
     chart = min(max(wanted, 760.0), 3600.0)
-    width, height = LEFT + chart + RIGHT, TOP + table.pp * (ROW + GAP) + 42
+    width = LEFT + chart + RIGHT
+    height = TOP + table.pp * (ROW + GAP) + 42
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img">',
@@ -234,15 +238,18 @@ def _svg_axis(simulation: Simulation, chart: float) -> Iterator[str]:
 
 
 def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
-    table, y = simulation.table, TOP + rank * (ROW + GAP)
+    table = simulation.table
+    y = TOP + rank * (ROW + GAP)
     middle = y + ROW / 2
     scale = chart / simulation.makespan if simulation.makespan else 0.0
     yield f'<rect class="band" x="{LEFT}" y="{y}" width="{chart:g}" height="{ROW}" rx="4"/>'
     yield f'<text class="rank" x="{LEFT - 12}" y="{middle + 4:g}">rank {rank}</text>'
     for timed in _computes(simulation, rank):
         action = timed.action
-        x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
-        number, shade = str(action.micro_batch), _shade(action.op, action.chunk)
+        x = LEFT + timed.start * scale
+        width = (timed.end - timed.start) * scale
+        number = str(action.micro_batch)
+        shade = _shade(action.op, action.chunk)
         tooltip = f"{action.op.value} of micro-batch {number}, stage {table.stage(rank, action.chunk)}"
         where = f"rank {rank}" + (f", chunk {action.chunk}" if table.chunks > 1 else "")
         label = ""

@@ -97,7 +97,8 @@ class ReleasableTensor:
 
     def __init__(self, tensor: Tensor, pages: mmap.mmap | None = None) -> None:
         self.tensor, self.allocated = tensor, True
-        self._pages, self._bytes = pages, tensor.untyped_storage().nbytes()
+        self._pages = pages
+        self._bytes = tensor.untyped_storage().nbytes()
 
     @classmethod
     def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
@@ -229,8 +230,10 @@ class FlatBuffer:
         low, high = share = self.split.share(start, stop)
         # In stages 2 and 3, `self.grads` has only this rank's shards, one after the other.
         own = slice(start // self.split.shards, stop // self.split.shards)
-        params, own_params = ReleasableTensor(self.params[start:stop]), self.params[low:high]
-        grads, own_grads = ReleasableTensor(self.grads[start:stop]), self.grads[low:high]
+        params = ReleasableTensor(self.params[start:stop])
+        own_params = self.params[low:high]
+        grads = ReleasableTensor(self.grads[start:stop])
+        own_grads = self.grads[low:high]
         if self.split.stage == 3:
             assert self.store is not None
             params = ReleasableTensor.of(stop - start, self.params.dtype, self.device)
@@ -369,7 +372,8 @@ class State(NamedTuple):
 
         It is the bucket, this rank's share, or the part of the share that this rank writes to checkpoints.
         """
-        bucket, size = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket].numel()
+        bucket = self.buffer.buckets[slot.bucket]
+        size = self.tensors[slot.bucket].numel()
         ranges = [(bucket.start, bucket.stop), bucket.share, self.buffer.split.written(bucket.start, bucket.stop)]
         return next((low, high) for low, high in ranges if high - low == size)
 

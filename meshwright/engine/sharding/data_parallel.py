@@ -87,7 +87,8 @@ class DataParallel:
         """
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
-        modules, self._zero = list(modules), zero or ZeroConfig()
+        modules = list(modules)
+        self._zero = zero or ZeroConfig()
         self._groups: dict[BufferKey, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
@@ -167,7 +168,9 @@ class DataParallel:
     def _launch(self, bucket: Bucket, out: Tensor) -> PendingReduction:
         """Begin to reduce a bucket: a reduce-scatter over its shards, or in stage 0 an all-reduce over its replicas."""
         shards, replicas = self.groups(bucket.buffer)
-        grads, ledger, reducer = bucket.grads.tensor, self.mesh.ledger, self._reducer_of(bucket.buffer)
+        grads = bucket.grads.tensor
+        ledger = self.mesh.ledger
+        reducer = self._reducer_of(bucket.buffer)
         self.reduces(bucket, grads)
         with ledger.phase("reduce"), ledger.layer(None):
             if bucket.stage:
@@ -199,7 +202,8 @@ class DataParallel:
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
             for buffer in self.trained:
-                replicas, reducer = self.groups(buffer).replicas, self._reducer_of(buffer)
+                replicas = self.groups(buffer).replicas
+                reducer = self._reducer_of(buffer)
                 if buffer.split.stage and not replicas.alone:
                     _wait([reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
             # Axis by axis, because all ranks need the same order, and the order of buffers may differ between stages.
@@ -211,7 +215,8 @@ class DataParallel:
     def add_to_frozen(self, parameter: nn.Parameter, change: Tensor) -> None:
         """Add a change to a frozen parameter. Every rank that holds the parameter must compute the same change."""
         buffer, slot = next((b, s) for b in self.buffers for s in b.slots if s.parameter is parameter)
-        bucket, flat = buffer.buckets[slot.bucket], change.flatten()
+        bucket = buffer.buckets[slot.bucket]
+        flat = change.flatten()
         if bucket.stage < 3:
             slot.view.add_(change)
             return
@@ -229,7 +234,9 @@ class DataParallel:
         states = list(self.reducer.states())
         names = {(name, buffer.key) for name, buffer, _ in states}
         for name, buffer, tensors in states:
-            groups, first, size = self.groups(buffer), buffer.buckets[0], tensors[0].numel()
+            groups = self.groups(buffer)
+            first = buffer.buckets[0]
+            size = tensors[0].numel()
             # Ranks whose tensors cover different elements need no separate rows.
             disjoint = [] if size == first.stop - first.start else [groups.shards]
             disjoint += [groups.replicas] if size < first.share[1] - first.share[0] else []
@@ -302,7 +309,8 @@ def _row_in(groups: Sequence[Group]) -> StateRows:
     """Return this rank's index in the product of several groups, and the size of the product."""
     row, rows = 0, 1
     for group in groups:
-        row, rows = row * group.size + group.index, rows * group.size
+        row = row * group.size + group.index
+        rows = rows * group.size
     return StateRows(row, rows)
 
 

@@ -33,7 +33,9 @@ class OncePerStep:
     """
 
     def __init__(self, buckets: Sequence[Bucket], launch: Launch, overlaps: bool = True) -> None:
-        self.buckets, self._launch, self._overlaps = list(buckets), launch, overlaps
+        self.buckets = list(buckets)
+        self._launch = launch
+        self._overlaps = overlaps
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._expected: dict[int, int] = {}  # contributions per micro-batch by the slot's id, once known
@@ -105,7 +107,9 @@ class EveryMicroBatch:
         self, buckets: Sequence[Bucket], launch: Launch, uses: Mapping[int, int], late: Mapping[int, int],
         overlaps: bool = True,
     ) -> None:  # fmt: skip
-        self.buckets, self._launch, self._most = list(buckets), launch, 1 + IN_FLIGHT if overlaps else 0
+        self.buckets = list(buckets)
+        self._launch = launch
+        self._most = 1 + IN_FLIGHT if overlaps else 0
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._expected = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]

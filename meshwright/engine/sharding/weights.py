@@ -98,7 +98,8 @@ class WeightGatherer:
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
             unit.buckets = list(dict.fromkeys(used))
-            unit.weights, unit.closes = self, any(bucket.stage == 3 for bucket in unit.buckets)
+            unit.weights = self
+            unit.closes = any(bucket.stage == 3 for bucket in unit.buckets)
             if any(bucket.stage for bucket in unit.buckets) and not unit.whole_chunk:
                 setattr(unit.module, GATE, unit)
 
@@ -122,7 +123,8 @@ class WeightGatherer:
 
     def begin(self, chunk: int, work: str) -> None:
         """Begin to gather the unit that a chunk's forward or backward will open first. Call it before the pass."""
-        self._action, self._opened = (chunk, work, self.ledger.current_phase == "validation"), []
+        self._action = (chunk, work, self.ledger.current_phase == "validation")
+        self._opened = []
         order = self._orders.get(self._action)
         # The order is empty in the backward of a frozen chunk, which opens no units.
         if order:
@@ -151,7 +153,8 @@ class WeightGatherer:
         if self._action is None:
             return
         self._opened.append(unit)
-        order, at = self._orders.get(self._action, []), len(self._opened)
+        order = self._orders.get(self._action, [])
+        at = len(self._opened)
         if unit.foreign and unit.closes and order and (at > len(order) or order[at - 1] is not unit):
             raise UserError(
                 "the module went through its blocks in another order than in the pass before, as where layers are "

@@ -85,7 +85,8 @@ def of_blocks(text: Any, key: str) -> list[Any]:
 
 def config_at(config: Any, name: str) -> Any:
     """Return the config that applies to a module of this name: that of its block if blocks differ."""
-    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
+    text = config.get_text_config()
+    number = re.search(r"\.(\d+)\.", name)
     if number is None or not getattr(text, "is_heterogeneous", False):
         return text
     return text.per_layer_config[int(number.group(1))]

@@ -198,7 +198,8 @@ def materialise(
 
         # Keep this rank's shards. Tied parameters share a record and become one parameter.
         for each, key in slots:
-            value, record = each._parameters[key], wanted[id(each), key]
+            value = each._parameters[key]
+            record = wanted[id(each), key]
             if record is not None and value is not None:
                 if record.name not in made:
                     made[record.name] = local_part(value, record, parallel)

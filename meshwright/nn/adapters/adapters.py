@@ -125,7 +125,9 @@ def _ratio(weight: Tensor, changes: Sequence[RowAdapter], sides: Sides) -> Tenso
         # |w + s b A|^2 = |w|^2 + 2 s b (A w + s/2 A A^T b) for a row w of the weight and its row b of B, so the changed
         # weight need not be built.
         for start, stop, adapter in changes:
-            down, up, scale = wide(adapter.down), wide(adapter.up), adapter.scale
+            down = wide(adapter.down)
+            up = wide(adapter.up)
+            scale = adapter.scale
             mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
             new[start:stop] += 2.0 * scale * (mixed * up).sum(1)
         both = torch.stack((old, new))
@@ -194,7 +196,9 @@ class _AdaptedProduct(torch.autograd.Function):
         if ratio is not None:
             grad_ratio = (wide(grad) * unscaled).sum(0)
             grad = (grad * ratio).to(grad.dtype)
-        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(spans), 1)
+        downs = torch.cat(factors[::2])
+        ups = factors[1::2]
+        parts = short.chunk(len(spans), 1)
         columns = [grad[:, start:stop] for start, stop in spans]
         back = scale * torch.cat([some @ up for some, up in zip(columns, ups, strict=True)], 1)
         grad_ups = [scale * (some.t() @ part) for some, part in zip(columns, parts, strict=True)]

@@ -122,7 +122,9 @@ class Attention(nn.Module):
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
-        self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
+        self.heads = part.heads // tp
+        self.kv_heads = max(1, part.kv_heads // tp)
+        self.head_dim = part.head_dim
         self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
         self.projection, out = self.products(parallel, records)
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
@@ -130,7 +132,9 @@ class Attention(nn.Module):
         # Assigned here, so that submodules are registered in the order of forward.
         self.out = out
         self.recompute_core = parallel.recompute.core
-        self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+        self.causal = part.causal
+        self.alibi = part.alibi
+        self.scale = part.scale or None
         self.window, self.bias = part.window, part.biased
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:

@@ -50,7 +50,8 @@ class ContextRows:
         pieces."""
         key = (at, -1, count, window)
         if key not in self._sights:
-            one, all_rows = self.rows.part(at, count), self.rows
+            one = self.rows.part(at, count)
+            all_rows = self.rows
             # Pieces need keys in runs with the step of the queries. If that step is more than 1, natural order would
             # break these runs up.
             keys = all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural()
@@ -78,7 +79,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group = group_named(name)
-        sight, merged = given.sight_of(group.index, group.size, window), PartialAttention(q, v.shape[-1])
+        sight = given.sight_of(group.index, group.size, window)
+        merged = PartialAttention(q, v.shape[-1])
         keys, values = _in_sight_order(_gather(k, v, name), given, sight)
         attend(q, keys, values, sight, merged)
         out = merged.out.to(q.dtype)
@@ -90,7 +92,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         given, group = ctx.given, group_named(ctx.group)
-        sight, dq = given.sight_of(group.index, group.size, ctx.window), no_gradient(q)
+        sight = given.sight_of(group.index, group.size, ctx.window)
+        dq = no_gradient(q)
         keys, values = _in_sight_order(_gather(k, v, ctx.group, again=True), given, sight)
         both = torch.stack(attend_backward(q, keys, values, sight, grad, out, sums, dq)).to(k.dtype)
         # [all rows, 2, batch, heads, width]: reduce-scatter divides the first dimension.
@@ -132,8 +135,11 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
-        group, merged = group_named(name), PartialAttention(q, v.shape[-1])
-        me, n, block = max(0, group.index), group.size, torch.stack([k, v])
+        group = group_named(name)
+        merged = PartialAttention(q, v.shape[-1])
+        me = max(0, group.index)
+        n = group.size
+        block = torch.stack([k, v])
         for step in range(n):
             coming = group.shift(block, 1) if step + 1 < n else None
             attend(q, block[0], block[1], given.sight(me, (me - step) % n, n, window), merged)

@@ -95,7 +95,8 @@ def _attention(
         sizes = (starts, starts, longest, longest, 0.0, causal, False)
         out, sums = aten._flash_attention_forward(*tokens, *sizes, **_reach(window))[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, merged = _sight(q, on_host, causal, prefixes, window), PartialAttention(q, v.shape[-1])
+    sight = _sight(q, on_host, causal, prefixes, window)
+    merged = PartialAttention(q, v.shape[-1])
     attend(q, k, v, sight, merged)
     return merged.out.to(q.dtype), merged.sums.transpose(0, 1).flatten(1)
 
@@ -119,7 +120,8 @@ def _backward(
         grads = kernel_backward(grad, q, k, v, out, sums.view(*q.shape[:3]), causal)
         return tuple(_by_rows(x) for x in grads)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
-        longest, batch = int(on_host.diff().max()), q.shape[0]
+        longest = int(on_host.diff().max())
+        batch = q.shape[0]
         unused = empty_random_state(q.device, torch.uint64, 2)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
         grads = aten._flash_attention_backward(

@@ -95,7 +95,9 @@ class Sight:
     @cached_property
     def rounds(self) -> list[KernelCall]:
         """The pieces in rounds, each computed by one call."""
-        batch, queries, keys = len(self.at.numbers), self.at.numbers.shape[1], self.to.numbers.shape[1]
+        batch = len(self.at.numbers)
+        queries = self.at.numbers.shape[1]
+        keys = self.to.numbers.shape[1]
         # The pieces in terms of tokens of the whole micro-batch, where samples follow one another.
         moved = [
             VisibleBlock(p.top + i * queries, p.bottom + i * queries, p.left + i * keys, p.right + i * keys, *p[4:])
@@ -350,7 +352,8 @@ def kernel_backward(
     if q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     none = empty_random_state(q.device, torch.int64)
-    sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
+    sizes = (q.shape[2], k.shape[2], 0.0, causal)
+    sums = sums.contiguous()
     if cudnn_attends(q):
         # torch caches cuDNN's plans by the strides of q, k and v alone, and reads the gradient and the result with the
         # strides that they had in the first call. So both always get the layout that attention with this q returns.

@@ -43,7 +43,8 @@ class RelativeBias(NodeModule):
         The queries are the last `queries` positions of `keys`.
         """
         if (queries, keys) not in self._buckets:
-            part, distances = self.part, range(1 - keys, queries)
+            part = self.part
+            distances = range(1 - keys, queries)
             numbers = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
             # Only the buckets of the latest sizes are cached.
             self._buckets = {(queries, keys): torch.tensor(numbers, device=self.parallel.device)}
@@ -70,7 +71,9 @@ class CrossAttention(nn.Module):
 
     def __init__(self, parallel: Parallel, part: t5.CrossAttentionPart, records: Records) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.dropout = part.heads // parallel.tp.size, part.head_dim, part.dropout
+        self.heads = part.heads // parallel.tp.size
+        self.head_dim = part.head_dim
+        self.dropout = part.dropout
         self.source = part.source
         self.q = Linear(parallel, records["q.weight"], None, "column")
         self.kv = Linear(parallel, records["kv.weight"], None, "column")

@@ -207,7 +207,8 @@ class _ExpertProducts(torch.autograd.Function):
         x, weights, inner, up, down, source, places, ends, *factors = ctx.saved_tensors
         settings: ExpertSettings = ctx.settings
         count = 2 * len(settings.up_spans.rows)
-        up_factors, down_factors = factors[:count], factors[count:]
+        up_factors = factors[:count]
+        down_factors = factors[count:]
 
         # The second product and the activation. Large tensors are deleted as soon as they are no longer needed.
         rows = take_rows(grad, source)
@@ -289,7 +290,9 @@ class Experts(nn.Module):
     def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
         """Return the choices of all rows that this rank sends to experts and, with a capacity, the number of places
         that each expert has for them. A dropped choice becomes the number after the last expert's."""
-        etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
+        etp = self.etp
+        tp = self.parallel.tp
+        own = chosen.shape[0]
         if self.routing.capacity is None:
             return (chosen if etp.alone else all_gather(chosen, etp.name, etp.size)), 0
 
@@ -321,7 +324,9 @@ class Experts(nn.Module):
         Each sequence of `seq` tokens has `part` rows here. The choices of its other tokens come from the other ranks
         along cp.
         """
-        room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
+        room = self.routing.room(seq)
+        cp = self.cp
+        choices = chosen.shape[1]
         if cp.alone:
             return replace_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
         shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)

@@ -160,7 +160,9 @@ def router_losses(
     # The same sums over all ranks that share the sequences, in one call.
     sums = torch.cat([member.t() @ picks, mass.detach(), (member.t() @ counted)[:, None], squares.detach()[:, None]], 1)
     group.all_reduce(sums)
-    choices, all_mass, count = sums[:, : routing.count], sums[:, routing.count : -2], sums[:, -2]
+    choices = sums[:, : routing.count]
+    all_mass = sums[:, routing.count : -2]
+    count = sums[:, -2]
     total = choices.sum(1, keepdim=True)  # S k
     weight = routing.count * routing.top_k * count[:, None] * choices / total.square()
     local = _weighted_losses(routing, (weight * mass).sum(), squares.sum())

@@ -32,7 +32,9 @@ def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor
     For a layer norm the ranks' means and sums of squared differences are combined. This is as accurate as computing
     them over whole rows.
     """
-    values, own, mean = wide(x), x.shape[1], None
+    values = wide(x)
+    own = x.shape[1]
+    mean = None
     if centred:
         mean = values.mean(1)
         squares = (values - mean[:, None]).square().sum(1)
@@ -94,7 +96,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, mean = ctx.saved_tensors
-        scale, mean = in_backward(scale, grad), None if mean is None else in_backward(mean, grad)
+        scale = in_backward(scale, grad)
+        mean = None if mean is None else in_backward(mean, grad)
         both = norm_grads(grad, normalise(x, scale, mean), weight, scale, ctx.features, mean is not None)
         return *both, wide(grad).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
 

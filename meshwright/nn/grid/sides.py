@@ -67,7 +67,8 @@ class Sides(NamedTuple):
         (`row`), or that every rank holds whole (`whole`)."""
         if parallel.tp.alone or cut == "whole":
             return PLAIN
-        side, all_rows = (parallel.tp.name, parallel.tp.size), not parallel.splits_tokens
+        side = (parallel.tp.name, parallel.tp.size)
+        all_rows = not parallel.splits_tokens
         return Sides(x=side, all_rows=all_rows) if cut == "column" else Sides(summed=side, all_rows=all_rows)
 
 

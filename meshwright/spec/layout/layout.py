@@ -266,9 +266,13 @@ def _check_sizes(layout: Layout) -> None:
         raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
 
     world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
-    model, words, sizes = tp * cp * pp, "tp*cp*pp", f"{tp}*{cp}*{pp}"
+    model = tp * cp * pp
+    words = "tp*cp*pp"
+    sizes = f"{tp}*{cp}*{pp}"
     if layout.replicas > 1:
-        model, words, sizes = model * layout.replicas, f"{words}*replicas", f"{sizes}*{layout.replicas}"
+        model = model * layout.replicas
+        words = f"{words}*replicas"
+        sizes = f"{sizes}*{layout.replicas}"
     if world % model:
         below = world // model * model
         worlds = either([below, below + model] if below else [model])

@@ -193,7 +193,9 @@ def rounds(given: Iterable[VisibleBlock], queries: int, keys: int) -> list[list[
             if members[0].causal == piece.causal and not taken_queries[rows].any() and not taken_keys[columns].any():
                 break
         else:
-            members, taken_queries, taken_keys = [], np.zeros(queries, bool), np.zeros(keys, bool)
+            members = []
+            taken_queries = np.zeros(queries, bool)
+            taken_keys = np.zeros(keys, bool)
             assigned.append(members)
             taken.append((taken_queries, taken_keys))
         members.append(piece)

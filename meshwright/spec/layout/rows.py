@@ -118,7 +118,8 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     sizes = np.asarray(lengths, np.int64)
     chunks = 2 * ranks
     before = np.cumsum(sizes) - sizes
-    size, shift = np.repeat(sizes, sizes), np.repeat(before % chunks, sizes)
+    size = np.repeat(sizes, sizes)
+    shift = np.repeat(before % chunks, sizes)
     place = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(before, sizes)
     # Chunk i of a document begins at row floor((i * size + shift) / chunks), which this line inverts.
     chunk = -(-((place + 1) * chunks - shift) // np.maximum(size, 1)) - 1
@@ -131,7 +132,8 @@ def even_out(table: RowTable) -> RowTable:
 
     It moves rows from ranks that hold more than an even share to ranks that hold fewer.
     """
-    owners, even = table.owners.copy(), len(table.order) // table.ranks
+    owners = table.owners.copy()
+    even = len(table.order) // table.ranks
     assert len(table.order) == even * table.ranks, "the rows can't be divided evenly"
     spare = np.concatenate([table.rows_of(rank)[even:] for rank in range(table.ranks)])
     lacking = np.repeat(np.arange(table.ranks), np.maximum(even - table.counts, 0))

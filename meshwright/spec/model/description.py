@@ -84,10 +84,14 @@ def bert(model: ModelConfig) -> Model:
 
     Its heads predict masked tokens and, with a pooler, whether two segments were swapped.
     """
-    h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
-    masked, pooled = model.predictions, int(model.pooler)
+    h = model.hidden
+    tied = model.tied_embeddings
+    normal = Init("normal", model.init_std)
+    masked = model.predictions
+    pooled = int(model.pooler)
     activation = "gelu" if model.mlp.endswith("glu") else model.mlp
-    name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
+    name = "embedding" if tied else "head"
+    output = OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
     parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
     if model.norm_first:
         parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
@@ -113,7 +117,8 @@ def t5(model: ModelConfig) -> Model:
     """
     h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
     first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
-    qkv, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
+    qkv = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std)
+    norm = norm_part(model)
     attention = AttentionPart(
         h, heads, heads, model.head_dim, qkv, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
         scale=1.0, biased=f"{ENCODER}_bias",
@@ -138,7 +143,8 @@ def t5(model: ModelConfig) -> Model:
     output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scale_output == "true" else 1.0)
     head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
             NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
-    rows, count = Rows(own.decoder_seq), own.encoder_layers
+    rows = Rows(own.decoder_seq)
+    count = own.encoder_layers
     encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), hidden=h, dropout=model.dropout)
     bodies = (("attention", replace(attention, causal=True, biased=f"{DECODER}_bias")), ("cross", cross), ("mlp", mlp))
     decoder = BlockUnit(named(*bodies), rows, h, dropout=model.dropout)
@@ -176,7 +182,8 @@ def ended_norm(model: ModelConfig) -> NormPart:
 
 def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
     """Describe the embedding of ids: tokens and, if configured, positions, token types and a norm."""
-    h, normal = model.hidden, Init("normal", model.init_std)
+    h = model.hidden
+    normal = Init("normal", model.init_std)
     tokens = TokenEmbeddingPart(
         model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
     )
@@ -197,7 +204,8 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     The weights of projections back into the residual stream start smaller, as in GPT-2, unless a norm follows each sum.
     With DeepNorm, the weights of values and of the MLP's first product start smaller too.
     """
-    normal, place = Init("normal", model.init_std), model.norm_place
+    normal = Init("normal", model.init_std)
+    place = model.norm_place
     small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
     qkv_init = inner = normal
     if place == "deep":
@@ -221,7 +229,8 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
             parts.insert(2, ("norm1_after", ended_norm(model)))
             parts.append(("norm2_after", ended_norm(model)))
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        post, both = not model.norm_first, place == "sandwich"
+        post = not model.norm_first
+        both = place == "sandwich"
         return BlockUnit(named, Rows(), model.hidden, model.parallel_residual, model.dropout, post, residual, both)
 
     layers = range(model.layers)
@@ -273,7 +282,8 @@ def model_of(config: Config) -> Model:
 
     It has adapters if its weights are frozen, and is cut over a grid of tensor-parallel ranks if the layout has one.
     """
-    model, grid = describe(config.model), config.layout.grid
+    model = describe(config.model)
+    grid = config.layout.grid
     if grid is not None:
         model = _on_grid(model, grid)
     elif config.tune.adapts:
@@ -311,7 +321,9 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 def stages_of(config: Config) -> list[Stage]:
     """Return the virtual stages that a config asks for."""
-    layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    layers = config.model.layers
+    count = config.layout.pp * config.layout.chunks
+    split = config.pipeline.split
     # Without this setting, a stage may hold blocks of both the encoder and the decoder.
     if own := config.pipeline.encoder_stages:
         blocks = config.model.t5.encoder_layers
@@ -410,7 +422,8 @@ def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -
 
 def data_fields(config: Config) -> list[str]:
     """Return the names of the fields that samples of a config's data have."""
-    facts, names = config.objective_facts, list(config.objective_facts.fields)
+    facts = config.objective_facts
+    names = list(config.objective_facts.fields)
     names += ["swapped"] if facts is OBJECTIVES["masked"] and config.model.pooler else []
     names += ["token_types"] if facts.fills_blanks and config.model.token_types else []
     if facts.splits_documents:

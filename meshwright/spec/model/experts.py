@@ -132,7 +132,8 @@ class ExpertsPart(Part):
         if self.routing.capacity is None:
             return self.gathered_rows(at, batch) * self.routing.top_k
         # The ranks whose rows are gathered count the slots together if etp equals tp, and separately otherwise.
-        part, whole = batch.seq // at.size("cp"), at.cuts_experts_alike
+        part = batch.seq // at.size("cp")
+        whole = at.cuts_experts_alike
         rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
         return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
 
@@ -188,7 +189,10 @@ class ExpertsPart(Part):
             yield LossTerm("router z", self.routing.z_loss)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
+        rows = self.computed_rows(at, batch)
+        width = self.width(at)
+        hidden = self.mlp.hidden
+        local = self.experts(at)
         up = 2 * width if self.mlp.is_gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
@@ -210,7 +214,8 @@ class ExpertsPart(Part):
         """
         yield from self._dispatch_calls(at, batch)
         yield from self._count_calls(at, batch)
-        rows, axes = self.sent_rows(at, batch), exchange_axes(at)
+        rows = self.sent_rows(at, batch)
+        axes = exchange_axes(at)
         for axis in axes if self.count_bytes else ():
             yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
         for exchange, axis in product(self.exchanges(batch), axes):
@@ -238,7 +243,8 @@ class ExpertsPart(Part):
 
     def _dispatch_calls(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the calls that bring rows to all ranks that hold a shard of an expert, and results back."""
-        row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
+        row = self.mlp.hidden * batch.element
+        same = at.cuts_experts_alike
         whole = batch.tokens(at) * row
         rows = self.gathered_rows(at, batch)
         # If every tp rank has all tokens and a shard of every expert, no rows move, and the results are all-reduced.
@@ -265,7 +271,8 @@ class ExpertsPart(Part):
         """
         if self.routing.capacity is None:
             return
-        choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
+        choice = self.routing.top_k * INDEX_BYTES
+        cp = at.size("cp")
         shared = cp > 1 or self.own_rows(at, batch) % batch.seq > 0
         if shared and not at.cuts_experts_alike:
             yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)

@@ -68,8 +68,12 @@ class NormPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input (on a CPU: its copies in float32), each row's statistics and, if the next product saves it,
         the output."""
-        rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
-        stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
+        rows = batch.rows(at)
+        e = batch.element
+        wide = batch.wide
+        facts = self.facts
+        stream = rows * self.width * e
+        copies = facts.host_copies if kernels.host else 0
         if copies:
             yield SavedTensor("input" if e == wide else "wide input", rows * self.width * wide)
             yield SavedTensor("normed input", (copies - 1) * rows * self.width * wide)
@@ -167,12 +171,16 @@ class AttentionPart(Part):
         return super().matrices() | ({"qkv.weight": heads} if by_head else {})
 
     def records(self, at: Coordinate, name: str) -> Records:
-        d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
-        total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d
+        d = self.head_dim
+        tp = at.size("tp")
+        tp_rank = at.index("tp")
+        total = (self.heads + 2 * self.kv_heads) * d
+        queries = self.heads // tp * d
         kv = max(1, self.kv_heads // tp) * d
         # If key-value heads are copied, this is the head tp_rank // copies.
         kv_first = tp_rank * self.kv_heads // tp * d
-        k_first, v_first = self.heads * d + kv_first, (self.heads + self.kv_heads) * d + kv_first
+        k_first = self.heads * d + kv_first
+        v_first = (self.heads + self.kv_heads) * d + kv_first
         q_rows = (tp_rank * queries, queries, 0)
 
         def cut(key: str, tail: tuple[int, ...], init: Init, decay: bool) -> Records:
@@ -201,7 +209,9 @@ class AttentionPart(Part):
         elif self.qk_norm:
             # The weights are cut like the heads.
             axes = (KV_COPIES,) if tp > self.kv_heads else ()
-            q, k, kv_rows = f"{name}.q_norm.weight", f"{name}.k_norm.weight", (kv_first, kv, 0)
+            q = f"{name}.q_norm.weight"
+            k = f"{name}.k_norm.weight"
+            kv_rows = (kv_first, kv, 0)
             records["q_norm.weight"] = rows_of(q, (q_rows,), self.heads * d, (), ONES, decay=False)
             records["k_norm.weight"] = rows_of(
                 k, (kv_rows,), self.kv_heads * d, (), ONES, decay=False, copies=axes, partial=axes
@@ -210,7 +220,9 @@ class AttentionPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         heads, kv = self.own_heads(at)
-        d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
+        cp = at.size("cp")
         products = (
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
@@ -438,7 +450,8 @@ class OutputLayerPart(Part):
 
         Losses of other programs are assumed to move as many bytes per logit as they hold at their peak.
         """
-        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        tokens = batch.tokens(at)
+        columns = vocabulary_rows(self.vocab, at)
         product = Product("logits", tokens, columns, self.hidden, precise=True, defers=False)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
@@ -471,7 +484,8 @@ class OutputLayerPart(Part):
     def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, which a CPU also holds in float32. For other programs, return the
         bytes of all logits."""
-        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        tokens = batch.tokens(at)
+        columns = vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
         logit_bytes = batch.element + (batch.wide if kernels.host else 0)

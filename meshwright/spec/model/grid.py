@@ -76,7 +76,9 @@ class GridNormPart(Part):
         Forward: 1 all_gather of each rank's mean and sum of squares (layer norm), or 1 all_reduce of the squares (RMS
         norm). Backward: 1 all_reduce of two numbers (layer norm) or of one (RMS norm).
         """
-        rows, axis, size = batch.rows(at) * batch.wide, STREAM.features, at.size(STREAM.features)
+        rows = batch.rows(at) * batch.wide
+        axis = STREAM.features
+        size = at.size(STREAM.features)
         if self.part.facts.centred:
             yield Collective("forward", axis, "all_gather", 2 * rows * size)
             yield Collective("backward", axis, "all_reduce", 2 * rows)
@@ -193,7 +195,8 @@ class GridMLPPart(Part):
         return along(at, self.grid.inner.features)
 
     def records(self, at: Coordinate, name: str) -> Records:
-        cut, whole = self.part.records(self._width(at), name), self.part.records(ALONE, name)
+        cut = self.part.records(self._width(at), name)
+        whole = self.part.records(ALONE, name)
         key = self.part.first
         records = {f"{key}.weight": cut_weight(cut[f"{key}.weight"], at, self.grid.first, whole=False)}
         if self.part.bias:
@@ -250,7 +253,9 @@ class GridTokensPart(Part):
         Forward: 1 all_gather of the table and 1 reduce_scatter of the looked-up rows. Backward: the reverse.
         """
         m, n, k = self._sizes(at, batch)
-        r, x, table = self.grid.first, m * k * batch.element, n * k * batch.element
+        r = self.grid.first
+        x = m * k * batch.element
+        table = n * k * batch.element
         yield Collective("forward", r.weight, "all_gather", table)
         yield Collective("forward", r.gathered, "reduce_scatter", x)
         yield Collective("backward", r.gathered, "all_gather", x)

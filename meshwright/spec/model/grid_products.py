@@ -144,7 +144,8 @@ def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coo
     A rank has some heads of whole sequences. If there are too few sequences to distribute, the ranks along one axis
     share sequences, as context parallelism does.
     """
-    heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
+    heads = along(at, grid.inner.features)
+    shared = grid.shares(batch.sequences)
     if shared == 1 or at.size(grid.sharing_axis) == 1:
         return heads, replace(batch, sequences=max(1, batch.sequences // prod(at.size(x) for x in grid.inner.rows)))
     axes = (*heads.axes, ("cp", shared, at.index(grid.sharing_axis)))

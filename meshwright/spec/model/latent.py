@@ -62,13 +62,15 @@ class LatentAttentionPart(Part):
         """Return the heights of the matrices. By head, the rows of `kv_b` are the head's keys and then its values."""
         if not by_head:
             return super().matrices()
-        queries, keys_and_values = (self.head_dim,) * self.heads, (self.nope, self.value) * self.heads
+        queries = (self.head_dim,) * self.heads
+        keys_and_values = (self.nope, self.value) * self.heads
         query = "q_b" if self.q_rank else "q"
         return super().matrices() | {f"{query}.weight": queries, "kv_b.weight": keys_and_values}
 
     def records(self, at: Coordinate, name: str) -> Records:
         def cut(key: str, width: int, columns: int) -> Records:
-            rows, total = self.own_heads(at) * width, self.heads * width
+            rows = self.own_heads(at) * width
+            total = self.heads * width
             part = ((at.index("tp") * rows, rows, 0),)
             return {f"{key}.weight": rows_of(f"{name}.{key}.weight", part, total, (columns,), self.init)}
 
@@ -114,7 +116,11 @@ class LatentAttentionPart(Part):
     def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the normed token, the short vectors before and after their norms, and the tensors that the core saves:
         queries, keys, values, their result and each row's log-sum."""
-        heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
+        heads = self.own_heads(at)
+        tokens = batch.tokens(at)
+        rows = batch.rows(at)
+        e = batch.element
+        wide = batch.wide
         yield SavedTensor("normed token", rows * self.hidden * e)
         yield SavedTensor("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
         yield SavedTensor("short norms", rows * (2 if self.q_rank else 1) * wide)

@@ -58,7 +58,8 @@ class MLPPart(Part):
         total = self.ffn
         # A gated MLP stacks gate and up in one weight, and tp cuts each of them.
         if self.is_gated:
-            parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
+            parts = (*parts, (self.ffn + first, width, width))
+            total = 2 * self.ffn
         records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
         if self.bias:
             records[f"{key}.bias"] = rows_of(f"{name}.{key}.bias", parts, total, (), ZEROS, decay=False)

@@ -150,7 +150,9 @@ class CrossAttentionPart(Part):
         } | row_records(at, name, "out", (self.hidden, total), self.out_init, False)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        heads, d, tokens = self.heads // at.size("tp"), self.head_dim, batch.tokens(at)
+        heads = self.heads // at.size("tp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
         products = (
             Product("cross q", tokens, heads * d, self.hidden),
             Product("cross kv", self.memory(batch).tokens(at), 2 * heads * d, self.hidden),
@@ -170,7 +172,10 @@ class CrossAttentionPart(Part):
 
         The encoder's output is saved once for all blocks (see `Model.read_beside`).
         """
-        heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
+        heads = self.heads // at.size("tp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
+        e = batch.element
         keys = self.memory(batch).tokens(at)
         yield SavedTensor("attention output", tokens * heads * d * e)
         yield SavedTensor("cross qkv", (tokens + 2 * keys) * heads * d * e)

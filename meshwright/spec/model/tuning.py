@@ -123,8 +123,11 @@ class TunedPart(Part):
         frozen = tuple(replace(product, frozen=product.linear) for product in work.products)
         added, moved = [], 0.0
         for adapter, linear in self._adapters(at):
-            rows, inputs = adapter.stop - adapter.start, adapter.down.local_shape[-1]
-            tokens, rank, groups = self._tokens(linear, at, batch), self.tuning.rank, 0
+            rows = adapter.stop - adapter.start
+            inputs = adapter.down.local_shape[-1]
+            tokens = self._tokens(linear, at, batch)
+            rank = self.tuning.rank
+            groups = 0
             # Adapters of experts are grouped products, and don't save x A^T: backward computes it again.
             if isinstance(self.part, ExpertsPart) and linear.experts:
                 groups = self.part.experts(at)
@@ -174,7 +177,8 @@ class TunedPart(Part):
         yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
         linears = {linear.name: linear for linear in self.part.linears()}
         for record in (record for record in self.records(at, "").values() if record.adapters):
-            linear, tuning = linears[_linear_name(record)], self.tuning
+            linear = linears[_linear_name(record)]
+            tuning = self.tuning
             if linear.experts:
                 continue
             (rows, inputs), tokens = record.values.local_shape, self._tokens(linear, at, batch)
@@ -269,7 +273,8 @@ def _expert_adapters(
         (expert, row, column), (held, count, width), start = box.start, box.shape, box.local_start[1]
         downs = Box((expert, 0, column), (held, rank, width), (0, 0, 0))
         ups = Box((expert, row - first, 0), (held, count, rank), (0, 0, 0))
-        shared, named = axes if linear.cut == "column" else (), f"{name}.{piece}"
+        shared = axes if linear.cut == "column" else ()
+        named = f"{name}.{piece}"
         down = ParamRecord(
             f"{named}.lora_a", (experts, rank, inputs), downs.shape, (downs,), _first_values(inputs),
             data_axes=weight.data_axes, partial=shared, copies=shared,

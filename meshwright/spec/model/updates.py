@@ -37,7 +37,8 @@ def _names(node: Node) -> list[str]:
 
 def _marked_unit(node: Node, optimizer: OptimizerConfig) -> Unit:
     # Blocks with equal marks stay equal values, which the planner relies on.
-    heights, updates = node.unit.matrices(optimizer.muon.per_head), {}
+    heights = node.unit.matrices(optimizer.muon.per_head)
+    updates = {}
     for name in _names(node):
         own = name.removeprefix(node.prefix)
         number = next((n for n, one in enumerate(optimizer.groups, 1) if fnmatchcase(name, one.match)), 0)

@@ -135,7 +135,8 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
     words = data_axes.split("-")
     shards, replicas = data_axes, ""
     if zero.stays_in_node and "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
-        shards, replicas = SHARD, "-".join(REPLICA if word == "dp" else word for word in words)
+        shards = SHARD
+        replicas = "-".join(REPLICA if word == "dp" else word for word in words)
     alone = layout.size(shards) == 1 and zero.offload.params == "none"
     if zero.stage == 0 or alone or (zero.stage < 3 and not trained):
         return Division(0, None, data_axes)

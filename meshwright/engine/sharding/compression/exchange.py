@@ -54,7 +54,8 @@ class ExchangeReducer(Compressing):
         the residual to that of its local gradients.
         """
         super().__init__(config, seed)
-        self.codec, self._keeps_sums = codec_of(config), keeps_sums
+        self.codec = codec_of(config)
+        self._keeps_sums = keeps_sums
         self._asked: Counter[Bucket] = Counter()
         self._gaps: dict[Bucket, list[tuple[int, int]]] = {}
 
@@ -161,8 +162,10 @@ class SliceExchange:
         self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, anew: bool
     ) -> None:
         self.reducer, self.bucket, self.group = reducer, bucket, group
-        self.elements, self.dtype = x.numel() // group.size, x.dtype
-        self.start, self.own = start, start + group.index * self.elements
+        self.elements = x.numel() // group.size
+        self.dtype = x.dtype
+        self.start = start
+        self.own = start + group.index * self.elements
         self._sent = reducer.encode_slices(bucket, start, x.view(group.size, -1), anew)
         self._received = torch.empty_like(self._sent)
         self._pending: Pending = group.all_to_all(self._received, self._sent, wait=False)

@@ -19,7 +19,9 @@ class GatheredCodes:
     """A gather in flight. The decoded weights can be used after `wait`."""
 
     def __init__(self, config: GatherConfig, group: Group, whole: Tensor, share: Tensor) -> None:
-        self._codec, self._whole, self._group = Rounding(config.kind, config.block), whole, group
+        self._codec = Rounding(config.kind, config.block)
+        self._whole = whole
+        self._group = group
         self._message = self._codec.encode(share.detach().to(wide(share.dtype))[None], None)
         self._received = torch.empty(
             (group.size, self._message.shape[1]), dtype=self._message.dtype, device=self._message.device

@@ -43,7 +43,8 @@ class LowRankReducer(Compressing):
         super().prepare(buffers)
         for slot in (slot for buffer in self.buffers for slot in buffer.slots):
             if (form := self.form(slot)).rank:
-                shape, like = (form.count, form.kept, form.rank), slot.grad
+                shape = (form.count, form.kept, form.rank)
+                like = slot.grad
                 self.factors[id(slot)] = torch.empty(shape, dtype=wide(like.dtype), device=like.device)
                 self.draw(slot)
 
@@ -105,7 +106,8 @@ class LowRankSum:
 
     def _matrix(self, slot: Slot) -> Tensor:
         """Return a parameter of the bucket as matrices, transposed if the saved factor belongs to their rows."""
-        form, at = self._reducer.form(slot), slot.start - self._bucket.start
+        form = self._reducer.form(slot)
+        at = slot.start - self._bucket.start
         matrices = self._x[at : at + form.numel].view(form.count, form.rows, form.columns)
         return matrices.mT if form.transposed else matrices
 
@@ -155,7 +157,8 @@ class LowRankSum:
 
 def factor_record(record: ParamRecord, form: Matrices) -> ParamRecord:
     """Return the record of a parameter's saved factor, which is sharded like the parameter along the saved side."""
-    side, rank = -2 if form.transposed else -1, form.rank
+    side = -2 if form.transposed else -1
+    rank = form.rank
 
     def cut(place: tuple[int, ...], last: int) -> tuple[int, ...]:
         return (*place[:-2], place[side], last)

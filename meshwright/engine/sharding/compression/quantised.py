@@ -76,8 +76,10 @@ class Signs:
     fills_gaps = True
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        sums, elements = blocks(x.abs(), self.block).sum(-1), x.shape[1]
-        block, count = min(self.block, elements), sums.shape[1]
+        sums = blocks(x.abs(), self.block).sum(-1)
+        elements = x.shape[1]
+        block = min(self.block, elements)
+        count = sums.shape[1]
         sizes = torch.full((count,), block, dtype=x.dtype, device=x.device)
         # The last block may be shorter.
         sizes[-1:].fill_(elements - (count - 1) * block)

@@ -52,7 +52,8 @@ class Compressing(CompressionPlan):
         self.buffers = [buffer for buffer in buffers if buffer.key.compressed and buffer.split.ranks > 1]
         for bucket in (bucket for buffer in self.buffers for bucket in buffer.buckets):
             if self.config.feeds_back:
-                shape, like = bucket.stop - bucket.start, bucket.own_grads
+                shape = bucket.stop - bucket.start
+                like = bucket.own_grads
                 self.residuals[bucket] = torch.zeros(shape, dtype=wide(like.dtype), device=like.device)
 
     def begin_step(self, step: int, scale: float) -> None:

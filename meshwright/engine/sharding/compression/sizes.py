@@ -144,7 +144,8 @@ class CompressionPlan(CollectiveSums):
 def _low_rank_calls(
     rank: int, op: str, elements: int, element_bytes: int, records: Sequence[ParamRecord]
 ) -> Iterator[tuple[str, int]]:
-    forms, wide = [matrices_of(record, rank) for record in records], max(WIDE_BYTES, element_bytes)
+    forms = [matrices_of(record, rank) for record in records]
+    wide = max(WIDE_BYTES, element_bytes)
     if not any(form.rank for form in forms):
         yield op, elements * element_bytes
         return

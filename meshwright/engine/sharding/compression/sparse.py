@@ -39,7 +39,9 @@ class Sparse:
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         size = place_bytes(self.config)
-        cut, count, wide = sent_elements(self.config, elements) * size, 1, elements
+        cut = sent_elements(self.config, elements) * size
+        count = 1
+        wide = elements
         if self.config.kind == "topk":
             count, wide, _ = blocks_of(self.config, elements)
         shape = (message.shape[0], count, -1)

@@ -207,7 +207,9 @@ class Family:
 
     def map_tensor(self, model: ModelConfig, record: ParamRecord) -> Mapped:
         """Return the position of the rows of one of our tensors in their tensors."""
-        numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
+        numbers = re.findall(INDEX, record.name)
+        full = re.sub(INDEX, "#", record.name)
+        shape = record.shape
         ours, _, kind = full.rpartition(".")
         # An exact name with its last word takes precedence over a module's name.
         theirs = self.names[full] if full in self.names else [f"{name}.{kind}" for name in self.names[ours]]
@@ -245,8 +247,10 @@ class Family:
         prediction."""
         if not self.extra_layers:
             return False
-        config, match = self._with_defaults(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-        first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
+        config = self._with_defaults(config)
+        match = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        first = config[self.keys["layers"][0]]
+        count = config.get(self.extra_layers)
         return match is not None and isinstance(count, int) and 0 <= int(match.group(1)) - first < count
 
 

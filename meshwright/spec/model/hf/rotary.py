@@ -50,7 +50,8 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
     settings of config.json. If `fraction` is None, this family rotates whole heads.
     """
     given = _settings(config)
-    base, part = read_number(given, "rope_theta"), read_number(given, PART)
+    base = read_number(given, "rope_theta")
+    part = read_number(given, PART)
     base = read_number(config, theta) if base is None else base
     part = read_number(config, fraction or PART) if part is None else part
     if fraction is None and part not in (None, 1.0):

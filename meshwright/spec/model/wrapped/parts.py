@@ -89,7 +89,8 @@ class PlannedParameter(NamedTuple):
     @property
     def dim(self) -> int | None:
         """The dimension that tp cuts, if any."""
-        cut, last = STYLES[self.style].cut, len(self.shape) - 1
+        cut = STYLES[self.style].cut
+        last = len(self.shape) - 1
         if cut in ("rows", "columns"):
             return 0 if cut == "rows" else 1
         # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
