@@ -85,8 +85,8 @@ def either(values: Iterable[Any]) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `1,024 ranks`, `2 micro-batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def divisors(number: int) -> list[int]:

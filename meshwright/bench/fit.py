@@ -140,4 +140,5 @@ def fit_links(points: Sequence[Measurement]) -> tuple[Link | None, Link | None]:
     near = [p for p in points if not p.across]
     far = [p for p in points if p.across]
     inside = fit_link(near) if near else None
-    return inside, fit_link(far, inside.latency if inside else None) if far else None
+    latency = inside.latency if inside else None
+    return inside, fit_link(far, latency) if far else None

@@ -115,19 +115,19 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
 
     If ranks share sequences, it is one rank's share of the work: the kernels of its tiles, without communication.
     """
-    m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
+    model, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
     if grid := config.layout.grid:  # A grid distributes sequences over one axis and heads over the other.
         tp = grid.size(grid.inner.features)
         batch = batch // grid.rows(grid.inner)
-    heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
+    heads, kv = model.heads // tp, max(1, model.kv_heads // tp)
     if cp > 1 and not config.context_plan.inner:
         return partial(_run_all, _tiles(config, device, dtype, heads, kv))
     if cp > 1:
         heads, kv = heads // cp, max(1, kv // cp)
-    q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
+    q, k, v = (draw(device, dtype, batch, n, model.seq, model.head_dim).requires_grad_() for n in (heads, kv, kv))
     grad = torch.randn_like(q)
     if config.data.reset_attention:
-        within = Documents.of(documents_of(m.seq)[None].repeat(batch, 0), device.torch)
+        within = Documents.of(documents_of(model.seq)[None].repeat(batch, 0), device.torch)
         return lambda: torch.autograd.grad(document_attention(q, k, v, within), (q, k, v), grad)
 
     def both(backend: SDPBackend | None = None) -> None:

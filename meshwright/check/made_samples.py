@@ -52,19 +52,20 @@ class MadeMasked:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m = self.model
+        model = self.model
         random = np.random.default_rng([11, n])
-        length = m.seq - 3 * (n % 3)
-        at, count = np.arange(m.seq), 1 + n % m.predictions
-        places = np.zeros(m.predictions, np.int64)
+        length = model.seq - 3 * (n % 3)
+        at, count = np.arange(model.seq), 1 + n % model.predictions
+        places = np.zeros(model.predictions, np.int64)
         places[:count] = np.sort(random.permutation(np.arange(1, length))[:count])
-        mask = (np.arange(m.predictions) < count) & (not (self.blind and n % 2))
+        mask = (np.arange(model.predictions) < count) & (not (self.blind and n % 2))
         fields = {
-            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.predictions),
+            "tokens": random.integers(0, model.vocab, model.seq),
+            "labels": random.integers(0, model.vocab, model.predictions),
             "segments": (at >= length).astype(np.int64), "places": places, "loss_mask": mask.astype(np.int64),
         }  # fmt: skip
         fields["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
-        return fields | ({"swapped": np.asarray(random.integers(0, 2))} if m.pooler else {})
+        return fields | ({"swapped": np.asarray(random.integers(0, 2))} if model.pooler else {})
 
 
 class MadeBlanks:
@@ -74,19 +75,19 @@ class MadeBlanks:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m = self.model
+        model = self.model
         random = np.random.default_rng([17, n])
-        at = np.arange(m.seq)
+        at = np.arange(model.seq)
         source = 3 + n % 7
-        used = m.seq - n % 3
+        used = model.seq - n % 3
         later = (at >= source) & (at < used)
         fields = {
-            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
+            "tokens": random.integers(0, model.vocab, model.seq), "labels": random.integers(0, model.vocab, model.seq),
             "loss_mask": (later & (not (self.blind and n % 2))).astype(np.int64),
             "positions": np.where(at < source, at, random.integers(0, source)),
             "segments": np.where(at < source, 0, np.where(at < used, 1, 2)),
         }  # fmt: skip
-        return fields | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
+        return fields | ({"token_types": np.where(later, at - source + 1, 0)} if model.token_types else {})
 
 
 class MadeSpans:

@@ -134,7 +134,8 @@ class PlannedFolder:
             if where := overlap(start, shape, box):
                 inside, at = where
                 part = self.file_of[source].get_slice(source)
-                values = part[at[1:] if stacked else at] if len(shape) > stacked else part[:]
+                inner = at[1:] if stacked else at
+                values = part[inner] if len(shape) > stacked else part[:]
                 out = values.new_empty(shape) if out is None else out
                 out[inside] = values[None] if stacked else values
         assert out is not None

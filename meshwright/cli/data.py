@@ -262,7 +262,8 @@ def prepare_conversations(args: argparse.Namespace) -> None:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     files = (args.inputs, args.out, args.model, args.template, args.force)
     summary, tokenizer, lengths = prepare_chat(*files, seq=args.seq)
-    packed = measure_packing(lengths, args.seq, 2 if summary.kind == "pairs" else 1) if args.seq else None
+    unit = 2 if summary.kind == "pairs" else 1
+    packed = measure_packing(lengths, args.seq, unit) if args.seq else None
     cut = cut_of([args.out], args.seq) if args.seq else None
     if cut and cut.hurts:
         better = fitting_length(*sizes_of([args.out]), LARGEST)

@@ -219,7 +219,8 @@ def show(args: argparse.Namespace, generated: list[list[int]], tokenizer: Any, e
         return
     for prompt, line in zip(args.texts, lines, strict=True):
         plain = ",".join(map(str, line["tokens"]))
-        print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
+        beginning = "" if answers else prompt or ""
+        print(plain if line["text"] is None else beginning + line["text"], flush=True)
     if tokenizer is not None:
         print(f"({plural(sum(map(len, generated)), 'token')})", file=sys.stderr)
 

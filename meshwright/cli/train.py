@@ -200,7 +200,9 @@ def weights_words(config: Config, source: str | None) -> str:
     folder = config.model.hf
     if not weights:
         return f"weights: drawn from train.seed, because {folder} holds none" if folder else ""
-    named = "tune.base" if config.tune.base else "--from" if source else "model.hf"
+    named = "--from" if source else "model.hf"
+    if config.tune.base:
+        named = "tune.base"
     if config.tune.adapts:
         return f"weights: those of {weights} ({named}), frozen; adapters of rank {config.tune.rank} are trained"
     return f"weights: those of {weights} ({named}), all of them trained" if is_hf_folder(weights) else ""

@@ -154,7 +154,8 @@ class Group:
             if links is None or op == EXCHANGE:  # An exchange delays its two ends itself.
                 work = launch(not at_once)
             else:
-                sent = wire_bytes("send" if peer is not None else counted, payload, self.size) if wire is None else wire
+                kind = "send" if peer is not None else counted
+                sent = wire_bytes(kind, payload, self.size) if wire is None else wire
                 work = links.begin(counted, sent, self.ranks, peer, partial(launch, True))
         except RuntimeError as error:
             raise self._error_of(call, error) from error

@@ -61,7 +61,9 @@ def _word(key: str, value: Any) -> str:
     """Return a key and its value as a user writes them."""
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
-    return f"{key}={list(value) if isinstance(value, tuple) else f'{value:g}' if isinstance(value, float) else value}"
+    if isinstance(value, float):
+        return f"{key}={value:g}"
+    return f"{key}={list(value) if isinstance(value, tuple) else value}"
 
 
 def none_of(*names: str) -> dict[str, str]:
@@ -186,19 +188,21 @@ def owners_of(c: Config) -> Iterator[ModelChoice]:
     yield ModelChoice(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
 
 
-def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
+def exclusions(config: Config, planned: bool = False) -> Iterator[str]:
     """Yield a sentence for each two choices of a config that can't be combined. With `planned`, the combination that
     only the planner accepts is left out."""
-    used = [name for name, feature in FEATURES.items() if feature.is_used(c)]
-    for owner in owners_of(c):
+    used = [name for name, feature in FEATURES.items() if feature.is_used(config)]
+    for owner in owners_of(config):
         for name in used:
             if name in owner.asked - owner.supports:
                 feature = FEATURES[name]
-                yield _sentence(feature.words(c), owner.words, owner.reasons.get(name, ""), [feature.fix], True)
+                yield _sentence(feature.words(config), owner.words, owner.reasons.get(name, ""), [feature.fix], True)
     for first, second in combinations(used, 2):
         above, below = FEATURES[first], FEATURES[second]
         if first in below.refuses and not (planned and (second, first) == PLANNED_ONLY):
-            yield _sentence(above.words(c), below.words(c), below.refuses[first], [above.fix, below.fix], False)
+            yield _sentence(
+                above.words(config), below.words(config), below.refuses[first], [above.fix, below.fix], False
+            )
 
 
 def _sentence(one: str, other: str, reason: str, fixes: list[str], owned: bool) -> str:

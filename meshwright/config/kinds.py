@@ -93,43 +93,43 @@ MODEL_KINDS = Registry("model.kind", {
 })  # fmt: skip
 
 
-def kind_fits(c: Config, world: int) -> Iterator[str]:
+def kind_fits(config: Config, world: int) -> Iterator[str]:
     """Check that a kind can learn the objective, and the keys that it fixes, does not use or does not have."""
-    kind, m = MODEL_KINDS.entry(c.model.kind), c.model
-    if c.objective not in kind.objectives:
-        others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if c.objective in other.objectives]
+    kind, model = MODEL_KINDS.entry(config.model.kind), config.model
+    if config.objective not in kind.objectives:
+        others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if config.objective in other.objectives]
         learns = either([OBJECTIVES[name].learns for name in kind.objectives])
         yield (
-            f"model.kind={m.kind} learns {learns}, and data.objective is {c.objective}: set "
+            f"model.kind={model.kind} learns {learns}, and data.objective is {config.objective}: set "
             f"{either([f'data.objective={kind.objectives[0]}', *others])}"
         )
-    fixed = {**kind.fixed, **({"kv_heads": m.heads} if kind.is_encoder_decoder else {})}
+    fixed = {**kind.fixed, **({"kv_heads": model.heads} if kind.is_encoder_decoder else {})}
     for key, value in fixed.items():
-        if getattr(m, key) != value:
-            yield f"model.{key}={getattr(m, key)} can't be combined with model.kind={m.kind}: set it to {value}"
+        if getattr(model, key) != value:
+            yield f"model.{key}={getattr(model, key)} can't be combined with model.kind={model.kind}: set it to {value}"
     for key in kind.unused:
-        if getattr(m, key):
-            yield f"model.{key}={getattr(m, key)} has no effect with model.kind={m.kind}: leave it out"
+        if getattr(model, key):
+            yield f"model.{key}={getattr(model, key)} has no effect with model.kind={model.kind}: leave it out"
     for key in ("mask_eod", "reset_positions", "reset_attention"):
-        if getattr(c.data, key) and not c.objective_facts.splits_documents:
-            yield f"data.{key}=true has no effect with data.objective={c.objective}: leave it out"
-    if kind.predicts_chosen and m.pooler and m.token_types == 1:
+        if getattr(config.data, key) and not config.objective_facts.splits_documents:
+            yield f"data.{key}=true has no effect with data.objective={config.objective}: leave it out"
+    if kind.predicts_chosen and model.pooler and model.token_types == 1:
         yield "model.token_types=1 can't tell two segments apart: set it to 2, or to 0, or model.pooler=false"
-    if m.predictions > m.seq:
-        yield f"model.predictions={m.predictions} is more than model.seq={m.seq}: lower it"
+    if model.predictions > model.seq:
+        yield f"model.predictions={model.predictions} is more than model.seq={model.seq}: lower it"
 
 
-def foreign_model_fits(c: Config, world: int) -> Iterator[str]:
+def foreign_model_fits(config: Config, world: int) -> Iterator[str]:
     """Check the conditions that only a model built by transformers has."""
-    if not c.model.kind_facts.is_foreign:
+    if not config.model.kind_facts.is_foreign:
         return
-    if not c.model.hf:
+    if not config.model.hf:
         yield "model.kind=hf builds the model of a folder: name it in model.hf"
-    tp, kv_heads = c.layout.tp, c.model.kv_heads
+    tp, kv_heads = config.layout.tp, config.model.kv_heads
     if kv_heads % tp:
         fits = either(divisors(kv_heads))
-        yield f"tp={tp} does not divide the {kv_heads} key-value heads of {c.model.hf}: try layout.tp={fits}"
-    if not c.objective_facts.packed and c.data.reset_positions != c.data.reset_attention:
+        yield f"tp={tp} does not divide the {kv_heads} key-value heads of {config.model.hf}: try layout.tp={fits}"
+    if not config.objective_facts.packed and config.data.reset_positions != config.data.reset_attention:
         yield (
             "transformers keeps attention within the tokens that positions count from 0: set data.reset_positions and "
             "data.reset_attention alike"

@@ -34,7 +34,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     that trains alone: then no gradients are sent during backward, and no stage waits while another one compiles. The
     number is chosen so that there are at most as many kinds of groups as kinds of blocks.
     """
-    c, asked = ctx.config, ctx.config.train.compile_together
+    config, asked = ctx.config, ctx.config.train.compile_together
     if not isinstance(module, GraphStage) or asked == 1:
         return 1
     if isinstance(asked, int):
@@ -42,14 +42,14 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
             fix = "set train.compile_together=1"
             raise UserError(f"train.compile_together={asked} can't take blocks that add to the loss: {fix}")
         return asked
-    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keep_blocks_apart(c):
+    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keep_blocks_apart(config):
         return 1
     blocks = module.compiled_blocks()
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))
     # Forward and backward take 6 FLOPs per weight and token.
-    if 6 * weights * c.train.micro_batch * c.model.seq > SMALL_BLOCK_FLOP:
+    if 6 * weights * config.train.micro_batch * config.model.seq > SMALL_BLOCK_FLOP:
         return 1
-    units = model_of(c).blocks
+    units = model_of(config).blocks
     runs = [[units[layer] for layer in run] for run in module.runs_of_layers()]
     kinds = {unit for run in runs for unit in run}
     fitting = (count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))

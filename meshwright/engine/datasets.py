@@ -61,7 +61,7 @@ class CheckedDataset:
 
 def masking_of(config: Config) -> Masking:
     """Return how tokens are masked. The tokenizer of the data, if known, gives the words and special tokens."""
-    m = config.model
+    model = config.model
     c = config.data.masked
     prefix = config.data.prefixes[0]
     tokenizer = tokenizer_of_data(config.data.prefixes)
@@ -78,18 +78,18 @@ def masking_of(config: Config) -> Masking:
             f"{prefix}.json does not say which tokens there are: set data.masked.specials to the ids of [CLS], [SEP], "
             "[MASK] and [PAD]"
         )
-    if max(specials) >= m.vocab:
+    if max(specials) >= model.vocab:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={model.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
     words = word_parts(pieces) if pieces and c.whole_words != "false" else None
-    return Masking(m.predictions, c.share, c.ngrams, specials, vocab or m.vocab, words, m.pooler)
+    return Masking(model.predictions, c.share, c.ngrams, specials, vocab or model.vocab, words, model.pooler)
 
 
 def spans_of(config: Config) -> SpanOptions:
     """Return how spans are taken out for span corruption. The data name the end token unless the config does."""
-    m, d = config.model, config.data
+    model, d = config.model, config.data
     known = [read_metadata(prefix) or {} for prefix in d.prefixes]
     ends = {int(metadata["eod"]) for metadata in known if "eod" in metadata} if d.eod < 0 else {d.eod}
     if len(ends) != 1:
@@ -98,14 +98,17 @@ def spans_of(config: Config) -> SpanOptions:
             why = f"the token files end documents with different tokens {sorted(ends)}"
         raise UserError(f"{why}, with which targets end: set data.eod to its id")
     # Sentinels count down from the first one, so by default they are the last ids of the vocabulary.
-    first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
-    options = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
-    if first >= m.vocab:
-        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={m.vocab}: use one below that")
+    first = model.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
+    options = SpanOptions(
+        model.seq, model.t5.decoder_seq, d.spans.share, d.spans.mean, first, model.t5.start, ends.pop()
+    )
+    if first >= model.vocab:
+        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={model.vocab}: use one below that")
     used = max((int(metadata["vocab_size"]) for metadata in known if "vocab_size" in metadata), default=0)
     if d.spans.sentinel < 0 and used > options.last_sentinel:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for {options.spans} sentinels above the {used} tokens of the data: "
+            f"model.vocab={model.vocab} leaves no room for {options.spans} sentinels above the {used} tokens of "
+            "the data: "
             f"set model.vocab={used + options.spans} or more, or data.spans.sentinel where the tokenizer has its own"
         )
     if options.last_sentinel < 0:
@@ -118,7 +121,7 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
 
     They are the config's, or else the five ids after the last one of the tokenizer.
     """
-    m = config.model
+    model = config.model
     b = config.data.blanks
     prefix = config.data.prefixes[0]
     used = 0 if tokenizer is None else len(tokenizer.pieces())
@@ -129,9 +132,9 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
         raise UserError(
             f"{prefix}.json does not say which tokens there are: set data.blanks.specials to the ids of {names}"
         )
-    if max(specials) >= m.vocab:
+    if max(specials) >= model.vocab:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={model.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
     return specials
@@ -171,7 +174,9 @@ def packed_of(config: Config) -> list[PackedStream | None]:
     d, m = config.data, config.model
     if d.weights:
         raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
-    kinds = {"chat"} if config.objective == "chat" else {"judged"} if config.tune.judges_each else {"pairs"}
+    kinds = {"judged"} if config.tune.judges_each else {"pairs"}
+    if config.objective == "chat":
+        kinds = {"chat"}
     positions = m.numbers_positions
     return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, positions, kinds)
 

@@ -149,7 +149,10 @@ class _Run:
             self.share(action, following)
             return
         direction = SENDS.get(action.op) or RECEIVES.get(action.op)
-        name = MEANING[action.op].phase if direction is None else "forward" if direction > 0 else "backward"
+        if direction is None:
+            name = MEANING[action.op].phase
+        else:
+            name = "forward" if direction > 0 else "backward"
         data_before = self.totals.seconds["data"]
         begin = time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):

@@ -67,17 +67,19 @@ def is_own(module: nn.Module) -> bool:
 
 def check_own(ctx: Context, module: nn.Module) -> None:
     """Refuse settings that would silently have no effect on a user's model, or repeat its work on several ranks."""
-    c = ctx.config
+    config = ctx.config
     name = type(module).__name__
     for axis in ("tp", "cp"):
-        if (ranks := getattr(c.layout, axis)) > 1:
+        if (ranks := getattr(config.layout, axis)) > 1:
             raise UserError(
                 f"layout.{axis}={ranks} would have every rank compute all of {name}, whose parameters have no records: "
                 f"set layout.{axis}=1, or give them records (meshwright.spec.layout.params)"
             )
-    if not _is_cast(ctx, module) and (c.train.precision not in AUTOCAST or c.layout.pp * c.layout.chunks > 1):
+    if not _is_cast(ctx, module) and (
+        config.train.precision not in AUTOCAST or config.layout.pp * config.layout.chunks > 1
+    ):
         raise UserError(
-            f"train.precision={c.train.precision} can't be applied to {name}, whose parameters have "
+            f"train.precision={config.train.precision} can't be applied to {name}, whose parameters have "
             "another dtype: convert it in the model provider (module.to(...), and what it receives), or set "
             "train.precision=fp32"
         )

@@ -3,7 +3,7 @@
 A bad step makes no update (`losses.UpdateGate`). The weights are still those before it, so it can be computed again
 from the same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is
 good, the hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the
-layer. If the second result is as bad, the cause is the data or the model, and the config says what happens. """
+layer. If the second result is as bad, the cause is the data or the model, and the config says what happens."""
 
 from __future__ import annotations
 

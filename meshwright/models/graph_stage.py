@@ -420,7 +420,9 @@ class SharedInputs(NamedTuple):
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None else total if more is None else total + more
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more
 
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:

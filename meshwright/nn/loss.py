@@ -219,7 +219,8 @@ class _OutputLoss(torch.autograd.Function):
         needs = [how.training and needed for needed in ctx.needs_input_grad[:3]]
         grads = OutputGrads(full, table, needs, how.sink if how.direct and not on_grid else None)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = (1.0 if how.scale is None else how.scale) if how.training else None
+        scale = 1.0 if how.scale is None else how.scale
+        factor = scale if how.training else None
         for at, logits in logit_tiles(full, table, bias, sides.summed[1]):
             logits = scatter(logits, sides.summed)
             first = at.start + how.part * len(logits)

@@ -26,16 +26,16 @@ SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optim
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Return the choices that a plan makes, by the names that --layout uses."""
-    c, layout = cost.job.config, cost.job.layout
+    config, layout = cost.job.config, cost.job.layout
     return {
         **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
-        "tp": c.layout.tp, **({"tp_grid": str(c.layout.grid)} if c.layout.grid else {}),
-        "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
-        **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
-        "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
-        "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
-        "recompute": c.recompute.mode, "offload": c.recompute.offload, "pieces": c.recompute.pieces,
-        "split": list(c.pipeline.split),
+        "tp": config.layout.tp, **({"tp_grid": str(config.layout.grid)} if config.layout.grid else {}),
+        "pp": config.layout.pp, "dp": layout.dp, "cp": config.layout.cp,
+        **({"ep": layout.ep, "etp": layout.etp} if config.model.experts.count else {}), "chunks": config.layout.chunks,
+        "order": config.layout.order, "sequence_parallel": config.layout.sequence_parallel and config.layout.tp > 1,
+        "schedule": config.pipeline.schedule, "micro_batch": config.train.micro_batch, "zero": config.zero.stage,
+        "recompute": config.recompute.mode, "offload": config.recompute.offload, "pieces": config.recompute.pieces,
+        "split": list(config.pipeline.split),
     }  # fmt: skip
 
 
@@ -204,14 +204,14 @@ def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
 
 def report(cost: Cost, tokens: float | None = None) -> str:
     """Return the figures of `as_json` as text tables."""
-    job, c = cost.job, cost.job.config
+    job, config = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words = experts_words(job)
     lines = [
         f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         *([words] if words else []),
-        f"global batch {job.global_batch} x {c.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
-        f"{c.train.precision}, stack {job.stack.name}",
+        f"global batch {job.global_batch} x {config.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
+        f"{config.train.precision}, stack {job.stack.name}",
         "",
         f"  step time        {seconds(cost.step_s)}",
         f"  tokens/s         {m['tokens_per_s']:,.0f}  ({cost.tokens_per_s_device:,.0f} per device)",

@@ -342,15 +342,15 @@ def replica_calls(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[Re
     multiples of 16 n. It takes 1 all_reduce in float32, or the calls of a compressed one. The copies of a tied
     parameter at both ends of the model are averaged after the sum has arrived.
     """
-    c, layout, n = job.config, job.layout, job.layout.replicas
+    config, layout, n = job.config, job.layout, job.layout.replicas
     for buffer in packing_of(job, pp_rank).buffers:
-        shards = buffer.division(layout, c.zero).shards
+        shards = buffer.division(layout, config.zero).shards
         wide = max(4, buffer.weight)
-        compresses = buffer.mixed and not buffer.partial and (job.step or 0) > c.train.local.compress.warmup_steps
+        compresses = buffer.mixed and not buffer.partial and (job.step or 0) > config.train.local.compress.warmup_steps
         reducer = job.outer_sums if compresses else PLAIN_REDUCER
         for size in buffer.buckets if buffer.trained else ():
             share = size // (layout.size(shards) if shards else 1)
-            bounds = fragment_bounds(share, c.train.local.fragments, n)
+            bounds = fragment_bounds(share, config.train.local.fragments, n)
             for low, high in (bounds[f] for f in moment.begin if bounds[f][1] > bounds[f][0]):
                 for op, payload in reducer.calls("all_reduce", high - low, wide, n):
                     yield _over(layout, "synchronised", "outer", REPLICAS, op, payload)

@@ -57,14 +57,14 @@ def _one_ring(group: tuple[int, ...], layout: Layout) -> bool:
     return neighbours_on_node(group, layout.node_size or layout.world) in (1, len(group))
 
 
-def _exchanges(c: Config, layout: Layout) -> Iterator[str]:
+def _exchanges(config: Config, layout: Layout) -> Iterator[str]:
     """Yield sentences about the algorithm that exchanges rows among experts."""
-    kind = c.comm.algorithm.ep
+    kind = config.comm.algorithm.ep
     if kind == "torch":
         return
     key = f"comm.algorithm.ep={kind} has no effect, since"
     if layout.ep == 1:
-        yield f"{key} {'layout.ep is 1' if c.model.experts.count else 'the model has no experts'}"
+        yield f"{key} {'layout.ep is 1' if config.model.experts.count else 'the model has no experts'}"
     elif not exchange_parts(layout):
         yield f"{key} {_places(layout.group('ep', 0), layout)}"
 
@@ -78,12 +78,12 @@ def _places(group: tuple[int, ...], layout: Layout) -> str:
     return f"its {len(group)} ranks are not several, and equally many, on each of {len(nodes)} nodes{size}"
 
 
-def _links(c: Config) -> Iterator[str]:
+def _links(config: Config) -> Iterator[str]:
     """Yield sentences about the descriptions of links and switches."""
-    kind = c.comm.algorithm.dp
-    if c.comm.links.on and (kind != "auto" or c.comm.emulate.on):
+    kind = config.comm.algorithm.dp
+    if config.comm.links.on and (kind != "auto" or config.comm.emulate.on):
         yield "comm.links has no effect, since only comm.algorithm=auto without emulated links reads it"
-    if c.comm.switches and kind == "torch":
+    if config.comm.switches and kind == "torch":
         yield "comm.switches has no effect with comm.algorithm.dp=torch: it orders our own rings"
-    elif c.comm.switches:
+    elif config.comm.switches:
         yield "comm.switches is not priced: clusters have no rate between switches, so predicted times are as without"

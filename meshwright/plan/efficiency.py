@@ -40,7 +40,9 @@ def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
         best = max(best, rate * filled * waves / math.ceil(waves))
     share = best * k / (k + DEPTH)
     aligned = k % ALIGNED == 0 and n % ALIGNED == 0
-    return share if aligned else share * (UNALIGNED if count > 1 else UNALIGNED_LARGE)
+    if aligned:
+        return share
+    return share * (UNALIGNED if count > 1 else UNALIGNED_LARGE)
 
 
 def product_seconds(

@@ -46,21 +46,21 @@ def against(best: Cost, other: Cost) -> str:
 def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
     """Return a few sentences about the best candidate of a ranking."""
     best = candidates[0]
-    cost, job, c = best.cost, best.job, best.job.config
+    cost, job, config = best.cost, best.job, best.job.config
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
         f"{found_layouts:,} combinations were examined, and {fitting:,} of the potentially fast ones fit; "
-        f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
+        f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {config.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
-    tp, pp = c.layout.tp, c.layout.pp
+    tp, pp = config.layout.tp, config.layout.pp
     if tp > 1:
         place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
         lines.append(f"tp={tp} {place} and cuts a layer's states and activations by {tp}.")
         lines += _about_grid(best)
-    if c.layout.cp > 1:
-        lines.append(f"cp={c.layout.cp} shares sequences by {balance_words(job)}.")
+    if config.layout.cp > 1:
+        lines.append(f"cp={config.layout.cp} shares sequences by {balance_words(job)}.")
     if pp > 1:
         lines.append(
             f"pp={pp} with {plural(job.micro_batches, 'micro-batch')} has a bubble of {percent(cost.bubble)}, the idle "
@@ -70,11 +70,11 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
-    again = mode.get(c.recompute.mode, "Blocks are recomputed")
-    if c.recompute.offload:
+    again = mode.get(config.recompute.mode, "Blocks are recomputed")
+    if config.recompute.offload:
         again += f" and their inputs, {size(cost.memory.offloaded)} of a rank, are in host memory"
-    if c.recompute.pieces > 1:
-        again += f"; MLPs run in {c.recompute.pieces} pieces, each computed again"
+    if config.recompute.pieces > 1:
+        again += f"; MLPs run in {config.recompute.pieces} pieces, each computed again"
     lines.append(f"{again}; {left}.")
     return lines
 

@@ -127,7 +127,7 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
 
 def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
     """Return a comparison as text."""
-    m = job.config.model
+    model = job.config.model
     b = job.batch
     shown = _shown(costs)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
@@ -138,8 +138,8 @@ def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
         ))  # fmt: skip
     tokens = b.sequences * b.seq
     lines = [
-        f"one block of hidden {m.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
-        f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
+        f"one block of hidden {model.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
+        f"micro-batch ({tokens / model.hidden:.3g} x hidden), {job.config.train.precision}",
         "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
         "norms, once per step for gradients of copied weights",
         "", table(rows), *([f"  ({len(costs) - len(shown)} more: --json)"] if len(shown) < len(costs) else []),
@@ -206,7 +206,9 @@ def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     best: dict[str, BlockCost] = {}
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
         kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")
-        name = cost.name if kind == "1D" else f"{kind}, gathered kept" if kept else kind
+        name = f"{kind}, gathered kept" if kept else kind
+        if kind == "1D":
+            name = cost.name
         # A line for every kind would crowd the chart.
         if kept and kind != "3D":
             continue

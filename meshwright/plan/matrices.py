@@ -29,10 +29,10 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
     The rank is `job.rank` or the first rank of the pipeline stage, since the bytes depend on the matrices that a rank
     owns.
     """
-    layout, c = job.layout, job.config
-    if not c.optimizer.whole_matrices:
+    layout, config = job.layout, job.config
+    if not config.optimizer.whole_matrices:
         return
-    rules = rules_of(c.optimizer)
+    rules = rules_of(config.optimizer)
     rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
     # Ranks along the axis that cuts matrices hold the other parts of each matrix and have different records for them.
     peers = {
@@ -43,7 +43,7 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
         rule = rules[buffer.update.group].matrices
         if not buffer.update.matrices or rule is None:
             continue
-        axes = (buffer.division(layout, c.zero).shards or "", cut_axis(buffer.data_axes))
+        axes = (buffer.division(layout, config.zero).shards or "", cut_axis(buffer.data_axes))
         buckets: list[tuple[int, list[MatrixParameter]]] = [(size, []) for size in buffer.buckets]
         for number, bucket, start in zip(buffer.params, buffer.places, buffer.starts, strict=True):
             records = tuple(params[number].record for params in peers[axes[1]])

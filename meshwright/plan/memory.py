@@ -167,11 +167,14 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     zero = sizes.stage
     whole = sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
-    parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
+    parameters = 0.0
+    if s.keeps_param or zero <= 2:
+        parameters = (own if zero == 3 else whole) * (sizes.element or s.param)
     parameters += whole // sizes.node * (sizes.element or s.param) if sizes.node else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
-    gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
+    shards = sizes.shards if zero else 1
+    gathered = whole // sizes.ranks if sizes.ranks > shards else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.update)) + outer_bytes(job, sizes)

@@ -79,7 +79,7 @@ def planned_rank(job: Job, rank: int) -> Expected:
     pp_rank = coordinate["pp"]
     job = replace(job, rank=rank)
     memory = memory_bytes(rank_memory(job, pp_rank))
-    c = job.config
+    config = job.config
     calls = by_line(stage_calls(job, pp_rank))
     # The ranks of a group may send different amounts, and the reducer's calls are their mean.
     for line, mean in calls.items():
@@ -87,7 +87,9 @@ def planned_rank(job: Job, rank: int) -> Expected:
             group = job.layout.group(line.axis, rank)
             sent = (mean.payload_bytes, mean.wire_bytes)
             calls[line] = Traffic(mean.calls, *job.sums.of_rank(line.op, sent, len(group), group.index(rank)))
-    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
+    table = build(
+        config.pipeline.schedule, config.layout.pp, job.micro_batches, config.layout.chunks, rank_stage(job, pp_rank)
+    )
     return Expected(
         parameters=rank_parameters(job, pp_rank),
         states={kind: memory[kind] for kind in STATES},

@@ -303,7 +303,7 @@ def search(
     too_large: set[object] = set()  # Layouts that did not fit. Larger micro-batches come later and won't fit either.
     served: set[object] = set()  # Layouts that fit with a faster schedule without recomputation.
     for shape in sorted(shapes(base, space, cluster), key=_promise):
-        bound, c = _least_seconds(shape, cluster), shape.config
+        bound, config = _least_seconds(shape, cluster), shape.config
         if best_only and bound > BEST_ONLY_RATIO * best:
             continue
         for zero in _stages(shape, space):
@@ -316,7 +316,7 @@ def search(
             if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
-            alike = (c.layout, c.train.micro_batch, zero)
+            alike = (config.layout, config.train.micro_batch, zero)
             if key in too_large or alike in served:
                 continue
             # Once something fits, `nearest` is no longer needed. The states alone then reject a layout cheaply.
@@ -329,7 +329,7 @@ def search(
             result.fitting += 1
             recomputes = fitting[0].config.recompute.mode != space.recompute[0]
             # A schedule without a formula comes first whatever its speed, so it does not rule out others.
-            if not recomputes and KINDS[c.pipeline.schedule].seconds is not None:
+            if not recomputes and KINDS[config.pipeline.schedule].seconds is not None:
                 served.add(alike)
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
@@ -459,7 +459,7 @@ def no_fit_error(
             + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, job = result.nearest
-    c, enough = job.config, ""
+    config, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
     for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MOST_DEVICES):
@@ -468,9 +468,12 @@ def no_fit_error(
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
             break
     return UserError(
-        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
-        f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
-        f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
+        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout "
+        f"(tp={config.layout.tp}, "
+        f"pp={config.layout.pp}, dp={job.layout.dp}, micro-batch {config.train.micro_batch}, zero "
+        f"{config.zero.stage}, recompute "
+        f"{config.recompute.mode}{' and offloaded' if config.recompute.offload else ''}) needs {needed:.1f} GiB "
+        f"of {limit:.1f}, "
         f"{needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {result.refused}" if result.refused else "")
     )

@@ -66,8 +66,9 @@ def states_of(config: Config, own: bool = True) -> States:
     offload = config.zero.offload
     has_master = param < 4 and BYTES[master] > param
     paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
+    master_bytes = 2 if paired else wide(master)
     return States(
-        param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
+        param=param, grad=wide(config.train.grad_dtype), master=master_bytes if has_master else 0,
         rule=kept(rules[0].elements), fused=all(rule.has_kernel for rule in all_rules), paired=paired,
         rules=tuple(
             (UpdateKind(number, rule is group.matrices), kept(rule))

@@ -127,15 +127,15 @@ def without_nodes(job: Job, nodes: int) -> Job:
 
     Fewer data-parallel ranks share a batch, which is rounded down to a multiple that they can divide.
     """
-    c, node = job.config, job.node_size
-    unit = c.layout.least_world
+    config, node = job.config, job.node_size
+    unit = config.layout.least_world
     world = (job.world - nodes * node) // unit * unit
     if world < unit:
         raise UserError(
             f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
             "remove fewer"
         )
-    samples = batch_unit(c, world)[0]
+    samples = batch_unit(config, world)[0]
     batch = job.global_batch // samples * samples
     fewer = replace(job.with_keys(train={"global_batch": batch}, layout={"node_size": node}), world=world)
     # The layout is built, and its sizes checked, when it is first read.

@@ -94,7 +94,10 @@ def _span_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[i
         for token in tokens.tolist():
             name = special.get(token)
             shown = printable(spelling(token).replace("\n", "\\n").replace("\t", "\\t")) if name is None else name
-            text.append(shown, style if name is None else learned if name.startswith("<") else ASIDE)
+            token_style = style
+            if name is not None:
+                token_style = learned if name.startswith("<") else ASIDE
+            text.append(shown, token_style)
     left = len(sample["labels"]) - len(target)
     text.append(f" + {left} of padding" if left else "", ASIDE)
     return text

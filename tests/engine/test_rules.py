@@ -133,7 +133,9 @@ def test_groups_have_their_own_settings() -> None:
             g, name = torch.randn(slot.grad.shape, generator=draw, dtype=torch.float64), slot.record.name
             slot.grad.copy_(g * 7.0)
             p, (m, v) = wanted[slot.name], moments[slot.name]
-            number = 0 if "norm" in name else 1 if name.startswith("embedding.") else 2 if "layers.1." in name else 3
+            # The groups in the order of the config: the first that matches applies.
+            matches = ("norm" in name, name.startswith("embedding."), "layers.1." in name, True)
+            number = matches.index(True)
             counts[number] += 1
             # The second step is taken at half the peak.
             rate, decay = [(lr, 0.3), (0.004, 0.1), (0.005, 0.0), (lr, 0.2)][number]

@@ -188,7 +188,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for subject, each in [*by_subject.items(), ("all", list(verdicts))]:
         worst = [v.worst for v in each if v.worst is not None]
         ranks = sorted({v.ranks for v in each})
-        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]) if ranks else ""
+        span = "-".join(str(n) for n in dict.fromkeys((*ranks[:1], *ranks[-1:])))
         figure = f"{max(worst):.1e}" if worst else ""
         passed, seconds = sum(v.ok for v in each), sum(v.seconds for v in each)
         lines.append(f"{subject:14} {len(each):5} {passed:6} {span:>6} {figure:>8} {seconds:7.0f}")

@@ -102,7 +102,8 @@ class FlatState:
 
         halves = (buffer.key.dtype, master_dtype) == (torch.bfloat16, torch.float32)
         self.paired = halves and offload.optimizer == offload.params == "none"
-        masters = StateStore.existing(own) if self.in_place else new(torch.int16 if self.paired else master_dtype)
+        dtype = torch.int16 if self.paired else master_dtype
+        masters = StateStore.existing(own) if self.in_place else new(dtype)
         if not self.in_place and not self.paired:
             for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)

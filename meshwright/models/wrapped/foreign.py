@@ -38,7 +38,9 @@ class Absent(nn.Module):
         return self.given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
+        if self.given is not None:
+            return self.given
+        return args[0] if args else next(iter(kwargs.values()))
 
 
 class Loose(nn.Module):

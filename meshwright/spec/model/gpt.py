@@ -264,7 +264,9 @@ class AttentionPart(Part):
             yield SavedTensor("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.qk_norm == "head":
             # A CPU saves a head's input and normed input in float32, or one copy if the input is float32 already.
-            copies = (1 if e >= 4 else 2) if host else 0
+            copies = 0
+            if host:
+                copies = 1 if e >= 4 else 2
             yield SavedTensor("head norms", tokens * (h + k) * (copies * d * wide + wide))
         elif self.qk_norm:
             yield SavedTensor("token norms", 2 * tokens * wide)
