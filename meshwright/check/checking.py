@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.check.made_samples import OtherFirst, samples_for
+from meshwright.check.made_samples import WithoutFirstDocument, samples_for
 from meshwright.check.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.comm.watchdog import watchdog_for
@@ -92,7 +92,7 @@ class GradientRecorder:
         return totals, normalisation
 
 
-class Stored:
+class StoredTensors:
     """The whole tensors of one process in a folder, one file each. Ranks map them into memory."""
 
     def __init__(self, folder: Path) -> None:
@@ -157,9 +157,9 @@ def run_reference(config: Config, folder: Path, own: Providers, compared: int) -
         steps = Steps(names=list(_names(trainer)))
 
         def take(pairs: Pairs) -> None:
-            Stored.write(folder / f"step-{trainer.step_number + 1}", pairs)
+            StoredTensors.write(folder / f"step-{trainer.step_number + 1}", pairs)
 
-        _train(trainer, steps, take, compared, lambda: Stored.write(folder / AFTER, parameters(trainer)))
+        _train(trainer, steps, take, compared, lambda: StoredTensors.write(folder / AFTER, parameters(trainer)))
         steps.write(folder / REFERENCE)
 
 
@@ -169,10 +169,10 @@ def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> Non
         steps = Steps()
 
         def take(pairs: Pairs) -> None:
-            steps.gradients.append(Stored(folder / f"step-{trainer.step_number + 1}").errors(pairs))
+            steps.gradients.append(StoredTensors(folder / f"step-{trainer.step_number + 1}").errors(pairs))
 
         def after() -> None:
-            steps.parameters = Stored(folder / AFTER).errors(parameters(trainer))
+            steps.parameters = StoredTensors(folder / AFTER).errors(parameters(trainer))
 
         _train(trainer, steps, take, compared, after)
         steps.documents = document_leakage(trainer)
@@ -213,7 +213,7 @@ def document_leakage(trainer: Trainer) -> float | None:
     paired = config.objective_facts.judges_answers and not config.tune.judges_each
     losses = []
     for changed in (False, True):
-        data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
+        data = WithoutFirstDocument(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
         batches = MicroBatches(ctx, data, fields_of(trainer.modules), trainer.train_batches.reader)
         samples = 4 * validation_unit(ctx)
         mean = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)

@@ -36,7 +36,7 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Compared:
+class ModelComparison:
     """The comparison of two models. Differences are relative to the largest logit."""
 
     maximum: float
@@ -72,17 +72,19 @@ class Compared:
         return "\n".join([*lines, "both agree" if self.agree else "THEY DIFFER"])
 
 
-def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float) -> Compared:
+def compare_folders(
+    checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float
+) -> ModelComparison:
     """Compare our checkpoint with transformers' model of a folder. With a `tolerance` of 0, the dtype's default is
     used."""
     import transformers
 
     layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
 
-    def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:
+    def use(ctx: Context, modules: list[nn.Module], place: Any) -> ModelComparison:
         return _compare_logits(ctx, modules[0].eval(), transformers, folder, tolerance)
 
-    compared: Compared = with_model(checkpoint, {**sections, **layers}, use)
+    compared: ModelComparison = with_model(checkpoint, {**sections, **layers}, use)
     return compared
 
 
@@ -93,7 +95,9 @@ def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
 
 
 @torch.no_grad()
-def _compare_logits(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
+def _compare_logits(
+    ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float
+) -> ModelComparison:
     model = ctx.config.model
     theirs = theirs_of(transformers, folder, model.kind)
     tokenizer = tokenizer_beside(folder, ())
@@ -115,7 +119,7 @@ def _compare_logits(ctx: Context, module: nn.Module, transformers: Any, folder: 
     shown = None
     if tokenizer is not None and model.kind_facts.writes_text:
         shown = (tokenizer.decode(written), tokenizer.decode(wrote))
-    return Compared(
+    return ModelComparison(
         worst / largest, total / count / largest, known, sum(map(len, texts)), written, wrote, split,
         tokenizer is not None, shown,
     )  # fmt: skip

@@ -152,7 +152,7 @@ class Fields:
         return {name: value for name, value in self.dataset.sample(n).items() if name in self.names}
 
 
-class OtherFirst:
+class WithoutFirstDocument:
     """The samples of a dataset with the first document (or pair of answers) excluded from the loss.
 
     `changed`: the first document also has other tokens, which must not affect the loss of the others.

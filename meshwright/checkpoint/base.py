@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
@@ -116,14 +116,14 @@ def check_digest(checkpoint: Path, base: str) -> None:
         )
 
 
-def read_base(trainer: Checkpointed) -> None:
+def read_base(trainer: CheckpointedTrainer) -> None:
     """Read this rank's shard of the base: all weights except the adapters. No rank waits for another here."""
     config = trainer.ctx.config
     read_weights(trainer, open_base(config.tune.base, config.model))
 
 
 @torch.no_grad()
-def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
+def read_weights(trainer: CheckpointedTrainer, source: Base | PlannedFolder) -> None:
     """Read this rank's shard of all weights except the adapters."""
     # A gather in flight would overwrite the new weights with the old ones.
     trainer.data_parallel.weights.wait_for_gathers()
@@ -138,7 +138,7 @@ def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
 
 
 @torch.no_grad()
-def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh: bool) -> None:
+def begin_with_folder(trainer: CheckpointedTrainer, modules: Sequence[nn.Module], fresh: bool) -> None:
     """Read the data that a run takes from the folder named by model.hf: its weights if the run is `fresh` and has no
     base, and in any case the untrained buffers in its files."""
     config = trainer.ctx.config

@@ -21,7 +21,7 @@ from meshwright.spec.layout.params import ParamRecord, slices_of
 from meshwright.spec.model.hf import family_of_name
 from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE
-from meshwright.spec.model.hf.rows import Mapped
+from meshwright.spec.model.hf.rows import TensorMapping
 
 # The rows of two tables that are compared at a time.
 HEAD_ROWS = 4096
@@ -47,7 +47,7 @@ class HFFolder:
         self.file_of = opened_weights(folder, bool(self.config.get("quantization_config")))
         if self.family.decoder_layers and self.model.tied_embeddings and self._has_own_head():
             self.model = replace(self.model, tied_embeddings=False)
-        self.tensors: dict[str, Mapped] = self.family.tensors(self.model)
+        self.tensors: dict[str, TensorMapping] = self.family.tensors(self.model)
         self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.left_out: list[str] = []  # Tensors of additional layers that the model does not use.
         self.stored = self._locate()  # By a tensor's full name, its name in this folder.

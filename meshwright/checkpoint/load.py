@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, SideState, Slot, State, StateRows, regions
 from meshwright.engine.sharding.remainders import Values
@@ -101,7 +101,7 @@ class Reader:
 
 
 @torch.no_grad()
-def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def read_into(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Read the state that this rank owns: the whole state of a run, or only its weights with `model_only`.
 
     A new run from such weights has a fresh optimizer and begins at step 0. No rank waits for another here, so one rank
@@ -178,7 +178,7 @@ def add_saved_rows(
         values.add_(part)
 
 
-def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def complete_load(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Gather the weights for the ranks that share them, and set the counters, after every rank has read its state."""
     trainer.publish()
     if not model_only:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.keeper import KEEPERS, KEY, KeeperError, KeeperLink
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Snapshot
@@ -73,7 +73,7 @@ class MemoryCopies:
     like those of a save. A thread then computes the checksums and sends the copy to the keepers.
     """
 
-    def __init__(self, trainer: Checkpointed, keepers: Keepers) -> None:
+    def __init__(self, trainer: CheckpointedTrainer, keepers: Keepers) -> None:
         self.trainer, self.keepers = trainer, keepers
         self._thread: threading.Thread | None = None
         self._failed = False

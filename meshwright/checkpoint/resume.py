@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.base import check_digest
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
 from meshwright.comm.group import CommError
@@ -38,7 +38,7 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def resume(trainer: Checkpointed, source: str | None) -> str:
+def resume(trainer: CheckpointedTrainer, source: str | None) -> str:
     """Load the state that this run continues from. Return `memory` if it came from copies in memory, else `disk`.
 
     Every rank calls this, and all load the same checkpoint or none. A damaged checkpoint is skipped with a warning, and
@@ -70,14 +70,14 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
     return "memory" if from_memory else "disk"
 
 
-def has_checkpoint(trainer: Checkpointed) -> bool:
+def has_checkpoint(trainer: CheckpointedTrainer) -> bool:
     """Return on every rank whether the run has a checkpoint, as seen by the rank that writes."""
     ctx = trainer.ctx
     here = trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
     return bool(ctx.mesh.world.max_over_ranks(float(here), ctx.device.torch))
 
 
-def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
+def _say_where(trainer: CheckpointedTrainer, source: str | None, continues: bool, from_memory: bool) -> None:
     """Print where the run begins. `verified` is true because every block was checked against its checksum."""
     config, step = trainer.ctx.config, trainer.step_number
     if continues and step:
@@ -88,7 +88,7 @@ def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_
         notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 
 
-def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
+def _from_memory(trainer: CheckpointedTrainer, step: int, or_disk: bool) -> bool:
     """Load the keepers' copy of a step. Return False, with a warning, if it can't be used.
 
     If there is no checkpoint on disk either (`or_disk` is False), raise so that the ranks restart: this rank's state
@@ -109,7 +109,7 @@ def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
     return damage is None
 
 
-def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
+def _chosen(trainer: CheckpointedTrainer, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
     """Return (whether the run continues from its newest checkpoint, whether `source` is its own checkpoint, the step of
     a newer copy in memory or 0, the steps on disk to try).
 
@@ -189,7 +189,7 @@ def _resolve_source(source: str, steps: list[int]) -> Path:
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
-def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
+def _newest(trainer: CheckpointedTrainer, folder: Path, steps: list[int]) -> None:
     """Load the first of these steps that is not damaged."""
     for number, step in enumerate(steps):
         damage = _attempt(trainer, partial(Reader, folder / fmt.folder_name(step)), model_only=False)
@@ -205,7 +205,7 @@ def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
 
 
 def _attempt(
-    trainer: Checkpointed, opened: Callable[[], Reader], model_only: bool
+    trainer: CheckpointedTrainer, opened: Callable[[], Reader], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
     """Load a checkpoint on all ranks or on none: if one rank finds it damaged, all treat it as damaged.
 
@@ -239,7 +239,7 @@ def _attempt(
     return error if isinstance(error, fmt.DamagedCheckpoint) and first_damaged == place else SystemExit(2)
 
 
-def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def _compare(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Compare the settings that tensor shapes do not show: whether the model computes something else with the same
     weights, and whether sample numbers refer to other samples.
 
@@ -283,7 +283,7 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
             print(f"meshwright: warning: {text}: {keys}", file=sys.stderr, flush=True)
 
 
-def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
+def _check_all_used(trainer: CheckpointedTrainer, reader: Reader) -> None:
     """Raise if some weight has no place on any rank. It belongs to another model, and the next checkpoint would lose
     it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
@@ -301,7 +301,7 @@ def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
         )
 
 
-def load_checkpoint(trainer: Checkpointed, folder: Path, model_only: bool = False) -> None:
+def load_checkpoint(trainer: CheckpointedTrainer, folder: Path, model_only: bool = False) -> None:
     """Load this checkpoint, with all of its state or only the weights, and change no folder. Every rank calls this."""
     damage = _attempt(trainer, partial(Reader, folder), model_only)
     if damage is not None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
@@ -103,7 +103,7 @@ class Snapshot:
     block while they are written.
     """
 
-    def __init__(self, trainer: Checkpointed) -> None:
+    def __init__(self, trainer: CheckpointedTrainer) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self._being_copied: list[Any] = []
@@ -242,7 +242,7 @@ class Saver:
     and the next save tries again. Two failures in a row end the run. The last save of a run is retried immediately.
     """
 
-    def __init__(self, trainer: Checkpointed, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
+    def __init__(self, trainer: CheckpointedTrainer, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
         self.trainer, self.folder = trainer, folder
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None

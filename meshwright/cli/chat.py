@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from meshwright.cli.generate import check_drawing, end_tokens, model_config, tokenizer_of
 from meshwright.config.sections import Config
-from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
+from meshwright.data.chat_template import ChatTemplate, TemplateError, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.launch.launch import start
@@ -108,7 +108,7 @@ class Talk:
         """Return the tokens of the conversation so far. If it can't be answered, print why and return none."""
         try:
             ids: list[int] = self.tokenizer.encode(self.template.render(self.messages, begins=True))
-        except Broken as error:
+        except TemplateError as error:
             print(f"({error})", file=sys.stderr, flush=True)
             return []
         if max(ids) >= self.vocab:
@@ -124,7 +124,7 @@ class Talk:
         """Return the tokens that end an answer: those that end a text, and the one that the template puts after an
         answer. `known`: the tokens that end a text."""
         mark, after = "ANSWER", []
-        with contextlib.suppress(Broken):
+        with contextlib.suppress(TemplateError):
             text = self.template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}])
             after = self.tokenizer.encode(text.rpartition(mark)[2].lstrip())
         # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.

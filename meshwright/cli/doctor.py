@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.diagnosis import Check, Facts, Wanted, judge
+from meshwright.bench.diagnosis import Check, Facts, Requirements, judge
 from meshwright.bench.request import MeasurementRequest
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
@@ -95,7 +95,7 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
         # A cluster file has the network rate of a whole node, which its devices share.
         network = cluster.network.node_gb_s * cluster.efficiency.network / max(1, cluster.node.devices)
         wanted |= {"link_gb_s": cluster.node.link_gb_s * cluster.efficiency.link, "network_gb_s": network}
-    args.wanted = Wanted(**wanted)
+    args.wanted = Requirements(**wanted)
 
 
 def as_local_rank(args: argparse.Namespace) -> None:

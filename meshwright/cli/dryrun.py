@@ -16,7 +16,7 @@ from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import Expected, planned_rank
+from meshwright.plan.rank import ExpectedRank, planned_rank
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
 from meshwright.spec.traffic.counts import COUNTS
@@ -121,7 +121,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
     return ranks
 
 
-def compare(rank: int, ran: RankRun, planned: Expected) -> dict[str, Any]:
+def compare(rank: int, ran: RankRun, planned: ExpectedRank) -> dict[str, Any]:
     """Return each figure of a rank as it was run and as it was planned."""
     calls = [
         {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), planned.calls.get(line))

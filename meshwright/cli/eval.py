@@ -12,7 +12,7 @@ from meshwright.cli.chat import template_of
 from meshwright.cli.generate import end_tokens, tokenizer_of
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.data.stream import SPLIT_NAMES, OneEpoch
+from meshwright.data.stream import SPLIT_NAMES, FirstEpoch
 from meshwright.data.token_file import TokenFile
 from meshwright.engine.datasets import CheckedDataset, datasets_of
 from meshwright.errors import UserError, plural
@@ -92,7 +92,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> CheckedDatas
             f"the run has no {part} data (data.split={list(config.data.split)}): choose another part with --split, "
             "or name token files with --data PREFIX"
         )
-    return CheckedDataset(OneEpoch(data.dataset, most), config.model.vocab)
+    return CheckedDataset(FirstEpoch(data.dataset, most), config.model.vocab)
 
 
 def evaluate_rank(args: argparse.Namespace) -> None:

@@ -198,7 +198,8 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
         extra += [f"  split: {list(c.pipeline.split)}"] if c.pipeline.split else []
     extra += ["zero:", f"  stage: {c.zero.stage}   # dp ranks divide {SHARDED[c.zero.stage]}"] if c.zero.stage else []
     if c.recompute != config.recompute:
-        extra += ["recompute:", *(f"  {key}: {_plain(value)}" for key, value in to_mapping(c)["recompute"].items())]
+        settings = to_mapping(c)["recompute"]
+        extra += ["recompute:", *(f"  {key}: {_yaml_scalar(value)}" for key, value in settings.items())]
     raw = {"preset": c.model.preset} if c.model.preset else {
         key: to_mapping(c)["model"][key] for key in ("layers", "hidden", "heads", "vocab", "seq", *SHAPE)
     }  # fmt: skip
@@ -206,7 +207,7 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
         parameters=count(parameters), devices=job.world, device=best.cost.cluster.device.name,
         layout=plain_words(c, job.world), time=seconds(best.cost.step_s), memory=size(largest(job).peak),
         out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
-        model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
+        model="\n".join(f"  {key}: {_yaml_scalar(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
         steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,
         micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup="2%" if steps <= 100_000 else 2000,
         min_lr=f"{lr / 10:g}", run_dir=_run_dir(args.out), kind=c.run.device,
@@ -218,5 +219,5 @@ def _run_dir(out: Path) -> str:
     return f"runs/{out.stem}"
 
 
-def _plain(value: Any) -> str:
+def _yaml_scalar(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, planned_from_args, words_of
+from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, command_words, planned_from_args
 from meshwright.config.rules import context_is_shared, features_fit, first_broken_rule
 from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.disk import write
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
+    target, cluster, stack = planned_from_args(args, command_words(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")

@@ -26,7 +26,7 @@ from meshwright.launch.launch import launch, warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.target import on_cluster, target_of, with_supported_precision
-from meshwright.show.bars import Bars, bars_svg, bars_text
+from meshwright.show.bars import BarChart, bars_svg, bars_text
 from meshwright.show.chart import check_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
@@ -114,7 +114,7 @@ def _show(
     main = measured or predicted
     word = "measured" if measured else "predicted"
     groups = {"measured": measured, "predicted": predicted} if measured else {"predicted": predicted}
-    bars = Bars(
+    bars = BarChart(
         f"step time, {title}", names, {name: [1e3 * f.step_s for f in of] for name, of in groups.items() if of}, "ms"
     )
     write(args.svg, lambda: bars_svg(bars))

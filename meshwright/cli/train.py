@@ -22,7 +22,7 @@ from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS, tiny_confi
 from meshwright.data.packed import is_chat, length_words
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.elastic import Elastic, Wishes
+from meshwright.launch.elastic import Elastic, LauncherOptions
 from meshwright.launch.launch import (
     Outcome,
     Team,
@@ -327,7 +327,7 @@ def start_elastic(
     least, most = nodes_of(args)
     folder = Path(config.run.dir)
     address = address_of(args.address, most)
-    wishes = Wishes(
+    wishes = LauncherOptions(
         nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most, address,
         folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
         rest=config.faults.rest_s, tell=tell,

@@ -21,7 +21,7 @@ from meshwright.comm.group import Group, group_named
 from meshwright.comm.registered import operator, shapes_of
 
 
-class ByNode(NamedTuple):
+class NodeGroups(NamedTuple):
     """The two subgroups of a rank: the group's ranks on its node, and those with its local index on all nodes."""
 
     inside: Group
@@ -105,7 +105,7 @@ def exchange_by_node(
     return out
 
 
-def exchange_evenly(x: Tensor, groups: ByNode) -> tuple[Tensor, Tensor]:
+def exchange_evenly(x: Tensor, groups: NodeGroups) -> tuple[Tensor, Tensor]:
     """Exchange x, [ranks, ...]: send x[n] to place n of the group. Return (the entries that arrive, by sender; the
     entries that passed through this rank, [neighbour, node, ...])."""
     here, nodes = groups.inside.size, groups.across.size

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
+from meshwright.data.blend import Blend, NumberedDataset
 from meshwright.data.masked import DocumentChunk, keyed_uniform
 
 Integers = NDArray[np.int64]
@@ -54,7 +54,9 @@ class BlankOptions:
 class BlankStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(self, source: Numbered, options: BlankOptions, seed: int, name: str, vocab_needed: int | None) -> None:
+    def __init__(
+        self, source: NumberedDataset, options: BlankOptions, seed: int, name: str, vocab_needed: int | None
+    ) -> None:
         self.source, self.options, self.vocab_needed = source, options, vocab_needed
         self.key = (seed, name, "blanks")
 

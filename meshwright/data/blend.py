@@ -70,7 +70,7 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
     return pattern
 
 
-class Numbered(Protocol):
+class NumberedDataset(Protocol):
     """The interface of a dataset of numbered samples."""
 
     seq: int
@@ -81,7 +81,7 @@ class Numbered(Protocol):
     def sample(self, n: int) -> Any: ...
 
 
-class FromFile(Numbered, Protocol):
+class FromFile(NumberedDataset, Protocol):
     """The interface of a dataset that reads one token file and can be blended with others."""
 
     file: TokenFile

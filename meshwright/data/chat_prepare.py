@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.chat_template import (
-    Broken,
     ChatTemplate,
-    Masked,
+    MaskedTokens,
+    TemplateError,
     folder_tokenizer,
     load_template,
     named_template,
@@ -42,7 +42,7 @@ class ChatSummary:
     learned: int
     longest: int
     files: list[str] = field(default_factory=list)
-    samples: list[Masked] = field(default_factory=list)
+    samples: list[MaskedTokens] = field(default_factory=list)
 
     @property
     def share(self) -> float:
@@ -90,7 +90,7 @@ def prepare_chat(
 
 def _encode_conversations(
     inputs: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, summary: ChatSummary
-) -> Iterator[Masked]:
+) -> Iterator[MaskedTokens]:
     """Yield the tokens and mask of every conversation. All must be of one kind, which is noted in the summary."""
     for path in inputs:
         for where, record in read_records(Path(path)):
@@ -101,7 +101,7 @@ def _encode_conversations(
             conversations = [record.chosen, record.rejected] if isinstance(record, PreferencePair) else [record]
             try:
                 yield from (_mark_bad_answer(one, template.encode(one, tokenizer)) for one in conversations)
-            except Broken as error:
+            except TemplateError as error:
                 raise UserError(f"{where}: {error}") from None
 
 
@@ -111,7 +111,7 @@ def _kind(record: Record) -> str:
     return "chat" if record.good is None else "judged"
 
 
-def _mark_bad_answer(conversation: Conversation, masked: Masked) -> Masked:
+def _mark_bad_answer(conversation: Conversation, masked: MaskedTokens) -> MaskedTokens:
     """Return the tokens with a mask of 2 instead of 1 if the answer was judged bad."""
     return masked._replace(mask=[2 * value for value in masked.mask]) if conversation.good is False else masked
 

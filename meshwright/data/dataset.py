@@ -49,7 +49,7 @@ def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[
     return values.astype(dtype, copy=False)
 
 
-class TooSmall(UserError):
+class SplitTooSmall(UserError):
     """An error for a split whose documents do not fill one sample."""
 
 
@@ -96,7 +96,7 @@ class GPTDataset:
         lengths = self._lengths if self._chosen is None else self._lengths[self._chosen]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
-            raise TooSmall(
+            raise SplitTooSmall(
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )

@@ -33,9 +33,9 @@ def number_samples(data: Any, name: str, seed: int = 0, shuffle: bool = False, e
         return data
     if not isinstance(data, (Mapping, str)):
         if _has_index(data):
-            return Indexed(data, name, seed, shuffle)
+            return IndexedSamples(data, name, seed, shuffle)
         if hasattr(data, "__iter__"):
-            return Iterated(data, name, every)
+            return IteratedSamples(data, name, every)
     kind = type(data).__name__
     raise UserError(f"{name} is a {kind}: give an object with samples by index or by iteration, or with sample(n)")
 
@@ -55,7 +55,7 @@ def _has_index(data: Any) -> bool:
     return True
 
 
-class Indexed:
+class IndexedSamples:
     """Samples of a dataset with an index. `shuffle` draws a new order for each epoch from the seed."""
 
     def __init__(self, data: Any, name: str, seed: int, shuffle: bool) -> None:
@@ -84,7 +84,7 @@ class IteratorPosition(NamedTuple):
     state: Any
 
 
-class Iterated:
+class IteratedSamples:
     """Samples of a dataset with only an iterator, which is read again from the beginning when it ends."""
 
     def __init__(self, data: Any, name: str, every: int) -> None:
@@ -211,7 +211,7 @@ class TransformersSamples:
         }  # fmt: skip
 
 
-def iterator_behind(data: Any) -> Iterated | None:
+def iterator_behind(data: Any) -> IteratedSamples | None:
     """Return the iterator behind a dataset, if there is one."""
     inner = data.data if isinstance(data, TransformersSamples) else data
-    return inner if isinstance(inner, Iterated) else None
+    return inner if isinstance(inner, IteratedSamples) else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, keyed_permutation
+from meshwright.data.dataset import EPOCHS_KEPT, SplitTooSmall, keyed_permutation
 from meshwright.data.masked import DocumentChunk
 from meshwright.data.packed import Conversations
 
@@ -37,7 +37,7 @@ class Instructions:
             # An answer at the very beginning has no source to be predicted from.
             answers += [(number, int(begin), int(end)) for begin, end in edges if begin]
         if not answers:
-            raise TooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
+            raise SplitTooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
         self._answers: NDArray[np.int64] = np.array(answers, np.int64)
         self._order = lru_cache(EPOCHS_KEPT)(self._draw)
 

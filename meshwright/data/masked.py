@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
-from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, drawn_documents, keyed_permutation
+from meshwright.data.blend import Blend, NumberedDataset
+from meshwright.data.dataset import EPOCHS_KEPT, SplitTooSmall, document_table, drawn_documents, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
 
@@ -61,7 +61,9 @@ class DocumentPieces:
         self._ends = np.cumsum(counts)
         self.epoch_samples = int(self._ends[-1]) if len(counts) else 0
         if int(self._lengths.sum(dtype=np.int64)) - len(counts) < 2:
-            raise TooSmall(f"documents {documents[0]} to {documents[1]} of {file.prefix} hold no text: use more data")
+            raise SplitTooSmall(
+                f"documents {documents[0]} to {documents[1]} of {file.prefix} hold no text: use more data"
+            )
         self._order = lru_cache(EPOCHS_KEPT)(self._draw)
 
     def _draw(self, epoch: int) -> NDArray[np.unsignedinteger[Any]]:
@@ -118,7 +120,7 @@ class MaskedStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
     def __init__(
-        self, source: Numbered, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
+        self, source: NumberedDataset, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
     ) -> None:
         self.source, self.seq, self.masking, self.vocab_needed = source, seq, masking, vocab_needed
         self.key = (seed, name, "masked")

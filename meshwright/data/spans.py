@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
+from meshwright.data.blend import Blend, NumberedDataset
 from meshwright.data.masked import keyed_uniform
 from meshwright.data.span_lengths import noise_counts, span_lengths, tokens_for
 
@@ -52,7 +52,7 @@ class SpanStream:
     """
 
     def __init__(
-        self, source: Numbered, options: SpanOptions, seed: int, name: str, vocab_needed: int | None = None
+        self, source: NumberedDataset, options: SpanOptions, seed: int, name: str, vocab_needed: int | None = None
     ) -> None:
         self.texts, self.options, self.vocab_needed = source, options, vocab_needed
         self.source = WholeTexts(source)
@@ -86,7 +86,7 @@ class WholeTexts:
     Such a text can't be used in part, because its target does not follow the text token by token.
     """
 
-    def __init__(self, source: Numbered) -> None:
+    def __init__(self, source: NumberedDataset) -> None:
         self.texts, self.seq, self.epoch_samples = source, source.seq, source.epoch_samples
 
     def own_labels(self, n: int) -> int:

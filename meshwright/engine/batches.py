@@ -26,7 +26,7 @@ class Dataset(Protocol):
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
-class Picked:
+class SampleSubset:
     """The samples of a dataset with the given numbers.
 
     Samples beyond them, which pad the last round of the ranks, have no loss.
@@ -76,7 +76,7 @@ def rows_of_rank(
     return cut
 
 
-class Read(NamedTuple):
+class PackedBatch(NamedTuple):
     """One micro-batch in host memory: one packed tensor per dtype, and the counts of the loss's terms."""
 
     packed: dict[torch.dtype, Tensor]
@@ -104,7 +104,7 @@ class MicroBatches:
         self.sends = ctx.mesh.tp.index <= 0
         self._exchanged = 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
-        self._pending_reads: dict[tuple[int, int], Future[Read]] = {}
+        self._pending_reads: dict[tuple[int, int], Future[PackedBatch]] = {}
         # Fields of one dtype are packed, so that there is one broadcast per dtype.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
         for name, array in sorted(self._own_rows(dataset.sample(0)).items()):
@@ -176,7 +176,7 @@ class MicroBatches:
         """Let each data-parallel rank read the samples of the rank `by` places after it from now on."""
         self._exchanged, self._pending_reads = by, {}
 
-    def _ask(self, consumed: int, micro_batch: int) -> Future[Read]:
+    def _ask(self, consumed: int, micro_batch: int) -> Future[PackedBatch]:
         key = (consumed, micro_batch)
         if key not in self._pending_reads:
             self._pending_reads[key] = self.reader.submit(self._read, consumed, micro_batch)
@@ -189,7 +189,7 @@ class MicroBatches:
             return sample
         return rows_of_rank(sample, self.ctx.config.context.order, tokens.index, tokens.size)
 
-    def _read(self, consumed: int, micro_batch: int) -> Read:
+    def _read(self, consumed: int, micro_batch: int) -> PackedBatch:
         readers = self.ctx.mesh.samples
         position = (readers.index + self._exchanged) % readers.size if self._exchanged else readers.index
         ids = sample_ids(consumed, micro_batch, self.size, position, readers.size)
@@ -204,4 +204,4 @@ class MicroBatches:
             # Whole samples are counted, not this rank's rows: one of the ranks that share a sample counts for all.
             for sample in whole:
                 counts.update(self.loss_counts(sample))
-        return Read(packed, counts)
+        return PackedBatch(packed, counts)

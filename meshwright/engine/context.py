@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.comm.by_node import ByNode
+from meshwright.comm.by_node import NodeGroups
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
@@ -103,7 +103,7 @@ def build_context(
 
 def expert_groups(mesh: Mesh, at: Coordinate) -> ExpertGroups:
     by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
-    parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
+    parts = NodeGroups(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
     etp, ep, sequence, cp = (mesh.group(axis) for axis in ("etp", "ep", "tp-cp", "cp"))
     return ExpertGroups(etp, ep, sequence, cp, at.cuts_experts_alike, parts)
 

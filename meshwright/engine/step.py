@@ -21,7 +21,7 @@ from meshwright.config.step_schedules import global_batch, learning_rate
 from meshwright.data.given import iterator_behind
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.engine.balance import ExpertBalance
-from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
+from meshwright.engine.batches import Dataset, MicroBatches, SampleSubset, by_source
 from meshwright.engine.context import Context, compiles, is_host
 from meshwright.engine.executor import Executor
 from meshwright.engine.losses import (
@@ -34,7 +34,7 @@ from meshwright.engine.losses import (
     sums_over_world,
 )
 from meshwright.engine.marks import Marks
-from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.monitor import Monitored, PendingSums
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.optim.matrices import cut_axis
@@ -47,7 +47,7 @@ from meshwright.engine.sharding.buffers import FlatBuffer, SideState, State
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
-from meshwright.engine.stream_waits import Exposure, SampledWaits
+from meshwright.engine.stream_waits import SampledWaits, StepWaits
 from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, stage_of
 from meshwright.record.rank_figures import RankFigures, check_opened, process_peak_bytes
@@ -64,7 +64,7 @@ ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A launched step that the device may still be working on.
 
     `Trainer.read` fills in the numbers of `result` that the device computes.
@@ -78,7 +78,7 @@ class Launched:
     own: Download  # over the ranks of one replica
     held: Download | None  # Positive if the gate held the update back; None if the gate is off.
     counts: Download
-    monitored: Summing | None
+    monitored: PendingSums | None
     balance: Download | None
 
 
@@ -109,7 +109,7 @@ def batches_by_source(
     sources = by_source(data, validation_samples(ctx.config))
     if len(sources) < 2:
         return {}
-    return {name: MicroBatches(ctx, Picked(data, numbers), fields, reader) for name, numbers in sources.items()}
+    return {name: MicroBatches(ctx, SampleSubset(data, numbers), fields, reader) for name, numbers in sources.items()}
 
 
 class Trainer:
@@ -247,7 +247,7 @@ class Trainer:
         """
         return self.read(self.launch(stop_requested))
 
-    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> Launched:
+    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> LaunchedStep:
         """Run a whole step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
@@ -292,7 +292,7 @@ class Trainer:
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
         was_held = None if held is None else self.ctx.device.download(held.view(1))
-        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
+        return LaunchedStep(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance)
 
     def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
         """Make one update and return the seconds that the host waited for the sums.
@@ -335,7 +335,7 @@ class Trainer:
         """True if the host can continue before it knows this step's numbers; a dynamic loss scale needs them first."""
         return self.optimizer.on_device and not self.loss_scale.active
 
-    def read(self, launched: Launched) -> StepResult:
+    def read(self, launched: LaunchedStep) -> StepResult:
         """Wait until the device has finished a launched step, and return its result."""
         result, normalisation = launched.result, launched.normalisation
         sums = Sums.read(launched.sums.read(), self.terms)
@@ -390,7 +390,7 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> Exposure:
+    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> StepWaits:
         """Return how long this rank computed and waited.
 
         On an accelerator the stream waits and not the host, so the figures are those of an earlier, timed step; between
@@ -399,11 +399,11 @@ class Trainer:
         ledger = self.ctx.ledger
         read = max(0, int((seconds.get("data", 0.0) - ledger.waited_in["data"]) * 1e6))
         if self.sampled is not None:
-            return self.sampled.end_step(read) or Exposure({}, 0, read)
+            return self.sampled.end_step(read) or StepWaits({}, 0, read)
         waited = {axis: int(s * 1e6) for axis, s in ledger.waited.items()}
-        return Exposure(waited, int(elapsed * 1e6) - sum(waited.values()), read)
+        return StepWaits(waited, int(elapsed * 1e6) - sum(waited.values()), read)
 
-    def _own_counts(self, exposure: Exposure) -> list[int]:
+    def _own_counts(self, exposure: StepWaits) -> list[int]:
         """Return the figures of this rank that RANK_COUNTS names."""
         on_device = self.ctx.device.peak_bytes()
         peak = process_peak_bytes() if on_device is None else on_device

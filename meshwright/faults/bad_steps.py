@@ -25,8 +25,8 @@ from meshwright.checkpoint.save import Saver
 from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
 from meshwright.engine.batches import sample_ids
 from meshwright.engine.compiling import blocks_one_by_one
-from meshwright.engine.hooks import WentBack
-from meshwright.engine.marks import BACKWARD, FORWARD, TOLERANCE, Found, Mark, Marks, unit_places
+from meshwright.engine.hooks import RolledBack
+from meshwright.engine.marks import BACKWARD, FORWARD, TOLERANCE, Mark, MarkPlace, Marks, unit_places
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.errors import UserError
@@ -94,7 +94,7 @@ class FaultPlace(NamedTuple):
 
     ranks: tuple[int, ...] = ()
     host: str = ""
-    found: Found | None = None
+    found: MarkPlace | None = None
 
     @property
     def rank(self) -> int | None:
@@ -148,7 +148,8 @@ class BadSteps:
         self._set_bounds(*self.window.bounds())
 
     def settle(self, result: StepResult, again: Again) -> StepResult:
-        """Return the final result of a step. `again` computes the step once more. Raise `WentBack` after a rollback."""
+        """Return the final result of a step. `again` computes the step once more. Raise `RolledBack` after a
+        rollback."""
         # Use the bounds that decided whether it was held. If steps run ahead, the window has newer steps by now.
         bounds = result.bounds if self.holds_spikes or self.config.spike == "off" else self.window.bounds()
         if result.held:
@@ -218,7 +219,7 @@ class BadSteps:
             self._stop(result, f"{text}: look at the samples and the learning rate, or set faults.action=skip")
         if action == "rollback" and self._has_checkpoint():
             self._roll_back(result, text, place)
-            raise WentBack
+            raise RolledBack
         nowhere = " (there is no checkpoint to go back to)" if action == "rollback" else ""
         self.notes.add(BAD_STEP, f"{text}; skipped{nowhere}", result.step, layer=_layer(place))
         return result
@@ -258,13 +259,13 @@ class BadSteps:
     def _first_difference(self, marks: Sequence[Mark], again: Sequence[Mark]) -> FaultPlace:
         return self._place(self.trainer.marks.first_difference(marks, again) if self.trainer.marks else None)
 
-    def _place(self, found: Found | None) -> FaultPlace:
+    def _place(self, found: MarkPlace | None) -> FaultPlace:
         """Gather the first bad mark of each rank. Return the earliest one in the step, with the ranks that have it."""
         ctx = self.trainer.ctx
         local = json.dumps([found, socket.gethostname()]).encode()
         with ctx.ledger.phase("metrics"):
             gathered = [json.loads(text) for text in gather_bytes(ctx.mesh.world, local, ctx)]
-        by_rank = {rank: Found(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
+        by_rank = {rank: MarkPlace(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
         if not by_rank:
             return FaultPlace()
         first = min(by_rank.values(), key=lambda mark: mark.sooner)
@@ -311,7 +312,7 @@ def _layer(place: FaultPlace) -> str | None:
     return None if place.found is None else place.found.words
 
 
-def first_bad(trainer: Trainer) -> Found | None:
+def first_bad(trainer: Trainer) -> MarkPlace | None:
     """Return the first tensor of a step that is not finite on this rank, named by its module.
 
     The step is computed once more without an update, and the results and input gradients of every module are examined.
@@ -336,7 +337,7 @@ class _Finder:
 
     def __init__(self, trainer: Trainer) -> None:
         self.streams = trainer.ctx.parallel.streams
-        self.found: Found | None = None
+        self.found: MarkPlace | None = None
         self.places: dict[int, tuple[int, str]] = {}
         for unit, order, name, _ in unit_places(trainer.ctx, trainer.modules):
             for inner, part in unit.named_modules():
@@ -357,7 +358,7 @@ class _Finder:
     def _look(self, direction: str, module: nn.Module, micro_batch: int, *xs: Tensor) -> None:
         if self.found is None and any(not bool(x.isfinite().all()) for x in xs):
             order, name = self.places[id(module)]
-            self.found = Found(direction, order, name, micro_batch)
+            self.found = MarkPlace(direction, order, name, micro_batch)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

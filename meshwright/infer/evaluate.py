@@ -19,7 +19,7 @@ from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.load import merge_sections
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.engine.batches import Dataset, MicroBatches, Picked
+from meshwright.engine.batches import Dataset, MicroBatches, SampleSubset
 from meshwright.engine.context import Context, build_context
 from meshwright.engine.executor import Executor
 from meshwright.engine.output import LOSS
@@ -92,7 +92,7 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     """Return the mean loss and perplexity over the first `samples` samples, on any number of data-parallel ranks."""
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = validation_unit(ctx)
-    batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
+    batches = MicroBatches(ctx, SampleSubset(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
     declared = stage_of(modules[0]).loss_counts
     terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))
     mean = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.data.chat_template import Broken, ChatTemplate, special_tokens
+from meshwright.data.chat_template import ChatTemplate, TemplateError, special_tokens
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.engine.context import Context
 from meshwright.errors import UserError, one_line
 from meshwright.infer.generate import generate_all
-from meshwright.infer.scoring import Continued, scores
+from meshwright.infer.scoring import Continuation, scores
 
 MISSING = "tasks are run by lm-eval: pip install meshwright[tasks]"
 
@@ -61,7 +61,7 @@ class HarnessModel:
         return self.words.encode_with_special_tokens(string)
 
     def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
-        texts = [Continued((before + after)[-(self.max_length + 1) :], len(after)) for _, before, after in requests]
+        texts = [Continuation((before + after)[-(self.max_length + 1) :], len(after)) for _, before, after in requests]
         return [(score.logp, score.greedy) for score in scores(self.ctx, self.modules, texts)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -123,7 +123,7 @@ class HarnessModel:
             raise UserError("the model has no chat template: leave --chat out, or name one with --template")
         try:
             return self.template.render(chat_history, begins=add_generation_prompt)
-        except Broken:  # Some templates reject a system message.
+        except TemplateError:  # Some templates reject a system message.
             return self.template.render([turn for turn in chat_history if turn["role"] != "system"], None, True)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -38,7 +38,7 @@ from meshwright.spec.layout.params import Box, Init, ParamRecord
 from meshwright.spec.model.hf import FAMILIES, family_for
 from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE, has_weights
-from meshwright.spec.model.hf.rows import Mapped, SourceRows
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping
 
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
@@ -170,7 +170,7 @@ class ExportedTensor:
 
     entry: TensorEntry
     ours: str
-    mapped: Mapped
+    mapped: TensorMapping
     runs: list[SourceRows]
 
 

@@ -49,7 +49,7 @@ from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf import FAMILIES, family_for
 from meshwright.spec.model.hf.family import Family, model_section
-from meshwright.spec.model.hf.rows import Mapped, SourceRows
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping
 from meshwright.spec.model.part import ALONE
 from meshwright.spec.model.tuning import is_adapter
 
@@ -142,7 +142,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _modules(mapped: Mapped) -> Iterator[tuple[str, list[SourceRows]]]:
+def _modules(mapped: TensorMapping) -> Iterator[tuple[str, list[SourceRows]]]:
     """Yield the PEFT modules that hold rows of one of our tensors, each with its runs of these rows."""
     for source, runs in mapped.sources().items():
         yield source.rpartition(".")[0], runs

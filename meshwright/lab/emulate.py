@@ -71,7 +71,7 @@ class Adapters:
         return float(until)
 
 
-class Later:
+class DelayedSend:
     """A message that is passed to torch when it is due."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
@@ -95,7 +95,7 @@ class Later:
             self._work.wait()
 
 
-class Until:
+class DelayedCall:
     """A call that does not end before it is due."""
 
     def __init__(self, work: Any, due: float) -> None:
@@ -107,7 +107,7 @@ class Until:
         time.sleep(max(0.0, self._due - time.monotonic()))
 
 
-class Arriving:
+class DelayedReceive:
     """A message on its way to this rank. The rank's link takes in one message after the other."""
 
     def __init__(self, work: Any, take: Callable[[], float]) -> None:
@@ -124,17 +124,17 @@ class EmulatedLinks:
     def __init__(self, config: EmulateConfig, rank: int, node_size: int, adapters: Adapters | None) -> None:
         self.config, self.rank, self.node_size, self.adapters = config, rank, node_size, adapters
         self._free = self._free_in = 0.0
-        self._due: list[tuple[float, int, Later]] = []
+        self._due: list[tuple[float, int, DelayedSend]] = []
         self._numbers, self._changed = itertools.count(), threading.Condition()
         threading.Thread(target=self._deliver, daemon=True, name="meshwright-links").start()
 
     def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
         if op == "receive":
-            return Arriving(launch(), lambda: self._time_received(wire))
+            return DelayedReceive(launch(), lambda: self._time_received(wire))
         due = self._until(op, wire, ranks, peer)
         if peer is None:
-            return Until(launch(), due)
-        later = Later(launch)
+            return DelayedCall(launch(), due)
+        later = DelayedSend(launch)
         with self._changed:
             heapq.heappush(self._due, (due, next(self._numbers), later))
             self._changed.notify()

@@ -100,13 +100,13 @@ class GatherToOne(PlainReducer):
         return network.through_one(elements * element_bytes, ranks, on_node)
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
-        return ThroughOne(grads, grads, group)
+        return SumThroughFirst(grads, grads, group)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
-        return ThroughOne(out, grads, group)
+        return SumThroughFirst(out, grads, group)
 
 
-class ThroughOne:
+class SumThroughFirst:
     """A sum through the first rank of a group. All communication happens in `wait`."""
 
     def __init__(self, out: Tensor, grads: Tensor, group: Group) -> None:

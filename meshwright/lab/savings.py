@@ -51,7 +51,7 @@ def make_trainer(config: Config, rank: int, world: int, device: Device, groups: 
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, reducer=reducer)
 
 
-class Turns:
+class TechniqueRun:
     """One technique's trainer, and the measurements of its steps. The techniques take turns, step by step."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -82,7 +82,7 @@ class Turns:
         step, exposed = self.slowest_median(self.times), self.slowest_median(self.waits)
         return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
 
-    def making_seconds(self, own: Turns) -> float:
+    def making_seconds(self, own: TechniqueRun) -> float:
         """Return the seconds per step of making and reading compressed messages.
 
         Their processor time is scaled like a step's compute on the machine's `own` links, where ranks also share
@@ -117,10 +117,10 @@ def measure(
 def _ready(
     found: Sequence[Technique], rank: int, world: int, device: Device, say: Callable[[str], None], own_world: bool,
     watching: ExitStack,
-) -> list[Turns]:  # fmt: skip
+) -> list[TechniqueRun]:  # fmt: skip
     """Return the trainers of all techniques, and last that of the machine's real links, without emulation. One watchdog
     watches the calls of all trainers, until `watching` ends."""
-    turns: list[Turns] = []
+    turns: list[TechniqueRun] = []
     made: dict[Layout, dict[str, Any]] = {}
     flight: FlightRecord | None = None
     base = found[0].config
@@ -133,7 +133,7 @@ def _ready(
             made[layout] = {name: group.process_group for name, group in mesh.groups.items() if not group.alone}
             flight = flight or watching.enter_context(watchdog_for(mesh, timeout, device, own_world)).flight
         naive = isinstance(technique.reducer, GatherToOne)
-        turns.append(Turns(make_trainer(technique.config, rank, world, device, made[layout], naive)))
+        turns.append(TechniqueRun(make_trainer(technique.config, rank, world, device, made[layout], naive)))
         assert flight is not None
         turns[-1].trainer.ctx.mesh.use_flight(flight)
         for _ in range(WARM):

@@ -100,7 +100,7 @@ class ServerReducer(PlainReducer):
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         if self.staleness:
             self._delay(self._late[bucket], grads, max(0, group.index))
-        return Serving(self, grads, group)
+        return ServerSum(self, grads, group)
 
     def _delay(self, late: deque[Tensor], grads: Tensor, rank: int) -> None:
         """Replace a rank's gradients by those that reach the servers in this step."""
@@ -122,7 +122,7 @@ class ServerReducer(PlainReducer):
                 yield f"late{steps + 1}", buffer, [self._late[bucket][steps] for bucket in buffer.buckets]
 
 
-class Serving:
+class ServerSum:
     """A sum through the servers. The push is in flight; the pull happens in `wait`."""
 
     def __init__(self, reducer: ServerReducer, grads: Tensor, group: Group) -> None:

@@ -35,7 +35,7 @@ FAILURES = 3  # A run gives up after this many failures in a row without a new s
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LauncherOptions:
     """The options of one node's launcher.
 
     `choose(n)` returns the number of ranks, at most n, that the planner would train with, and their layout as words
@@ -113,7 +113,7 @@ class Watch:
 class Elastic:
     """The launcher of one node. `start(team, words)` runs the node's ranks once and returns how they ended."""
 
-    def __init__(self, wishes: Wishes, folder: Path, start: Callable[[Team, list[str]], Outcome]) -> None:
+    def __init__(self, wishes: LauncherOptions, folder: Path, start: Callable[[Team, list[str]], Outcome]) -> None:
         self.wishes, self.folder, self.start = wishes, folder, start
         self.places = Places(wishes.nproc + wishes.spares, wishes.rest)
         me = new_node(wishes.address, wishes.port, self.places.free())

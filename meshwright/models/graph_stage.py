@@ -24,7 +24,7 @@ from meshwright.models.views import Batch, TokenView
 from meshwright.nn.answers import AnswerLogps, Answers
 from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.build import Block, run_blocks
-from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, SavedRouting
 from meshwright.nn.inputs import Inputs, NodeInputs, arguments_of
 from meshwright.nn.parallel import Parallel, record_of
 from meshwright.nn.unit import InputStorage, call_unit, open_units, recompute, show_mark
@@ -298,7 +298,9 @@ class GraphStage(nn.Module):
         mask = batch.get("loss_mask")
         rows = batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
-        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._expert_layers}
+        return {
+            layer: RoutedInputs(counted, SavedRouting(), rows=rows) for layer in layers if layer in self._expert_layers
+        }
 
     def _block(self, layer: int) -> Block:
         block = self.layers[layer]

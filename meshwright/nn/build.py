@@ -42,7 +42,7 @@ def _norm(parallel: Parallel, part: gpt.NormPart, records: Records) -> Norm:
     return norm
 
 
-def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
+def _on_rows(parallel: Parallel, part: bert.ChosenRowsOf, records: Records) -> nn.Module:
     return build_module(part.part, replace(parallel, sequence_parallel=False), records)
 
 
@@ -68,7 +68,7 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.OutputLayerPart: _output_layer,
     bert.TokenTypePart: PositionEmbedding,
     bert.ChosenRowsPart: ChosenRows,
-    bert.OnRows: _on_rows,
+    bert.ChosenRowsOf: _on_rows,
     bert.DensePart: Dense,
     tuning.TunedPart: _build_tuned,
     grid.GridNormPart: GridNorm,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config.sections import FP8_UNIT
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters.adapters import NOTHING, Adapted, Before, RowAdapter, adapted_product
+from meshwright.nn.adapters.adapters import NOTHING, AdaptedLayer, InputFunction, RowAdapter, adapted_product
 from meshwright.nn.adapters.nf4 import weight_values
 from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.grid.sides import (
@@ -220,7 +220,7 @@ def weight_grad(ctx: Any, grad: products.Prepared, x: Tensor, full: Tensor | Non
     return give_grad(scatter(gradient, sides.weight), ctx.sink)
 
 
-class Linear(Adapted):
+class Linear(AdaptedLayer):
     """A linear layer. A row layer's bias is added after the sum over ranks, by every rank to the tokens it holds."""
 
     def __init__(
@@ -258,7 +258,7 @@ class Linear(Adapted):
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
-    def product_with_adapters(self, x: Tensor, sides: Sides, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
+    def product_with_adapters(self, x: Tensor, sides: Sides, before: InputFunction = NOTHING) -> tuple[Tensor, Tensor]:
         """Return x, and the product including the output of the adapters."""
         changes = [RowAdapter(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
         stream = self.stream if self.training else None
@@ -273,7 +273,7 @@ class Linear(Adapted):
         """Return x and the product of norm(x). All further uses of x must take the returned one, so that their gradient
         is added in this layer's backward."""
         if self.adapters and norm.fuses:
-            x, y = self.product_with_adapters(x, self.sides, Before("norm", norm.weight, norm.eps))
+            x, y = self.product_with_adapters(x, self.sides, InputFunction("norm", norm.weight, norm.eps))
         elif self.adapters:
             return x, self(norm(x))
         else:
@@ -284,7 +284,7 @@ class Linear(Adapted):
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
         if self.adapters:
-            return self.add_bias(self.product_with_adapters(x, self.sides, Before("swiglu"))[1])
+            return self.add_bias(self.product_with_adapters(x, self.sides, InputFunction("swiglu"))[1])
         return self.add_bias(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property

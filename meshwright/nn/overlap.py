@@ -25,7 +25,7 @@ from meshwright.nn.weight_grad import add_product, sink_of
 from meshwright.spec.model.pieces import runs
 
 
-class Scattered(NamedTuple):
+class PendingScatter(NamedTuple):
     """A scatter in flight."""
 
     # This rank's summands, [ranks by distance, rows, features]: the local one first, the others as they arrive.
@@ -69,7 +69,7 @@ def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, list[Pending]]:
     return full, [group.shifts([(x, by, chunks[(rank - by) % size]) for by in run]) for run in runs(size)[1:]]
 
 
-def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Scattered:
+def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> PendingScatter:
     """Multiply the rows for each rank of the group and send them there. The rows for this rank are multiplied last."""
     size = group.size
     rank = group.index
@@ -85,10 +85,10 @@ def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor
             product(others[these], x[these])
         pendings.append(group.shifts([(outgoing[(rank + by) % size], by, incoming[by]) for by in run]))
     product(incoming[0], x[rank * rows : (rank + 1) * rows])
-    return Scattered(chunks, pendings, others)
+    return PendingScatter(chunks, pendings, others)
 
 
-def finish_scatter(begun: Scattered) -> Tensor:
+def finish_scatter(begun: PendingScatter) -> Tensor:
     """Wait for the chunks of the other ranks and return the sum of this rank's rows."""
     for pending in begun.pendings:
         pending.wait()

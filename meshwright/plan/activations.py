@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.plan.job import Job, kept_together, remember
+from meshwright.plan.job import Job, remember, saved_together
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Unit
@@ -18,7 +18,7 @@ from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
 
 @dataclass(frozen=True)
-class KeptBytes:
+class SavedBytes:
     """Bytes of one unit for one micro-batch."""
 
     lasting: float  # Saved for backward.
@@ -32,29 +32,29 @@ class KeptBytes:
 def saved_by_unit(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
     splits: bool = False,
-) -> KeptBytes:  # fmt: skip
+) -> SavedBytes:  # fmt: skip
     """Return the bytes of a unit under a recompute mode.
 
     `selective` describes the mode of that name: the share of a block's linear products that it recomputes, and whether
     it recomputes the attention core. `splits` says that the schedule defers weight gradients.
     """
     if splits:
-        factors, working = unit.factors(at, batch, kernels), unit.split_working(at, batch, kernels)
+        factors, working = unit.factors(at, batch, kernels), unit.split_workspace(at, batch, kernels)
         plain = saved_by_unit(unit, at, batch, kernels, mode, selective)
         return replace(plain, factors=factors, split_working=working)
-    declared, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
+    declared, working = unit.saved(at, batch, kernels), unit.workspace(at, batch, kernels)
     kept = [each for each in declared if not each.passing]
     everything = sum(each.size for each in kept)
     passing = sum(each.size for each in declared if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
-        return KeptBytes(everything, passing, working)
+        return SavedBytes(everything, passing, working)
     stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
-        return KeptBytes(everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working)
+        return SavedBytes(everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working)
     if mode == "selective" and not share:
-        return KeptBytes(everything, passing, working)
+        return SavedBytes(everything, passing, working)
     if mode == "selective":
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
@@ -62,10 +62,10 @@ def saved_by_unit(
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
-        return KeptBytes(held, everything - held, working)
+        return SavedBytes(held, everything - held, working)
     # The input of the recomputed blocks is kept already, and their first norm saves the same tensor.
     shared = stream if any(each.name == "input" for each in kept) else 0.0
-    return KeptBytes(everything, passing - shared, working)
+    return SavedBytes(everything, passing - shared, working)
 
 
 class BackwardUnit(NamedTuple):
@@ -99,7 +99,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     ]
     streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
 
-    runs = kept_together(held, together)
+    runs = saved_together(held, together)
     offloaded = _offloaded_runs(job, stage, len(runs) - first - int(stage.last))
     kept, again = [], []
     for number, (begin, end) in enumerate(runs, start=-first):

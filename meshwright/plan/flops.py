@@ -71,7 +71,7 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
     return again * tokens / model.seq
 
 
-def head_worth(model: ModelConfig) -> float:
+def layers_worth_head(model: ModelConfig) -> float:
     """Return the number of layers that have as many FLOPs as the model's output layer."""
     blocks, head = _model_sequence(model)
     return head / ((blocks.products + blocks.seen) / model.layers)
@@ -82,7 +82,7 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
     The output layer counts as the number of layers with the same FLOPs.
     """
-    worth, others = head_worth(model), stages - 1
+    worth, others = layers_worth_head(model), stages - 1
     # With stages of exactly equal length, the last one would have this number of layers before the output layer.
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
@@ -95,7 +95,7 @@ def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Return `balanced_split` if its longest stage is shorter than that of even stages, else (), which means even."""
     if stages == 1:
         return ()
-    worth = head_worth(model)
+    worth = layers_worth_head(model)
     split = balanced_split(model, stages)
     even = max(-(-model.layers // stages), model.layers // stages + worth)
     return split if max(*split[:-1], split[-1] + worth) < even and min(split[:-1]) > 0 else ()

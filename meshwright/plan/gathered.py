@@ -24,7 +24,7 @@ from meshwright.spec.model.wrapped.parts import PlannedModel
 IN_FLIGHT = 2  # Reductions in flight at once: the one just started, and the one before it.
 
 
-class Whole(NamedTuple):
+class UnitBytes(NamedTuple):
     """Bytes that exist while backward works on one unit."""
 
     gradients: float = 0.0  # Whole gradients that have not been reduced yet.
@@ -48,11 +48,11 @@ class _Bucket:
 
 
 @remember("zero")
-def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
+def whole_bytes(job: Job, pp_rank: int) -> list[list[UnitBytes]]:
     """Return, for each chunk of a pipeline rank, the bytes during each unit's backward, in the order of forward."""
     packing = packing_of(job, pp_rank)
     if not (job.config.zero.stage >= 2 and job.stack.own) and not job.releases_gradients:
-        return [[Whole()] * len(units) for units in packing.chunks]
+        return [[UnitBytes()] * len(units) for units in packing.chunks]
     buckets = _buckets(job, packing)
     first_units = [param.unit for param in packing.params]
     state, by_chunk = (0.0, 0.0), []
@@ -85,7 +85,7 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
 def _backward(
     chunk: list[UnitParameters], at: Coordinate, buckets: list[_Bucket], first_units: list[int],
     now: float, lasting: float,
-) -> tuple[tuple[float, float], list[Whole]]:  # fmt: skip
+) -> tuple[tuple[float, float], list[UnitBytes]]:  # fmt: skip
     """Follow the backward of a chunk.
 
     At its start, buckets that later chunks have begun to fill hold `now` bytes, and gradients that stay until the
@@ -117,7 +117,7 @@ def _backward(
                 now, shares = now - done.gradients, shares - done.share
         used = {id(buckets[param]): buckets[param] for param in params}.values()
         tied = {id(buckets[n]): buckets[n].gradients for n in params if first_units[n] < number}
-        by_unit.append(Whole(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
+        by_unit.append(UnitBytes(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
     return (now - sum(bucket.gradients for bucket in (*in_flight, *late)), lasting), by_unit[::-1]
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config.sections import ZeroConfig
-from meshwright.plan.job import Job, kept_together, remember
+from meshwright.plan.job import Job, remember, saved_together
 from meshwright.plan.stack import BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
@@ -155,7 +155,7 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
     for stage, units in zip(job.chunks[pp_rank], packing.chunks, strict=True):
         graded = not stage.first  # A gradient flows back to here. The input that a stage receives always has one.
         stays: set[int] = set()
-        runs = kept_together([unit for _, unit, _ in units], together)
+        runs = saved_together([unit for _, unit, _ in units], together)
         twice = {at for begin, end in runs for at in range(begin, end - 1)}
         for at, (node, (_, unit, params)) in enumerate(zip(job.model.nodes_of(stage), units, strict=True)):
             embeds = not node.inputs

@@ -285,7 +285,7 @@ def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
     return tuple(Counter(node.unit for node in model.nodes_of(stage)).items())
 
 
-def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
+def saved_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
     """Return the ranges [begin, end) of units whose activations are saved and freed together.
 
     A range is a single unit, or a run of up to `together` blocks that are recomputed together.

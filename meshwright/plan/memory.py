@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.gathered import Whole, whole_bytes
+from meshwright.plan.gathered import UnitBytes, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remember
 from meshwright.plan.matrices import matrix_bytes
@@ -241,7 +241,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
                 rows = _rows_gradient(job) if held[number].first and moment.unit == 0 and adds else 0.0
                 weights = whole[moment.unit].weights + following[moment.unit] if uses else 0.0
                 # Before weight gradients are computed, there are only the head's, which the loss has computed.
-                without_units = head if held[number].last else Whole()
+                without_units = head if held[number].last else UnitBytes()
                 present = whole[moment.unit] if adds else without_units
                 working = moment.working + rows + present.shares
                 most = max(

@@ -32,7 +32,7 @@ class PlannedRank:
 
 
 @dataclass(frozen=True)
-class Expected(PlannedRank):
+class ExpectedRank(PlannedRank):
     """The figures that the planner expects of a rank, with its place in the layout."""
 
     coordinate: dict[str, int]
@@ -65,7 +65,7 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     }
 
 
-def planned_rank(job: Job, rank: int) -> Expected:
+def planned_rank(job: Job, rank: int) -> ExpectedRank:
     """Return the figures that the planner expects of a rank in one step."""
     coordinate = job.layout.coordinate(rank)
     axes = ["tp", "cp", "dp", "pp"]
@@ -90,7 +90,7 @@ def planned_rank(job: Job, rank: int) -> Expected:
     table = build(
         config.pipeline.schedule, config.layout.pp, job.micro_batches, config.layout.chunks, rank_stage(job, pp_rank)
     )
-    return Expected(
+    return ExpectedRank(
         parameters=rank_parameters(job, pp_rank),
         states={kind: memory[kind] for kind in STATES},
         calls={line: traffic._asdict() for line, traffic in calls.items()},

@@ -24,7 +24,7 @@ from meshwright.errors import UserError, either, notice, plural
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.ending import before_sudden_end
-from meshwright.record.loggers import Loggers, Start, check_installed
+from meshwright.record.loggers import LoggerFacts, Loggers, check_installed
 from meshwright.record.run_notes import changed_keys, layout_since, learning_rate_words, read_events, write_event
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
@@ -170,7 +170,7 @@ class RunFolder:
         before = _learning_rate(self.path, step) if changed else None
         if before is not None and (text := learning_rate_words(config, step, before, changed)):
             notice(text)
-        self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
+        self._loggers = Loggers(logger_names(config), LoggerFacts(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a step."""

@@ -31,7 +31,7 @@ ROUNDS = 3  # Times that each sum is measured; the fastest counts.
 FORWARD = MEANING[Op.FORWARD].letter
 
 
-class Adapting(Hook):
+class ReducerChoice(Hook):
     """Measures the candidates and chooses one, once per run. All ranks agree on the figures, so they choose alike."""
 
     def __init__(self, trainer: Trainer, folder: Path | None) -> None:

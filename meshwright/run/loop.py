@@ -17,9 +17,9 @@ from typing import TypedDict
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies
 from meshwright.checkpoint.save import Saver
 from meshwright.config.sections import CheckpointConfig
-from meshwright.engine.hooks import Hook, Watcher, WentBack
+from meshwright.engine.hooks import Hook, RolledBack, Watcher
 from meshwright.engine.monitor import gather_bytes
-from meshwright.engine.step import Launched, StepResult, Trainer
+from meshwright.engine.step import LaunchedStep, StepResult, Trainer
 from meshwright.errors import UserError, notice
 from meshwright.launch.processes import LOST
 from meshwright.launch.signals import StopRequests
@@ -40,7 +40,7 @@ TRACED = 3
 Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
 
 
-class Ahead:
+class LaunchAhead:
     """Launches step N + 1 before the host waits for step N's numbers.
 
     `pauses(step)` returns True if a hook needs the trainer as that step leaves it (to validate or save): the next step
@@ -50,7 +50,7 @@ class Ahead:
 
     def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
         self.trainer, self.pauses, self.settle = trainer, pauses, settle
-        self._waiting: Launched | None = None
+        self._waiting: LaunchedStep | None = None
         self._stop = self._save = False
 
     def next(self, stop_requested: bool, save_requested: bool = False) -> StepResult:
@@ -90,14 +90,14 @@ class Ahead:
 def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
     """Train from the trainer's present step to the last one, or until a rank is asked to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
-    ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
+    ahead = LaunchAhead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
     stopped = False
     while step < steps and not stopped:
         for hook in hooks:
             hook.before(step + 1)
         try:
             result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
-        except WentBack:
+        except RolledBack:
             step = trainer.step_number
             continue
         step, stopped = result.step, result.stop
@@ -138,7 +138,7 @@ class GivingUp(Hook):
             raise UserError(f"{result.why_skipped} in {self.skipped} steps in a row, up to step {result.step}: {fix}")
 
 
-class Saving(Hook):
+class SaveHook(Hook):
     """Saves checkpoints after a number of steps or a time, and at the end.
 
     The rank that writes the run measures the time. Its request reaches the other ranks with the step's counts. With
@@ -231,7 +231,7 @@ class TimeLimit(Hook):
             self.longest = max(self.longest, result.step_time_s)
 
 
-class Validating(Hook):
+class ValidationHook(Hook):
     """Computes the validation loss every `run.eval_every` steps and after the run's last step."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None, watcher: Watcher | None) -> None:
@@ -343,7 +343,7 @@ class Loss(TypedDict):
     seen: float
 
 
-class Recovering(Hook):
+class RecoveryTimer(Hook):
     """Writes one event after the first step that follows a loss of ranks.
 
     It gives the seconds from the last finished step until the loss was seen, from there until the ranks had started

@@ -48,19 +48,19 @@ from meshwright.record.run_folder import RunFolder, describe_loss, refuse_finish
 from meshwright.record.run_notes import FaultNotes, provenance, write_event
 from meshwright.record.run_owner import own_folders
 from meshwright.record.speed import Speed
-from meshwright.run.adapting import Adapting
+from meshwright.run.adapting import ReducerChoice
 from meshwright.run.layers import LayerNorms
 from meshwright.run.loop import (
     GarbageCollection,
     GivingUp,
     MemorySaving,
     Recording,
-    Recovering,
-    Saving,
+    RecoveryTimer,
+    SaveHook,
     TimeLimit,
     TooManyFaults,
     TracedStep,
-    Validating,
+    ValidationHook,
     train,
 )
 from meshwright.spec.layout.params import stream_seed
@@ -121,7 +121,7 @@ def pretrain(
     ctx, own_world = join(config, process_groups)
     with watchdog_for(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
-        ctx, source = with_told_base(ctx, source)
+        ctx, source = with_broadcast_base(ctx, source)
         config = ctx.config
         modules = build_modules(ctx, model_provider)
         validated = validation_samples(config)
@@ -130,7 +130,7 @@ def pretrain(
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
         notes = provenance(ctx.device.name, command) | {"own_model": own_facts(modules)}
-        about = About(watcher, hooks, speed_here(config, ctx.device, speed), notes)
+        about = Observers(watcher, hooks, speed_here(config, ctx.device, speed), notes)
         run(trainer, source, about, began)
     if own_world:  # Not in a `finally`: after an error, leaving could wait for peers that are gone.
         leave()
@@ -158,7 +158,7 @@ def connect(ctx: Context) -> None:
     ctx.mesh.warm_up(wanted, ctx.device.torch, notice if reports else None)
 
 
-def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
+def with_broadcast_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
     """Return the context with the folder of a run's weights in its config, and the source to resume from.
 
     If `source` is that folder itself, there is nothing to resume from. Rank 0 looks for the folder and broadcasts the
@@ -211,7 +211,7 @@ def _warn_of_buffers(module: nn.Module, stage: int) -> None:
         print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
 
 
-class About(NamedTuple):
+class Observers(NamedTuple):
     """The observers of a run, and the facts that it records about itself in run.json (`notes`)."""
 
     watcher: Watcher | None
@@ -225,7 +225,7 @@ def speed_here(config: Config, device: Device, speed: SpeedOf | None) -> Speed |
     return speed(config, device.name, gib) if speed else None
 
 
-def run(trainer: Trainer, source: str | None, about: About, began: float) -> None:
+def run(trainer: Trainer, source: str | None, about: Observers, began: float) -> None:
     """Take ownership of the run's folder and train in it. One rank writes it and drives the display."""
     config = trainer.ctx.config
     # A separate folder of checkpoints might also be in use by another run.
@@ -235,7 +235,7 @@ def run(trainer: Trainer, source: str | None, about: About, began: float) -> Non
         run_in_owned_folder(trainer, source, about, began)
 
 
-def run_in_owned_folder(trainer: Trainer, source: str | None, about: About, began: float) -> None:
+def run_in_owned_folder(trainer: Trainer, source: str | None, about: Observers, began: float) -> None:
     """Resume, train and close the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
@@ -261,8 +261,8 @@ def run_in_owned_folder(trainer: Trainer, source: str | None, about: About, bega
     asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
     saver.companions = Path(config.run.dir) / companions.FOLDER
-    saving = Saving(saver, c)
-    validation = Validating(trainer, folder, watcher)
+    saving = SaveHook(saver, c)
+    validation = ValidationHook(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
     stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(describe_loss, config))
     closing = folder.closed_after_error() if folder else nullcontext()
@@ -273,12 +273,17 @@ def run_in_owned_folder(trainer: Trainer, source: str | None, about: About, bega
         # Hooks run in this order after each step: a step is recorded before it is saved, and saved before anything else
         # can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [time_limit, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        all_hooks = [
+            time_limit,
+            ReducerChoice(trainer, folder.path if folder else None),
+            TracedStep(trainer),
+            recording,
+        ]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), garbage, *about.hooks]
         if folder:
-            all_hooks.append(Recovering(config.run.dir, ready, loaded, resumed_from))
+            all_hooks.append(RecoveryTimer(config.run.dir, ready, loaded, resumed_from))
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()

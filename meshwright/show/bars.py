@@ -14,7 +14,7 @@ CELLS = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """The data of a bar chart."""
 
     title: str
@@ -28,7 +28,7 @@ class Bars:
         return max((value for values in self.groups.values() for value in values), default=0.0) or 1.0
 
 
-def bars_svg(bars: Bars) -> str:
+def bars_svg(bars: BarChart) -> str:
     """Return the bars as one SVG document."""
     row_height = BAR * len(bars.groups) + GAP
     height = TOP + row_height * len(bars.names) + 30
@@ -57,7 +57,7 @@ def bars_svg(bars: Bars) -> str:
     return "".join([*out, "</svg>\n"])
 
 
-def bars_text(bars: Bars) -> str:
+def bars_text(bars: BarChart) -> str:
     """Return the bars as lines of text, one for each name and group."""
     rows = [("", "", "", bars.unit)]
     for number, name in enumerate(bars.names):

@@ -22,7 +22,7 @@ from meshwright.spec.model.part import ALONE
 
 if TYPE_CHECKING:
     from meshwright.engine.step import StepResult
-    from meshwright.record.speed import Pace
+    from meshwright.record.speed import RunSpeed
 
 DRAWN_RANKS = 16  # The header draws the layout of at most this many ranks.
 BARS = "▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ class RunView:
     steps: int
     loss: float | None = None
     grad_norm: float | None = None
-    pace: Pace | None = None
+    pace: RunSpeed | None = None
     counted: str | None = None
     skipped: int = 0
     not_finite: int = 0
@@ -145,7 +145,7 @@ def schedule_line(config: Config, layout: Layout) -> str:
     return f"{config.pipeline.schedule}{f' x {chunks} chunks' if chunks > 1 else ''}, {batches}"
 
 
-def rate_words(r: StepResult, pace: Pace) -> list[str]:
+def rate_words(r: StepResult, pace: RunSpeed) -> list[str]:
     """Return the model's FLOP/s at the run's pace, the MFU if the device's peak is known, and the peak memory of any
     rank so far, as words.
     """

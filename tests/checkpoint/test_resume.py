@@ -78,10 +78,10 @@ def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, t
 
 def train_with_clocks_that_differ(rank: int, world: int, sections: Any) -> tuple[int, int]:
     """Train with a save due at every third step on rank 0, and at every step on rank 1. Only rank 0 may decide."""
-    from meshwright.run.loop import Saving
+    from meshwright.run.loop import SaveHook
 
     calls = itertools.count(1)
-    Saving.wants_save = lambda self: rank == 1 or next(calls) % 3 == 0  # type: ignore[method-assign]
+    SaveHook.wants_save = lambda self: rank == 1 or next(calls) % 3 == 0  # type: ignore[method-assign]
     return train(rank, world, sections, None, None)
 
 

@@ -15,9 +15,9 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.comm import EmulateConfig, LinkConfig
 from meshwright.config.load import config_from
-from meshwright.engine.sharding.compression.sparse import Sparse
+from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.lab.pick import algorithm_seconds, fastest, links_of
-from meshwright.lab.savings import Turns, making_work
+from meshwright.lab.savings import TechniqueRun, making_work
 from meshwright.lab.techniques import planned_figures, techniques, with_links
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
@@ -156,14 +156,14 @@ def without_a_processor(rank: int, world: int) -> tuple[float, float]:
     Return the measured processor time of making the messages, and the time that the prediction assumes for it.
     """
     trainer = make_trainer(small_config(comm={"reduce": {"kind": "topk"}}), rank, world)
-    encode = Sparse.encode
+    encode = TopKCodec.encode
 
-    def waits(self: Sparse, *given: object) -> object:
+    def waits(self: TopKCodec, *given: object) -> object:
         time.sleep(0.2)
         return encode(self, *given)  # type: ignore[arg-type]
 
-    Sparse.encode = waits  # type: ignore[assignment,method-assign]
-    own, turn = Turns(trainer), Turns(trainer)
+    TopKCodec.encode = waits  # type: ignore[assignment,method-assign]
+    own, turn = TechniqueRun(trainer), TechniqueRun(trainer)
     own.times, own.work, turn.making = [0.6], [0.2], [0.01]
     return making_work(trainer), turn.making_seconds(own)
 

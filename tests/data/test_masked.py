@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking, choose, keyed_uniform
-from meshwright.data.stream import OneEpoch, build_datasets
+from meshwright.data.stream import FirstEpoch, build_datasets
 from meshwright.data.word_parts import WordParts, special_ids, word_parts
 from tests.support.token_files import write_documents, write_sequences
 
@@ -159,7 +159,7 @@ def test_vocabularies_show_their_words() -> None:
 
 def test_one_epoch_ends_and_blends_are_drawn(prefix: str, tmp_path: Path) -> None:
     stream = streams(prefix, masking())
-    assert OneEpoch(stream, 100).samples == 29 and OneEpoch(stream, 7).sample(3)["loss_mask"].any()
+    assert FirstEpoch(stream, 100).samples == 29 and FirstEpoch(stream, 7).sample(3)["loss_mask"].any()
     write_documents(tmp_path / "b", [[*range(10, 60), END]] * 8)
     mixed = build_datasets([prefix, str(tmp_path / "b")], None, (1.0, 0.0, 0.0), SEQ, 5, masking=masking())[0]
     assert mixed is not None and all(len(restored(mixed.sample(n))) <= 29 for n in range(50))

@@ -23,7 +23,7 @@ from meshwright.nn import fused
 from meshwright.nn.adapters.adapters import add_low_rank
 from meshwright.nn.adapters.nf4 import pack, unpack
 from meshwright.plan.communication import Line, Traffic, predict_rank
-from meshwright.run.loop import Ahead
+from meshwright.run.loop import LaunchAhead
 from meshwright.run.pretrain import build_modules
 from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_keeps_what_is_not_finite, fp8_products
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
@@ -200,7 +200,7 @@ def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
 def test_results_read_late_are_the_same() -> None:
     config = small_config(model=LLAMA, train={"precision": "bf16", "compile": "false", "steps": 6})
     trainer, other = gpu_trainer(config), gpu_trainer(config)
-    ahead = Ahead(other, lambda step: step in (3, 6))
+    ahead = LaunchAhead(other, lambda step: step in (3, 6))
     for step in range(1, 7):
         now, late = trainer.step(), ahead.next(stop_requested=step == 5)
         assert (now.step, now.loss, now.grad_norm) == (late.step, late.loss, late.grad_norm)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.data.given import Indexed, Iterated, number_samples
+from meshwright.data.given import IndexedSamples, IteratedSamples, number_samples
 from meshwright.engine.own_models import state_dicts
 from meshwright.errors import UserError
 
@@ -135,7 +135,7 @@ def test_rows_of_tokens_train_a_model_of_the_config(tmp_path: Path) -> None:
 
 
 def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
-    data = Indexed([{"n": [n]} for n in range(20)], "it", seed=1, shuffle=True)
+    data = IndexedSamples([{"n": [n]} for n in range(20)], "it", seed=1, shuffle=True)
     drawn = [int(data.sample(n)["n"][0]) for n in range(40)]
     assert sorted(drawn[:20]) == sorted(drawn[20:]) == list(range(20)) and drawn[:20] != drawn[20:]
     assert int(data.sample(7)["n"][0]) == drawn[7]
@@ -143,7 +143,7 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
 
 def test_an_iterator_goes_back_to_a_state_that_it_remembers() -> None:
     source = Stateful()
-    data = Iterated(source, "it", every=2)
+    data = IteratedSamples(source, "it", every=2)
     plain = [data.sample(n)["x"].tolist() for n in range(8)]
     source.given.clear()
     assert data.sample(5)["x"].tolist() == plain[5]

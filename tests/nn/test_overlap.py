@@ -34,7 +34,7 @@ NOTHING = tuple((f"comm.overlap.{key}", False) for key in ("gradients", "weights
 Found = tuple[Outcome, dict[Line, Traffic], Outcome | None]
 
 
-def forget_one(begun: overlap.Scattered) -> torch.Tensor:
+def forget_one(begun: overlap.PendingScatter) -> torch.Tensor:
     """Receive the piece of the last rank, but do not add it."""
     for pending in begun.pendings:
         pending.wait()

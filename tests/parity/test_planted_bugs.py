@@ -283,7 +283,7 @@ def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
         assert inputs.routed is not None
         if not inputs.routed.again:
             return real(self, x, norm, inputs)
-        afresh = replace(inputs.routed, saved=experts.Saved(), again=False)
+        afresh = replace(inputs.routed, saved=experts.SavedRouting(), again=False)
         with mock.patch.object(Router, "choose", other):
             return real(self, x, norm, replace(inputs, routed=afresh))
 

@@ -178,7 +178,7 @@ def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monk
     real = counted["tp-sp"][0]["activations"]
     monkeypatch.setattr(activations, "saved_by_unit", activations.saved_by_unit.__wrapped__)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
-    monkeypatch.setattr(MLPPart, "kept", once)
+    monkeypatch.setattr(MLPPart, "saved", once)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05
 
 

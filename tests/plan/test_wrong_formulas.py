@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.compression.quantised import Rounding
-from meshwright.engine.sharding.compression.sparse import Sparse
+from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.lab.algorithms import rounds_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import stage_calls, unit_collectives
@@ -111,7 +111,7 @@ def test_quantised_codes_are_decoded_before_they_are_summed() -> None:
 def test_top_k_sends_k_elements_even_if_several_are_equal() -> None:
     """`x > kth largest` drops the k-th element itself and, of equal elements, all of them."""
     block, x = 16, torch.tensor([[3.0] + 15 * [1.0]])
-    codec = Sparse(ReduceConfig(kind="topk", ratio=0.5, block=block))
+    codec = TopKCodec(ReduceConfig(kind="topk", ratio=0.5, block=block))
     kept = codec.decode(codec.encode(x, None), block, torch.float32)
     threshold = x.topk(block // 2).values[0, -1]
     assert int((kept != 0).sum()) == block // 2 and int((x > threshold).sum()) == 1

@@ -24,7 +24,7 @@ from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
 from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Slot, State, StateRows
 from meshwright.engine.sharding.compression.make import replica_sums
-from meshwright.engine.sharding.compression.residual import Compressing
+from meshwright.engine.sharding.compression.residual import CompressingReducer
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
 from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
@@ -133,7 +133,7 @@ class OuterOptimizer:
         self.reducer: Reducer = replica_sums(config, seed).make()
         summed = [state for state in self.states.values() if self._compresses(state)]
         self.reducer.prepare([state.stand_in for state in summed])  # type: ignore[misc]
-        if isinstance(self.reducer, Compressing) and self.reducer.residuals:
+        if isinstance(self.reducer, CompressingReducer) and self.reducer.residuals:
             for state in summed:
                 state.keep_residuals(self.reducer.residuals)
         device = states[0].buffer.device if states else torch.device("cpu")
@@ -216,7 +216,7 @@ class OuterOptimizer:
         reducer = self.reducer if self._compresses(state) else PLAIN_REDUCER
         self._works[bucket, f] = reducer.all_reduce(piece.bucket, sums, self.replicas)
         # A compressed sum takes two calls. The second one begins in the same step, whatever the delay.
-        if isinstance(reducer, Compressing):
+        if isinstance(reducer, CompressingReducer):
             reducer.proceed()
 
     def _sums(self, state: OuterState, bucket: Bucket, piece: Piece) -> Tensor:

@@ -41,7 +41,7 @@ class NodeCopies:
 
     def wrap_gather(self, bucket: Bucket, pending: PendingReduction) -> PendingReduction:
         """Wrap a gather from all ranks so that it also keeps this rank's part, if the bucket has a copy."""
-        return Copying(self, bucket, pending) if bucket in self.parts else pending
+        return CopyingGather(self, bucket, pending) if bucket in self.parts else pending
 
     def copy(self, bucket: Bucket) -> None:
         group = self._groups[bucket]
@@ -49,7 +49,7 @@ class NodeCopies:
         self._current.add(bucket)
 
 
-class Copying:
+class CopyingGather:
     """A gather in flight. Its `wait` also stores this rank's part of the node's copy."""
 
     def __init__(self, copies: NodeCopies, bucket: Bucket, pending: PendingReduction) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.models.wrapped.activations import KeptElements, kept_elements
+from meshwright.models.wrapped.activations import SavedElements, saved_elements
 from meshwright.models.wrapped.calls import Plan, style_of
 from meshwright.outside import read_file
 from meshwright.spec.model.graph import HIDDEN, Node, Stream, stack_nodes
@@ -207,7 +207,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     beside = [name for name in before if not name.startswith(f"{table}.")]
 
     hidden, count = text.hidden_size, len(module.get_submodule(path))  # type: ignore[arg-type]
-    kept = kept_elements(type(module), copy.deepcopy(config), path) or [KeptElements()] * count
+    kept = saved_elements(type(module), copy.deepcopy(config), path) or [SavedElements()] * count
     prefixes = [f"{path}.{n}." for n in range(count)]
     parts = [
         replace(unit(prefix, [name for name in every if name.startswith(prefix)]), kept_whole=whole, kept_cut=cut)

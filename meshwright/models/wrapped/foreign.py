@@ -21,7 +21,7 @@ from meshwright.spec.model.part import Coordinate, LossTerm
 from meshwright.spec.model.wrapped.parts import PlannedParameter
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """A placeholder for a module that another stage holds. Its forward returns `given` or, without it, its input."""
 
     def __init__(self, stands_for: nn.Module | None = None) -> None:
@@ -43,7 +43,7 @@ class Absent(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class Loose(nn.Module):
+class UncalledParameters(nn.Module):
     """The unit of the parameters whose module has no call that could gather them.
 
     They are gathered for a chunk's whole forward.
@@ -54,7 +54,7 @@ class Loose(nn.Module):
         self.held = nn.ParameterList(parameters)
 
 
-class Together(nn.Module):
+class ModuleGroup(nn.Module):
     """A unit of several modules whose weights are gathered together."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -78,7 +78,7 @@ class ForeignStage(nn.Module):
         super().__init__()
         self.net = net
         self._units: list[nn.Module] = []
-        self.loose: Loose | None = None
+        self.loose: UncalledParameters | None = None
 
     def divide(self, together: Sequence[str] = ()) -> None:
         """Divide the module into units. The modules that `together` names form one unit.
@@ -90,9 +90,9 @@ class ForeignStage(nn.Module):
         for module in self._units:
             gate_members(module, [module])
         if group := [module for name, module in units if name in together]:
-            self._units.append(Together(group))
+            self._units.append(ModuleGroup(group))
             gate_members(self._units[-1], group)
-        self.loose = Loose([value for _, value in loose]) if loose else None
+        self.loose = UncalledParameters([value for _, value in loose]) if loose else None
 
     def units(self) -> list[nn.Module]:
         return self._units if self.loose is None else [self.loose, *self._units]
@@ -150,7 +150,7 @@ def place_all(
     """Put a plan's calls around every module that it names. `rotary` maps a name to `place`'s argument of that name."""
     for name, module in net.named_modules():
         style = style_of(name, plan, parameter=False)
-        if not isinstance(module, Absent) and style:
+        if not isinstance(module, AbsentModule) and style:
             place(module, style, tp, rotary(name) if style == "mla_kv_a_proj" else 0)
 
 

@@ -23,7 +23,7 @@ from meshwright.errors import UserError
 from meshwright.models.stage import Receives, StageResult
 from meshwright.models.wrapped.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
 from meshwright.models.wrapped.calls import outer_modules, recompute_in_backward, with_first
-from meshwright.models.wrapped.foreign import Absent, ForeignStage, local_part, place_all
+from meshwright.models.wrapped.foreign import AbsentModule, ForeignStage, local_part, place_all
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 from meshwright.spec.model.description import model_of
@@ -53,7 +53,7 @@ class PlannedStage(ForeignStage):
         plan, hf = blueprint(folder), read_config(folder)
         net = skeleton(hf, parallel.dtype)
         super().__init__(net)
-        self.stage, self._table = stage, Absent()
+        self.stage, self._table = stage, AbsentModule()
         records = {record.name: record for record in model_of(config).records(at, stage).values()}
         cut_blocks(net, plan, stage)
         check_dropout(net, hf, parallel.tp.size)
@@ -149,10 +149,10 @@ def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
     assert isinstance(blocks, nn.ModuleList)
     for n in range(len(blocks)):
         if n not in stage.layers:
-            blocks[n] = Absent(blocks[n])
+            blocks[n] = AbsentModule(blocks[n])
 
 
-def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
+def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: AbsentModule) -> None:
     """Replace the ends of the model that other stages hold by placeholders; `table` replaces the embedding."""
     for name, _ in outer_modules(module)[0]:
         ends = [
@@ -161,7 +161,7 @@ def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) ->
         ]  # fmt: skip
         if ends:
             parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, table if ends == [plan.before] else Absent())
+            setattr(module.get_submodule(parent), key, table if ends == [plan.before] else AbsentModule())
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class Adapter(nn.Module):
         self.norms = None if record.norms is None else parallel.parameter(record.norms)
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """A layer whose weight may have adapters."""
 
     def add_adapters(self, parallel: Parallel, weight: ParamRecord) -> None:
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Compute with the frozen weights of the module alone, inside this context."""
-    layers = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    layers = [layer for layer in module.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
         layer.adapts = False
     try:
@@ -73,7 +73,7 @@ class RowAdapter(NamedTuple):
     adapter: Adapter
 
 
-class Before(NamedTuple):
+class InputFunction(NamedTuple):
     """The function that a product applies to its input: none, SwiGLU, or an RMS norm. Only the input itself is saved,
     and backward applies the function again."""
 
@@ -84,12 +84,12 @@ class Before(NamedTuple):
     eps: float = 0.0
 
 
-NOTHING = Before()
+NOTHING = InputFunction()
 
 
 def adapted_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[RowAdapter], settings: tuple[Sides, str],
-    generator: torch.Generator | None = None, before: Before = NOTHING,
+    generator: torch.Generator | None = None, before: InputFunction = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x, and the product of x with the changed weight, after the collectives of the product.
 
@@ -158,7 +158,7 @@ def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequenc
 class _AdaptedProduct(torch.autograd.Function):
     """y = ratio (x W^T + scale (x A^T) B^T) + bias, with the collectives of `nn/linear.py`. The weight is frozen.
 
-    A norm or SwiGLU may be applied to x first (`Before`).
+    A norm or SwiGLU may be applied to x first (`InputFunction`).
     """
 
     @staticmethod

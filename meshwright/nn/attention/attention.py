@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.adapters.adapters import Before, RowAdapter, adapted_product
+from meshwright.nn.adapters.adapters import InputFunction, RowAdapter, adapted_product
 from meshwright.nn.attention.alibi import widen
 from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
@@ -56,7 +56,7 @@ class QKV(nn.Module):
             settings = (first.sides, first.kind)
             stream = first.stream if self.training else None
             if norm.fuses:
-                before = Before("norm", norm.weight, norm.eps)
+                before = InputFunction("norm", norm.weight, norm.eps)
                 return adapted_product(x, weight, bias, changes, settings, stream, before)
             return x, adapted_product(norm(x), weight, bias, changes, settings, stream)[1]
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
+from meshwright.comm.by_node import NodeGroups, exchange_by_node, exchange_evenly
 from meshwright.comm.group import Group
 from meshwright.comm.ops import (
     all_gather,
@@ -25,7 +25,7 @@ from meshwright.comm.ops import (
     reduce_scatter_from,
     slice_rows,
 )
-from meshwright.nn.adapters.adapters import Adapted
+from meshwright.nn.adapters.adapters import AdaptedLayer
 from meshwright.nn.adapters.expert_adapters import (
     Spans,
     add_changes_,
@@ -55,7 +55,7 @@ from meshwright.spec.layout.params import ParamRecord, records_under
 from meshwright.spec.model.experts import ExpertsPart, Routing
 
 
-class ExpertWeights(Adapted):
+class ExpertWeights(AdaptedLayer):
     """One weight of all local experts, [experts, out, in]."""
 
     def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
@@ -65,7 +65,7 @@ class ExpertWeights(Adapted):
         self.add_adapters(parallel, record)
 
 
-class Sorted(NamedTuple):
+class SortedChoices(NamedTuple):
     """The choices of all rows, sorted by expert into places."""
 
     # The choice at each place, [places]: row * k + number of the choice, or -1 if the place is empty.
@@ -77,7 +77,7 @@ class Sorted(NamedTuple):
 
 
 @torch.no_grad()
-def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
+def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> SortedChoices:
     """Sort the choices [rows, k] by expert, then by row.
 
     With a capacity, each expert has `room` places. A dropped choice (`replace_dropped`) has the number after the last
@@ -90,14 +90,14 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
     numbers = torch.arange(flat.shape[0], device=flat.device)
     if routing.capacity is None:
         places = torch.empty_like(flat).scatter_(0, order.indices, numbers)
-        return Sorted(order.indices, places.view_as(chosen), counts)
+        return SortedChoices(order.indices, places.view_as(chosen), counts)
     within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
     taken = order.values < count
     # Dropped choices go to one more place at the end, which is then cut off.
     place = torch.where(taken, order.values * room + within, count * room)
     choice_at = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
     places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
-    return Sorted(choice_at, places.view_as(chosen), torch.full_like(counts, room))
+    return SortedChoices(choice_at, places.view_as(chosen), torch.full_like(counts, room))
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ class Arrivals(NamedTuple):
     middle: list[int]
 
 
-class Saved:
+class SavedRouting:
     """Routing decisions that a recomputation takes from the first pass: the chosen experts, and the numbers of rows."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class RoutedInputs:
     # A mask of the tokens that count in the loss; None: all of them.
     counted: Tensor | None = None
     # If blocks are recomputed, the decisions that the first pass saves. `again` is true in the recomputation.
-    saved: Saved | None = None
+    saved: SavedRouting | None = None
     again: bool = False
     # Under context parallelism, the position of each row in its sequence, [sequences, tokens], in the order of the
     # ranks.
@@ -269,7 +269,7 @@ class Experts(nn.Module):
         base, own = self._own_rows(normed)
         logits = self.router(own)
         scores = self.router.scores(logits)
-        saved, losses = given.saved or Saved(), None
+        saved, losses = given.saved or SavedRouting(), None
         # A recomputation takes the choices of the first pass, so that rows go to the same experts.
         if not given.again:
             saved.chosen = self.router.choose(scores.detach())
@@ -381,7 +381,7 @@ class Experts(nn.Module):
         return RoutedRows(numbers * batch // (rows * tp.size), batch, own_counted)
 
     @torch.no_grad()
-    def _count(self, picks: Tensor, scores: Tensor, order: Sorted) -> None:
+    def _count(self, picks: Tensor, scores: Tensor, order: SortedChoices) -> None:
         shares = scores / scores.sum(1, keepdim=True)
         self.tally[: self.routing.count] += picks.sum(0)
         if self.routing.capacity is not None:
@@ -389,7 +389,7 @@ class Experts(nn.Module):
             self.tally[-2] += (order.places[first : first + picks.shape[0]] < 0).sum()
         self.tally[-1] += torch.special.entr(shares).sum()
 
-    def _combine(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
+    def _combine(self, x: Tensor, weights: Tensor, order: SortedChoices, saved: SavedRouting) -> Tensor:
         """Return the weighted sum of the results of each row's experts; under etp, this rank's part of that sum."""
         row_at = order.choice_at // order.places.shape[1]
         weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
@@ -431,7 +431,7 @@ class Experts(nn.Module):
 
 
 @torch.no_grad()
-def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode | None = None) -> Arrivals:
+def exchange_counts(order: SortedChoices, routing: Routing, ep: Group, by_node: NodeGroups | None = None) -> Arrivals:
     """Exchange over ep the numbers of rows for each expert. The host waits for them, unless the capacity fixes them."""
     own = order.counts.view(ep.size, -1)
     rows = order.choice_at.shape[0]

@@ -21,7 +21,7 @@ from meshwright.spec.layout import Layout, Parts, exchange_parts, node_parts
 from meshwright.spec.layout.context import CP_INNER, CP_OUTER
 from meshwright.spec.layout.norms import NORMS
 from meshwright.spec.layout.params import Init
-from meshwright.spec.model.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
+from meshwright.spec.model.bert import ChosenRowsOf, ChosenRowsPart, DensePart, TokenTypePart
 from meshwright.spec.model.experts import ExpertsPart, Routing
 from meshwright.spec.model.gpt import (
     EMBEDDING,
@@ -94,15 +94,15 @@ def bert(model: ModelConfig) -> Model:
     output = OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
     parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
     if model.norm_first:
-        parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
+        parts.append(("norm", "final_norm", ChosenRowsOf(ended_norm(model), masked + pooled)))
     parts += [
-        ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
-        ("dense_norm", "predict.norm", OnRows(ended_norm(model), masked)),
-        ("output", name, OnRows(output, masked)),
+        ("dense", "predict.dense", ChosenRowsOf(DensePart(h, h, activation, normal), masked)),
+        ("dense_norm", "predict.norm", ChosenRowsOf(ended_norm(model), masked)),
+        ("output", name, ChosenRowsOf(output, masked)),
     ]
     if pooled:
-        parts.append(("pooler", "pooler", OnRows(DensePart(h, h, "tanh", normal), 1)))
-        parts.append(("order", "order", OnRows(DensePart(h, 2, "", normal), 1)))
+        parts.append(("pooler", "pooler", ChosenRowsOf(DensePart(h, h, "tanh", normal), 1)))
+        parts.append(("order", "order", ChosenRowsOf(DensePart(h, 2, "", normal), 1)))
     head = MaskedHeadUnit(tuple(NamedPart(*part) for part in parts))
     lengths = (*((name, masked) for name in ("places", "labels", "loss_mask")), ("swapped", 1))
     return one_stack(model, head, causal=False, terms=("loss", "order")[: 1 + pooled], lengths=lengths)

@@ -278,7 +278,7 @@ class ExpertsPart(Part):
             yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the router, the exchange of rows and the experts save."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
@@ -296,9 +296,9 @@ class ExpertsPart(Part):
         yield SavedTensor("expert features", rows * (up * e + wide))
         yield SavedTensor("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
-            yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
+            yield from self.shared.saved(at, batch, replace(kernels, pieces=1))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the rows' gradients, both as they arrive and in the experts' order, and of the gradient
         of the last product's input. An activation that is not gated also holds its own gradient."""
         copies = 2 if at.size("ep") > 1 else 1

@@ -65,7 +65,7 @@ class NormPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input (on a CPU: its copies in float32), each row's statistics and, if the next product saves it,
         the output."""
         rows = batch.rows(at)
@@ -89,7 +89,7 @@ class NormPart(Part):
         apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
         return kernels.fused and self.facts.fuses and not apart
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the input gradient and the normed input, which a fused RMS norm recomputes in one
         pass."""
         fused = self.fused_by(kernels) and self.keeps_output
@@ -252,7 +252,7 @@ class AttentionPart(Part):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves: each row's log-sum or the
         scores.
 
@@ -290,7 +290,7 @@ class AttentionPart(Part):
         if not (kernels.fused_attention and self._in_tiles(batch, host)):
             yield core_saved(batch, kernels, tokens * h, batch.seq, self.dropout)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
             return context_workspace(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
@@ -377,7 +377,7 @@ class TokenEmbeddingPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
         return row_calls(at.at_once, batch, self.hidden, 0)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows, if tp cuts the table, and the dropout mask.
 
         The ids belong to the batch. Other programs save the result in addition to the first block's input.
@@ -407,7 +407,7 @@ class PositionEmbeddingPart(Part):
         shape = (self.offset + self.positions, self.hidden)
         return {"weight": whole(f"{name}.weight", shape, self.init, **replicated_axes(at))}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("positions", batch.rows(at) * 8)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
@@ -470,7 +470,7 @@ class OutputLayerPart(Part):
             yield Collective("forward", "tp", "all_reduce", rows * batch.wide, times)
             yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input gradient, which the loss computes in forward.
 
         If the embedding on this stage has the same weight, the weight gradient is saved too, because the embedding adds
@@ -483,7 +483,7 @@ class OutputLayerPart(Part):
         if self.tied and at.size("embedding") == 1:
             yield SavedTensor("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, which a CPU also holds in float32. For other programs, return the
         bytes of all logits."""
         tokens = batch.tokens(at)

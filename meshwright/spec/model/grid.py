@@ -86,7 +86,7 @@ class GridNormPart(Part):
             yield Collective("forward", axis, "all_reduce", rows)
             yield Collective("backward", axis, "all_reduce", rows)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input, each row's statistics and, if the product after it saves it, the output."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
@@ -95,7 +95,7 @@ class GridNormPart(Part):
         if self.part.keeps_output and not self.grid.keeps and not self.part.fused_by(kernels):
             yield SavedTensor("output", stream)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the input, the normed input and a gradient in accumulation precision."""
         return 3.0 * batch.rows(at) * self._own(at).width * batch.wide
 
@@ -157,14 +157,14 @@ class GridAttentionPart(Part):
         for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):
             yield replace(call, axis=self.grid.sharing_axis)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
-        yield from self.part.kept(*inside_attention(at, batch, self.grid), kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield from self.part.saved(*inside_attention(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered_tensors(at, batch)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        core = self.part.working(*inside_attention(at, batch, self.grid), kernels)
-        return core + max(product.working(at, batch) for product in self.products)
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        core = self.part.workspace(*inside_attention(at, batch, self.grid), kernels)
+        return core + max(product.workspace(at, batch) for product in self.products)
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return self.part.core_backward(*inside_attention(at, batch, self.grid), kernels)
@@ -214,14 +214,14 @@ class GridMLPPart(Part):
         for product in self.products:
             yield from product.collectives(at, batch)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
-        yield from self._own.kept(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield from self._own.saved(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         for product in self.products:
             yield from product.gathered_tensors(at, batch)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        core = self._own.working(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
-        return core + max(product.working(at, batch) for product in self.products)
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        core = self._own.workspace(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
+        return core + max(product.workspace(at, batch) for product in self.products)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class GridTokensPart(Part):
         yield Collective("backward", r.gathered, "all_gather", x)
         yield Collective("backward", r.weight, "reduce_scatter", table)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows and, with dropout, its mask."""
         m, _, _ = self._sizes(at, batch)
         yield SavedTensor("rows", 8 * m)
@@ -269,7 +269,7 @@ class GridTokensPart(Part):
             width = self.part.hidden // at.size(STREAM.features)
             yield SavedTensor("dropout mask", batch.rows(at) * width * (kernels.mask_bytes or batch.element))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         m, n, k = self._sizes(at, batch)
         return float((2 * n * k + m * k) * batch.element)
 
@@ -284,7 +284,7 @@ class GridPositionsPart(Part):
     def records(self, at: Coordinate, name: str) -> Records:
         return {"weight": cut_features(self.part.records(ALONE, name)["weight"], at, STREAM, dim=1)}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("positions", batch.rows(at) * 8)
 
 
@@ -330,7 +330,7 @@ class GridOutputPart(Part):
         for axis in r.y.rows:
             yield Collective("forward", axis, "all_reduce", batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the gradient of the local input and, if the embedding on this stage shares the weight, the gradient of
         the local weight."""
         _, n, k = self.sizes(at, batch)
@@ -340,7 +340,7 @@ class GridOutputPart(Part):
         if self.part.tied and at.size("embedding") == 1:
             yield SavedTensor("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, both gathered factors and their gradients."""
         m, n, k = self.sizes(at, batch)
         logit_bytes = batch.element + (batch.wide if kernels.host else 0)

@@ -117,7 +117,7 @@ class GridProduct:
             if at.size(self.roles.weight) > 1:
                 yield SavedTensor(f"gathered {self.name} weight", n * k * batch.element)
 
-    def working(self, at: Coordinate, batch: MicroBatch) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch) -> float:
         """Return the workspace of the product in bytes.
 
         It holds both gathered factors and the gathered gradient of the output. In forward, the blocks of x before they

@@ -113,7 +113,7 @@ class LatentAttentionPart(Part):
         yield from row_calls(at, batch, self.hidden, heads * self.value)
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the normed token, the short vectors before and after their norms, and the tensors that the core saves:
         queries, keys, values, their result and each row's log-sum."""
         heads = self.own_heads(at)
@@ -132,7 +132,7 @@ class LatentAttentionPart(Part):
             return
         yield SavedTensor("log-sums", tokens * heads * wide, core=True)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
         merged = context_workspace(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0

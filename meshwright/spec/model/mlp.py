@@ -79,7 +79,7 @@ class MLPPart(Part):
         yield from column_calls(at, batch, self.hidden, 2 * width if self.is_gated else width)
         yield from row_calls(at, batch, self.hidden, width)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the activation saves.
 
         A gated one saves both halves, the gate's activation and the result. SwiGLU saves only the halves if the next
@@ -99,7 +99,7 @@ class MLPPart(Part):
         """Return whether the second product recomputes SwiGLU in backward. It does not if it adds a bias itself."""
         return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""
         widths = 2
         if self.is_gated:

@@ -94,14 +94,14 @@ class RelativeBiasPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the bias, which all blocks of the stage save, and the buckets of all distances. A decoder also saves
         its causal mask."""
         row = padded_keys(batch.seq)
         yield SavedTensor("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
         yield SavedTensor("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return 2.0 * self._scores(at, batch) * batch.element
 
 
@@ -167,7 +167,7 @@ class CrossAttentionPart(Part):
         yield from column_calls(at, self.memory(batch), self.hidden, 2 * local)
         yield from row_calls(at, batch, self.hidden, local)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves.
 
         The encoder's output is saved once for all blocks (see `Model.read_beside`).
@@ -183,7 +183,7 @@ class CrossAttentionPart(Part):
         if not (kernels.fused_attention and kernels.host and self.dropout):
             yield core_saved(batch, kernels, tokens * heads, self.seq, self.dropout)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of keys and values, and of two gradients of the encoder's output: the sum
         so far, and this block's."""
         keys = self.memory(batch).tokens(at)

@@ -167,14 +167,14 @@ class TunedPart(Part):
                 rows = sum(count for _, count in linear.pieces)
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the part's saved tensors, without those that only gradients of frozen weights need, and the adapters'.
 
         An adapter saves x A^T and, with dropout, the mask of its input. DoRA also saves the product before it is
         scaled. Adapters of experts save nothing and recompute everything.
         """
         dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
-        yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
+        yield from (kept for kept in self.part.saved(at, batch, kernels) if kept.name not in dropped)
         linears = {linear.name: linear for linear in self.part.linears()}
         for record in (record for record in self.records(at, "").values() if record.adapters):
             linear = linears[_linear_name(record)]
@@ -187,9 +187,9 @@ class TunedPart(Part):
             norms = tokens * rows * batch.element + 2 * rows * batch.wide
             yield SavedTensor("unscaled product", norms if tuning.norms else 0)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the part's workspace, plus the values of its largest packed weight."""
-        return self.part.working(at, batch, kernels) + max(self._unpacked_counts(at), default=0) * batch.element
+        return self.part.workspace(at, batch, kernels) + max(self._unpacked_counts(at), default=0) * batch.element
 
     def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
         """Return the number of rows of the input of a linear layer."""

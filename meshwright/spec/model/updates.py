@@ -9,7 +9,7 @@ from functools import lru_cache
 from meshwright.config.optimizer import RULES, OptimizerConfig
 from meshwright.errors import UserError, nearest
 from meshwright.spec.model.graph import AnyModel, Model, Node
-from meshwright.spec.model.part import ALONE, Unit, Updated
+from meshwright.spec.model.part import ALONE, Unit, UpdateOptions
 
 
 def with_updates(model: AnyModel, optimizer: OptimizerConfig) -> AnyModel:
@@ -45,7 +45,7 @@ def _marked_unit(node: Node, optimizer: OptimizerConfig) -> Unit:
         group = optimizer.of_group(number)
         decay = optimizer.groups[number - 1].decay if number else None
         matrices = heights.get(own, ()) if RULES[group.name].whole_matrices else ()
-        updated = Updated(number, None if decay is None else decay > 0, matrices)
-        if updated != Updated():
+        updated = UpdateOptions(number, None if decay is None else decay > 0, matrices)
+        if updated != UpdateOptions():
             updates[own] = updated
     return replace(node.unit, updates=tuple(updates.items()))

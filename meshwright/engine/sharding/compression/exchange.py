@@ -17,9 +17,9 @@ from meshwright.comm.group import Group, Pending
 from meshwright.config.comm import ROUNDED, SPARSE, ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-from meshwright.engine.sharding.compression.quantised import Rounding, Signs
-from meshwright.engine.sharding.compression.residual import Compressing, finite, wide
-from meshwright.engine.sharding.compression.sparse import Sparse
+from meshwright.engine.sharding.compression.quantised import Rounding, SignCodec
+from meshwright.engine.sharding.compression.residual import CompressingReducer, finite, wide
+from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 
@@ -40,11 +40,11 @@ class Codec(Protocol):
 
 def codec_of(config: ReduceConfig) -> Codec:
     if config.kind in SPARSE:
-        return Sparse(config)
-    return Signs(config.block) if config.kind == "onebit" else Rounding(config.kind, config.block)
+        return TopKCodec(config)
+    return SignCodec(config.block) if config.kind == "onebit" else Rounding(config.kind, config.block)
 
 
-class ExchangeReducer(Compressing):
+class ExchangeReducer(CompressingReducer):
     """Sums compressed slices, element by element."""
 
     def __init__(self, config: ReduceConfig, seed: int, keeps_sums: bool = True) -> None:
@@ -87,7 +87,7 @@ class ExchangeReducer(Compressing):
         if self.is_plain(bucket, group):
             return group.reduce_scatter(out, grads, wait=False)
         exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
-        return Scattering(exchange, out)
+        return ScatteredSum(exchange, out)
 
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
         """Return the message of a sum [1, elements] that this rank has computed, and store the residual."""
@@ -176,7 +176,7 @@ class SliceExchange:
         return self.reducer.sum_of(self.bucket, self.own, self._received, self.elements, self.dtype)
 
 
-class Scattering:
+class ScatteredSum:
     """A sum of which each rank gets its shard."""
 
     def __init__(self, exchange: SliceExchange, out: Tensor) -> None:

@@ -21,7 +21,7 @@ from meshwright.comm.group import Group
 from meshwright.config.comm import ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, Slot
-from meshwright.engine.sharding.compression.residual import Compressing, wide
+from meshwright.engine.sharding.compression.residual import CompressingReducer, wide
 from meshwright.engine.sharding.compression.sizes import Matrices, matrices_of
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import Box, ParamRecord, stream_seed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class LowRankReducer(Compressing):
+class LowRankReducer(CompressingReducer):
     """Sums matrices as products of two factors. Shards are not matrices, so their replicas are summed uncompressed."""
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:

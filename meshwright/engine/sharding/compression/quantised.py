@@ -65,7 +65,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Signs:
+class SignCodec:
     """The codec of signs: the sign of each element, and the mean absolute value of each block as its scale.
 
     The mean is the scale with the least squared error. A zero is decoded as plus or minus the mean, so the padding

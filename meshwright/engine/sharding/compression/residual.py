@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 BEHIND = 2
 
 
-class TwoHalves(Protocol):
+class TwoPhaseSum(Protocol):
     """A sum of two collectives, the second of which needs the result of the first."""
 
     def proceed(self) -> None:
         """Wait for the first collective and begin the second."""
 
 
-class Compressing(CompressionPlan):
+class CompressingReducer(CompressionPlan):
     """The base class of reducers that compress.
 
     It holds the residuals, with one number for each element of a bucket on each rank. It decides when sums are
@@ -46,7 +46,7 @@ class Compressing(CompressionPlan):
         self.buffers: list[FlatBuffer] = []
         self.residuals: dict[Bucket, Tensor] = {}
         self.sum_residuals: dict[Bucket, Tensor] = {}  # of the sums that this rank computes for all ranks
-        self._halfway: list[TwoHalves] = []
+        self._halfway: list[TwoPhaseSum] = []
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         self.buffers = [buffer for buffer in buffers if buffer.key.compressed and buffer.split.ranks > 1]
@@ -84,7 +84,7 @@ class Compressing(CompressionPlan):
         else:
             stored.add_(left_out, alpha=1 / self.scale)
 
-    def register(self, begun: TwoHalves) -> None:
+    def register(self, begun: TwoPhaseSum) -> None:
         """Register a sum whose first half has begun. Second halves begin in the same order on every rank."""
         self._halfway.append(begun)
         self.proceed(BEHIND)

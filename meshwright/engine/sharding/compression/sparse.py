@@ -21,7 +21,7 @@ SAMPLE = 4096  # the number of elements from which the threshold of a slice is e
 
 
 @dataclass(frozen=True)
-class Sparse:
+class TopKCodec:
     config: ReduceConfig
     fills_gaps = False
 

@@ -2,9 +2,9 @@
 
 "Ours" are keys of Meshwright's model section and its tensors; "theirs" are keys of config.json and tensors of Hugging
 Face files. A family maps our keys to theirs, lists the values of our other keys that it can express, and maps the names
-of our tensors to theirs. Rows of our tensors are rows of theirs, in runs. `Mapped` (rows.py) lists the runs, so that
-import and export can copy any part of a tensor without holding the whole tensor. Keys of a section within the model
-section are written with a dot: `experts.count`.
+of our tensors to theirs. Rows of our tensors are rows of theirs, in runs. `TensorMapping` (rows.py) lists the runs, so
+that import and export can copy any part of a tensor without holding the whole tensor. Keys of a section within the
+model section are written with a dot: `experts.count`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.errors import UserError
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf.rotary import PART, read_length, read_rotary, write_rotary
-from meshwright.spec.model.hf.rows import Mapped, SourceRows, by_head, heads_in_pairs, in_order, in_pairs
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping, by_head, heads_in_pairs, in_order, in_pairs
 from meshwright.spec.model.hf.window import TYPES, read_window, write_window
 from meshwright.spec.model.part import ALONE
 
@@ -201,11 +201,11 @@ class Family:
         name = (*fitting, self.architecture)[0]
         return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
 
-    def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
+    def tensors(self, model: ModelConfig) -> dict[str, TensorMapping]:
         """Return every global tensor of a model, by our name."""
         return {record.name: self.map_tensor(model, record) for record in describe(model).records(ALONE).values()}
 
-    def map_tensor(self, model: ModelConfig, record: ParamRecord) -> Mapped:
+    def map_tensor(self, model: ModelConfig, record: ParamRecord) -> TensorMapping:
         """Return the position of the rows of one of our tensors in their tensors."""
         numbers = re.findall(INDEX, record.name)
         full = re.sub(INDEX, "#", record.name)
@@ -219,7 +219,7 @@ class Family:
             sources = [name.replace("#", "{}").format(*numbers, expert) for name in theirs]
             runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
         transposed = ours in self.transposed and len(shape) == 2
-        return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
+        return TensorMapping(shape, tuple(runs), transposed, stacked, record.wide)
 
     def stacked_parameter(self, ours: str) -> str:
         """Return the name of the parameter in transformers' model that holds one of our tensors of all experts, or an

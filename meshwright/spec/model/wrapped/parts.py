@@ -171,14 +171,14 @@ class PlannedPart(Part):
         for phase, op, width in self.calls:
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the measured activations and, for a head, its log-probabilities."""
         tokens = batch.tokens(at)
         elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
         yield SavedTensor("activations", tokens * elements * batch.element)
         yield SavedTensor("log-probabilities", tokens * self.logits * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the logits and of their gradient, in accumulation precision."""
         return 2.0 * batch.tokens(at) * self.logits * batch.wide
 
@@ -202,14 +202,14 @@ class PlannedBlock(BlockUnit):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Unit.work(self, at, batch, kernels)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
-        return Unit.kept(self, at, batch, kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
+        return Unit.saved(self, at, batch, kernels)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return Unit.working(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.workspace(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
 
-    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return Unit.split_working(self, at, batch, kernels)
+    def split_workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.split_workspace(self, at, batch, kernels)
 
 
 @dataclass(frozen=True)
