@@ -339,7 +339,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a host tensor on a device. The host does not wait for the copy.
 
     The tensor is staged in pinned memory first, even if it is pinned already. torch keeps the source of a pending copy
-    only if the tensor's address is the start of a block of its own allocator. A NumPy view into a pinned tensor is
+    only if the tensor's address is the start of a block of torch's allocator. A NumPy view into a pinned tensor is
     pinned as well, but torch does not know its block: it would hand the block to the next tensor before the device has
     read it.
     """

@@ -14,10 +14,10 @@ from meshwright.show.units import seconds, size
 # The largest offset between two machines' clocks. Events and traces of several machines are ordered by these clocks.
 LARGEST_OFFSET_S = 1.0
 # The least free share of a device's memory before we allocate anything.
-LEAST_FREE = 0.9
-LEAST_WRITE_MB_S = 20.0
+MIN_FREE = 0.9
+MIN_WRITE_MB_S = 20.0
 # The cores that a rank with an accelerator needs: for Python, autograd, the data reader and NCCL's threads.
-LEAST_CORES = 4
+MIN_CORES = 4
 # A link is slow below this share of the profile's rate, or of the median rate of such links.
 SLOW_LINK = 0.5
 # A device is slow if it takes this many times the median of devices of its kind.
@@ -120,7 +120,7 @@ def _versions(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], 
 def _devices(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     usual = _most([one.device for one in facts])
     off = [f"{_ranks(ranks)}: {name}, the others {usual}" for name, ranks in _apart(facts, lambda f: f.device).items()]
-    used = [one for one in facts if one.device_bytes and one.device_free < LEAST_FREE * one.device_bytes]
+    used = [one for one in facts if one.device_bytes and one.device_free < MIN_FREE * one.device_bytes]
     off += [
         f"the device of rank {one.rank} on {one.host} has only {size(one.device_free)} of {size(one.device_bytes)} "
         "free: see which process uses it"
@@ -133,12 +133,12 @@ def _devices(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], s
 
 def _cores(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     """Judge the cores of ranks with an accelerator: their host must launch work ahead of the device."""
-    few = [one for one in facts if one.device_bytes and one.cores < LEAST_CORES]
+    few = [one for one in facts if one.device_bytes and one.cores < MIN_CORES]
     off = []
     for host in dict.fromkeys(one.host for one in few):
         here = [one for one in few if one.host == host]
         has = "less than one core each" if here[0].cores < 1 else f"{plural(here[0].cores, 'core')} each"
-        fix = f"ask the scheduler for {LEAST_CORES} or more (Slurm: --cpus-per-task)"
+        fix = f"ask the scheduler for {MIN_CORES} or more (Slurm: --cpus-per-task)"
         off.append(f"{_ranks([one.rank for one in here])} ({host}) may use {has}: {fix}")
     return off, f"{min(one.cores for one in facts)} or more for each rank"
 
@@ -164,7 +164,7 @@ def _disk(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]
     writers = [one for one in facts if one.write_mb_s]
     rate = sum(one.write_mb_s for one in writers)
     took = wanted.checkpoint_bytes / (rate * 1e6) if rate else 0.0
-    slow = [one for one in writers if one.write_mb_s < LEAST_WRITE_MB_S]
+    slow = [one for one in writers if one.write_mb_s < MIN_WRITE_MB_S]
     off += [f"{one.host} writes {one.write_mb_s:.0f} MB/s to {wanted.folder}: use a faster disk" for one in slow]
     if took > SAVING_S:
         off.append(f"a checkpoint of {size(wanted.checkpoint_bytes)} takes {seconds(took)} to write")

@@ -32,9 +32,9 @@ LINK_BYTES = 8 * 2**20
 DISK_BYTES = 64 * 2**20
 BARRIERS = 5
 ROUNDS = 5
-MOST_SUMS = 1000
+MAX_SUMS = 1000
 SHOWN_S = 10.0  # A network disk may take a while to show a new file.
-SIDE = 512  # The size of the burn-in's square matrices.
+MATRIX_SIZE = 512  # The size of the burn-in's square matrices.
 PRODUCTS = 32  # The products in a round of the burn-in.
 WAIT = timedelta(seconds=120)
 
@@ -164,8 +164,8 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
     """Compute the same products again and again for `duration` seconds. Return (a checksum of each round's result, the
     median seconds of a round)."""
     generator = torch.Generator().manual_seed(1)
-    first = torch.randn(SIDE, SIDE, generator=generator).to(device.torch)
-    factor = (torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5).to(device.torch)
+    first = torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator).to(device.torch)
+    factor = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator) / MATRIX_SIZE**0.5).to(device.torch)
     sums: list[int] = []
     took: list[float] = []
     end = time.monotonic() + duration
@@ -182,7 +182,7 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
 def _gather_facts(facts: Facts, world: int) -> list[Facts]:
     """Return the facts of all ranks on rank 0, and an empty list on the others. Only JSON goes through the store."""
     # Equal checksums beyond the first ones add no information.
-    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MOST_SUMS]
+    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MAX_SUMS]
     store = open_store() if world > 1 else None
     if store is None:
         return [facts]

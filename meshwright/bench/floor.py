@@ -32,7 +32,7 @@ from meshwright.spec.model.part import Product
 # Bytes per parameter: the update reads the fp32 master, gradient and two moments, and writes the master and moments.
 # The bf16 weight is one half of its master, so it adds nothing.
 OPTIMIZER_BYTES = 28
-BIG = 8192
+LARGE_SIZE = 8192
 LOAD_S = 0.5  # The seconds of work before timing under load, and while timing.
 REST_S = 0.5  # The seconds of rest after which a card's clock has recovered.
 # The least time for which each call is repeated. Ten products of a small model end before the clock settles.
@@ -85,7 +85,7 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
 
 def product_rate(device: Device, dtype: torch.dtype) -> float:
     """Return the TFLOP/s of a large square product."""
-    side = BIG if not device.is_cpu else 512
+    side = LARGE_SIZE if not device.is_cpu else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
 

@@ -33,7 +33,7 @@ MAGIC = b"MWK2"
 LINE = len(MAGIC) + 1 + 8 + 1 + 64 + 1
 LONGEST_HEADER = 2**20
 NONCE = 16  # The bytes of each end's random number.
-KEPT = 2  # The number of newest steps whose copies are kept.
+KEPT_STEPS = 2  # The number of newest steps whose copies are kept.
 WAIT_S = 30.0  # The time limit for a silent peer.
 PIECE = 2**22  # The most bytes that one call receives.
 
@@ -155,7 +155,7 @@ class Copies:
             for at in {*late}:
                 del self._held[at]
             self._held[step, rank] = new
-            old = sorted({at[0] for at in self._held})[:-KEPT]
+            old = sorted({at[0] for at in self._held})[:-KEPT_STEPS]
             for at in [at for at in self._held if at[0] in old]:
                 del self._held[at]
 

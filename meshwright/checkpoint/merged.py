@@ -23,7 +23,7 @@ from meshwright.nn.adapters.nf4 import round_by_packing
 from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, StoredTensor, blocks_of
 from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
 from meshwright.spec.model.description import model_of
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.model.tuning import is_adapter
 
 
@@ -45,7 +45,7 @@ class AdapterWeights:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.config = config_in(reader.index)
-        records = model_of(self.config).records(ALONE).values()
+        records = model_of(self.config).records(SINGLE_RANK).values()
         self.records = {record.name: record.values for record in records}
         self.packed = {record.name for record in records if record.packs is not None}
         self.adapters = {record.name: record.values.adapters for record in records if record.adapters}

@@ -18,7 +18,7 @@ from meshwright.checkpoint.hf_files import opened_weights
 from meshwright.errors import UserError
 from meshwright.models.wrapped.blueprint import blueprint, read_config, skeleton
 from meshwright.spec.layout.params import Box, ParamRecord, overlap, slices_of
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 
 class SourceTensor(NamedTuple):
@@ -162,7 +162,7 @@ class PlannedFolder:
 
 def named_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a folder's model, by its name in the module."""
-    return {record.name: record.shape for record in blueprint(folder).model.records(ALONE).values()}
+    return {record.name: record.shape for record in blueprint(folder).model.records(SINGLE_RANK).values()}
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

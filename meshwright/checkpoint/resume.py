@@ -26,7 +26,7 @@ from meshwright.record.checkpoint_format import find_checkpoint
 from meshwright.record.companions import check_tokenizer
 
 # A file next to the checkpoints. It records that a job was asked to continue from an older checkpoint.
-WENT_BACK = "went-back.json"
+ROLLBACK_FILE = "went-back.json"
 # The model keys that change the shapes of parameters.
 SHAPING = ("kind", "layers", "hidden", "ffn", "experts.count", "experts.ffn")
 # The keys that decide which tokens the sample of a given number holds.
@@ -50,7 +50,7 @@ def resume(trainer: CheckpointedTrainer, source: str | None) -> str:
         fmt.remove_unfinished(folder)
         if not fmt.was_restarted():
             with suppress(OSError):
-                (folder / WENT_BACK).unlink()
+                (folder / ROLLBACK_FILE).unlink()
     begun, own, in_memory, steps = _chosen(trainer, folder, source)
     from_memory = in_memory > 0 and _from_memory(trainer, in_memory, bool(steps))
     if begun and not from_memory:
@@ -64,7 +64,7 @@ def resume(trainer: CheckpointedTrainer, source: str | None) -> str:
         try:
             fmt.set_aside(folder, trainer.step_number)
             if own:
-                fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
+                fmt.write_json(folder / ROLLBACK_FILE, {"job": fmt.job_name(), "source": source})
         except OSError as error:
             raise refusal(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
     return "memory" if from_memory else "disk"
@@ -175,7 +175,7 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
 def _went_back(folder: Path, source: str) -> bool:
     """Return True if this job has gone back to `source` before and was restarted since then."""
     try:
-        return fmt.was_restarted() and read_json(folder / WENT_BACK) == {
+        return fmt.was_restarted() and read_json(folder / ROLLBACK_FILE) == {
             "job": fmt.job_name(), "source": source,
         }  # fmt: skip
     except (OSError, ValueError):

@@ -49,7 +49,7 @@ ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
 # Host memory of a process with torch and a twin.
 RANK_BYTES = 500 * 2**20
 # The most ranks without --nproc: enough for three axes of 2, and a limit that gives every larger machine the same twin.
-MOST_RANKS = 8
+MAX_RANKS = 8
 # 70, to tell a crash from 1, which says that the layout differs.
 CRASHED = os.EX_SOFTWARE
 
@@ -181,7 +181,7 @@ def ranks_here() -> int:
     """Return the number of ranks that fit into this machine's memory at once, at least 2 and at most MOST_RANKS."""
     from meshwright.device import host_memory_bytes
 
-    return max(2, min(int(host_memory_bytes() // RANK_BYTES), MOST_RANKS))
+    return max(2, min(int(host_memory_bytes() // RANK_BYTES), MAX_RANKS))
 
 
 def check_memory(alone: Config) -> None:
@@ -285,7 +285,7 @@ def memory_of(checked: ExactTwin, measured: list[int]) -> dict[str, Any]:
 
 
 # The number of parameters whose differences the page shows.
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 def as_json(name: str, model: str | None, checked: ExactTwin, verdict: Verdict) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def page(found: Mapping[str, Any]) -> str:
 def _worst_parameters(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return rows of the parameters whose gradients differ most, after the first one beyond the tolerance."""
     errors: dict[str, float] = found["gradients"]
-    worst = sorted(errors, key=lambda name: -errors[name])[:MOST_NAMED]
+    worst = sorted(errors, key=lambda name: -errors[name])[:MAX_NAMED]
     first = [found["first"]] if found["first"] in errors and found["first"] not in worst else []
     return [(name, f"{errors[name]:.1e}") for name in (*first, *worst)]
 

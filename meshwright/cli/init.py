@@ -43,8 +43,8 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 # The tokens of a step by size, and those for larger models and presets.
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
-USUAL_TOKENS = 1_048_576
-USUAL_VOCAB = 32_000
+DEFAULT_BATCH_TOKENS = 1_048_576
+DEFAULT_VOCAB = 32_000
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory} in tensors on a rank at the peak, predicted (`meshwright memory {out}`, `meshwright plan`).
@@ -158,7 +158,7 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
     layers, hidden, heads, seq, lr = SIZES[name]
     vocab = max(int((read_metadata(prefix) or {}).get("vocab_size") or 0) for prefix in data)
     # Rounded up to the multiple that `train` regards as usual (see `unused_tokens`).
-    vocab = -(-(vocab or USUAL_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    vocab = -(-(vocab or DEFAULT_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
 
 
@@ -171,7 +171,7 @@ def _config(
     batch = args.global_batch
     if batch is None:
         # A multiple of the devices leaves the search free to use all of them for data parallelism.
-        wanted = TOKENS_A_STEP.get(model, USUAL_TOKENS) / shape.seq
+        wanted = TOKENS_A_STEP.get(model, DEFAULT_BATCH_TOKENS) / shape.seq
         batch = max(devices, round(wanted / devices) * devices)
     elif batch < 1:
         raise UserError(f"--global-batch {batch} must be at least 1")

@@ -36,7 +36,7 @@ GPU, whose kernels may add in another order, up to the rounding of the run's pre
 
 QUANTITIES = ("loss", "grad_norm")
 # The sections of a config that change no number of a step.
-BESIDE = ("run", "checkpoint")
+OMITTED_SECTIONS = ("run", "checkpoint")
 # By precision, the relative difference that another order of additions explains after some tens of steps. COARSE is
 # for all precisions below fp32.
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
@@ -135,7 +135,7 @@ def same_layout(
 ) -> bool:  # fmt: skip
     """Return whether every number must equal the recorded one bit for bit: with the same config, ranks, device and
     version of torch, and on a CPU, which always adds in the same order."""
-    ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in BESIDE} for c in (config, recorded))
+    ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in OMITTED_SECTIONS} for c in (config, recorded))
     when = line.get("time")
     begins = [e for e in read_events(path) if e.get("kind") in BEGINS]
     # An elastic run changes its world: the one that counts is that of the last start before the step.

@@ -14,7 +14,7 @@ from meshwright.comm.flight import describe_call
 from meshwright.comm.group import list_ranks
 
 State = dict[str, Any]
-Ask = Callable[[int], State | None]
+AskState = Callable[[int], State | None]
 Key = tuple[str, int]
 
 # The greatest number of calls that the explanation follows, including the first.
@@ -25,7 +25,7 @@ OF_ANY_SIZE = ("all_to_all", "exchange")
 OTHER_END = {"send": "receive", "receive": "send"}
 
 
-def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
+def explain(call: dict[str, Any], rank: int, timeout: float, ask: AskState) -> str:
     """Return the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
     parts = [f"{describe_call(call)} did not end within {timeout:g} s on {name_ranks(stuck)}"]

@@ -53,7 +53,7 @@ PUBLISHED_CALLS = 8
 # with every sign of a rank that compiles, and by ALARM with an alarm.
 ALARM = 1 << 40
 # Value of the key `told` after a hang, whose message was already printed. After a loss the value is the message.
-HANG_TOLD = "1"
+HANG_REPORTED = "1"
 # The longest time that the rank whose process hosts the store waits for the others to disconnect.
 STORE_LINGER_S = 30.0
 # The longest time that a rank waits for its files before it ends. A lost network disk may block a write for ever.
@@ -341,7 +341,7 @@ class Watchdog:
             self._answered = True
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
             message = store.get("told").decode()
-            if message != HANG_TOLD:
+            if message != HANG_REPORTED:
                 report_loss(message, speaks=False)
         except RuntimeError:
             self._store_gone = True
@@ -438,7 +438,7 @@ class Watchdog:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 if message is not None:
-                    store.set("told", message if lost else HANG_TOLD)
+                    store.set("told", message if lost else HANG_REPORTED)
                 self._leave_after_alarm(store)
         self._finish_writes()
         act_before_end()

@@ -12,7 +12,7 @@ from meshwright.errors import UserError, nearest
 BLOCK_UNIT = 16
 NODE_COPY = "comm.gather.node_copy=true"
 # The most elements of a block of topk: positions in a block are sent as numbers of one or two bytes.
-MOST_CHOSEN_FROM = 1 << 15
+MAX_CHOSEN_FROM = 1 << 15
 # The kinds of compression, grouped by the keys of `comm.reduce` that apply to them.
 SPARSE = ("topk", "threshold")
 LOW_RANK = ("powersgd",)
@@ -44,9 +44,9 @@ class ReduceConfig:
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
             raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
-        if self.kind == "topk" and self.block > MOST_CHOSEN_FROM:
+        if self.kind == "topk" and self.block > MAX_CHOSEN_FROM:
             raise UserError(f"{self.section}.block={self.block} is more than places in a block of topk can be numbered "
-                            f"for: use at most {MOST_CHOSEN_FROM}")  # fmt: skip
+                            f"for: use at most {MAX_CHOSEN_FROM}")  # fmt: skip
         if self.adaptive and (self.kind != "plain" or self.error_feedback != "auto"):
             raise UserError(f"{self.section}.adaptive=true chooses how gradients are sent, and keeps what is left out: "
                             f"leave {self.section}.kind and {self.section}.error_feedback out")  # fmt: skip

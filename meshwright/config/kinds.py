@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
 # The features that act around the blocks, whatever computation is in them.
-AROUND = frozenset({
+OUTER_FEATURES = frozenset({
     "pp", "zero", "zero3", "node_shards", "optimizer_offload", "parameter_offload", "fp16", "compression", "adaptive",
     "algorithm", "node_copy", "replicas", "server", "elastic",
 })  # fmt: skip
 # The features that blocks built from Meshwright's parts support, whichever tokens see each other in them.
-BLOCKS = AROUND | {
+BLOCKS = OUTER_FEATURES | {
     "dropout", "attention_dropout", "embedding_dropout", "tp", "sequence_parallel", "fp8", "compile", "pieces",
     "activation_offload", "some_recomputed", "tensor_overlap", "adapters", "dora", "adapter_dropout",
     "compiled_together", "token_types",
 }  # fmt: skip
-BOTH_WAYS = "looks back only, and {this} looks both ways"
+LOOKS_BOTH_WAYS = "looks back only, and {this} looks both ways"
 NO_DOCUMENTS = "has no effect with {this}, whose samples are made otherwise"
 
 
@@ -57,7 +57,7 @@ MODEL_KINDS = Registry("model.kind", {
     ),
     "bert": ModelKind(
         "meshwright.spec.model.description:bert", ("masked",), BLOCKS,
-        {"alibi": BOTH_WAYS, "latent": BOTH_WAYS, "reset_attention": NO_DOCUMENTS},
+        {"alibi": LOOKS_BOTH_WAYS, "latent": LOOKS_BOTH_WAYS, "reset_attention": NO_DOCUMENTS},
         causal=False, predicts_chosen=True, writes_text=False,
     ),
     "t5": ModelKind(
@@ -77,14 +77,15 @@ MODEL_KINDS = Registry("model.kind", {
             "experts", "aux_loss", "z_loss", "bias_balance", "ep", "grid", "second_positions"
         }) - {"attention_dropout"},
         {
-            "alibi": BOTH_WAYS, "latent": BOTH_WAYS, "attention_dropout": "needs kernels that {this} does not have",
+            "alibi": LOOKS_BOTH_WAYS, "latent": LOOKS_BOTH_WAYS,
+            "attention_dropout": "needs kernels that {this} does not have",
             "reset_attention": "can't be combined with {this}, which takes a first document for a prefix",
         },
         unused=("pooler", "predictions"), has_blank_positions=True,
     ),
     "hf": ModelKind(
         "meshwright.spec.model.description:hf", ("causal", "chat"),
-        AROUND | {
+        OUTER_FEATURES | {
             "tp", "dropout", "attention_dropout", "embedding_dropout", "window", "alibi", "experts", "aux_loss",
             "z_loss", "bias_balance", "latent", "token_types", "reset_attention",
         },

@@ -40,7 +40,7 @@ class MuonConfig:
     # Factor on a matrix's update: 0.2 sqrt(max(out, in)) (match_adamw) or sqrt(max(1, out / in)) (original).
     scale: Literal["match_adamw", "original"] = "match_adamw"
     precision: Literal["bf16", "fp32"] = "bf16"  # precision of the iterations
-    per_head: bool = False  # the queries, keys and values of each head are matrices of their own
+    per_head: bool = False  # the queries, keys and values of each head are separate matrices
     adamw_lr: float = 0.0  # peak learning rate of embeddings, the head, norms and biases; 0: optimizer.lr
 
     def __post_init__(self) -> None:

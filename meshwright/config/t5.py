@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
 # The shortest sequence of an encoder: from fewer tokens no spans can be taken out.
-FEWEST_TOKENS = 8
+MIN_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class T5Config:
 
     def with_derived_values(self, layers: int, seq: int, tied: bool) -> T5Config:
         """Return the section with all derived values filled in."""
-        if seq < FEWEST_TOKENS:
-            raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {FEWEST_TOKENS} or more")
+        if seq < MIN_TOKENS:
+            raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {MIN_TOKENS} or more")
         encoder_layers = self.encoder_layers or layers // 2
         if not 0 < encoder_layers < layers:
             raise UserError(

@@ -28,7 +28,7 @@ from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import UserError
 
-SHOWN = 5  # samples in the summary; one more for pairs, which need an even number
+SHOWN_SAMPLES = 5  # samples in the summary; one more for pairs, which need an even number
 
 
 @dataclass
@@ -73,7 +73,7 @@ def prepare_chat(
             masks.add_documents(bytes(masked.mask), [len(ids)])
             lengths.append(len(ids))
             summary.learned += sum(1 for value in masked.mask if value)
-            if len(summary.samples) < SHOWN + (summary.kind == "pairs"):
+            if len(summary.samples) < SHOWN_SAMPLES + (summary.kind == "pairs"):
                 summary.samples.append(masked)
             advance(1)
         if not lengths:

@@ -21,7 +21,7 @@ from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
 # Epoch orders in the cache: a batch may straddle two epochs, and the second may need the beginning of the third.
-EPOCHS_KEPT = 3
+CACHED_EPOCHS = 3
 # Documents of the index that are checked per vectorised pass, which limits the memory for temporary arrays.
 CHECKED_AT_ONCE = 1 << 20
 # With this many documents in a sample, one gather is faster than a copy per document.
@@ -101,7 +101,7 @@ class GPTDataset:
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
         # An epoch's order is computed when it is first needed. The cache belongs to this object, not to the class.
-        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)
+        self.epoch = lru_cache(CACHED_EPOCHS)(self._draw)
 
     def first_sample(self, epoch: int) -> int:
         """Return the number of the first sample that begins in an epoch."""

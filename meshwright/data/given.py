@@ -22,7 +22,7 @@ Sample = dict[str, np.ndarray[Any, Any]]
 # Labels of this value count in no loss, as in transformers.
 IGNORED = -100
 # The states of an iterator that are kept: a run that goes back a few steps finds an early enough one.
-STATES_KEPT = 8
+CACHED_STATES = 8
 
 
 def number_samples(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: int = 1) -> Any:
@@ -115,7 +115,7 @@ class IteratedSamples:
         if self.has_states:
             self._states.append(IteratorPosition(self.position, self.epoch, copy.deepcopy(self.data.state_dict())))
             # The first one stays: it begins anew.
-            del self._states[1:-STATES_KEPT]
+            del self._states[1:-CACHED_STATES]
 
     def state_before(self, n: int) -> str:
         """Return the newest known state that has not passed sample n, as JSON, or "" if there is none that JSON can

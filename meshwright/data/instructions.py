@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.dataset import EPOCHS_KEPT, SplitTooSmall, keyed_permutation
+from meshwright.data.dataset import CACHED_EPOCHS, SplitTooSmall, keyed_permutation
 from meshwright.data.masked import DocumentChunk
 from meshwright.data.packed import Conversations
 
@@ -39,7 +39,7 @@ class Instructions:
         if not answers:
             raise SplitTooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
         self._answers: NDArray[np.int64] = np.array(answers, np.int64)
-        self._order = lru_cache(EPOCHS_KEPT)(self._draw)
+        self._order = lru_cache(CACHED_EPOCHS)(self._draw)
 
     @property
     def epoch_samples(self) -> int:

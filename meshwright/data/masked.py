@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blend import Blend, NumberedDataset
-from meshwright.data.dataset import EPOCHS_KEPT, SplitTooSmall, document_table, drawn_documents, keyed_permutation
+from meshwright.data.dataset import CACHED_EPOCHS, SplitTooSmall, document_table, drawn_documents, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
 
@@ -64,7 +64,7 @@ class DocumentPieces:
             raise SplitTooSmall(
                 f"documents {documents[0]} to {documents[1]} of {file.prefix} hold no text: use more data"
             )
-        self._order = lru_cache(EPOCHS_KEPT)(self._draw)
+        self._order = lru_cache(CACHED_EPOCHS)(self._draw)
 
     def _draw(self, epoch: int) -> NDArray[np.unsignedinteger[Any]]:
         return keyed_permutation(self.epoch_samples, self.seed, self.stream, "pieces", epoch)

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.engine.context import Context
 from meshwright.models.stage import LossCounts
 from meshwright.spec.layout.rows import ORDERS
-from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, WHO_SEES_WHOM, on_host
+from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, VISIBILITY_FIELDS, on_host
 
 
 class Dataset(Protocol):
@@ -114,7 +114,7 @@ class MicroBatches:
         # One tp rank reads, and the others receive a broadcast. But the host needs some fields to plan attention. To
         # copy them from the device, a rank would wait for all earlier work on it, so every rank reads these itself.
         known = {name for pack in self.packs.values() for name, _ in pack}
-        self.reads = self.sends or bool(known & WHO_SEES_WHOM)
+        self.reads = self.sends or bool(known & VISIBILITY_FIELDS)
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
         """Return a micro-batch of the step that begins at sample `consumed`, on the device."""
@@ -138,7 +138,7 @@ class MicroBatches:
                 batch[name] = part.view(self.size, *shape)
             if self.reads:
                 for (name, shape), part in zip(fields, packs[dtype].split(sizes), strict=True):
-                    if name in WHO_SEES_WHOM:
+                    if name in VISIBILITY_FIELDS:
                         batch[on_host(name)] = part.view(self.size, *shape)
         return batch
 

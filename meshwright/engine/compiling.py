@@ -21,7 +21,7 @@ from meshwright.spec.model.part import Unit
 # The FLOPs of forward and backward below which a block is small. On a fast device (some 800 TFLOP/s) a smaller block
 # takes less time than the 2 to 3 ms that the host needs to launch its kernels.
 SMALL_BLOCK_FLOP = 2.5e12
-MOST_TOGETHER = 4  # Larger groups save the host little more and take longer to compile.
+MAX_TOGETHER = 4  # Larger groups save the host little more and take longer to compile.
 # The recompile limit. One function runs all kinds of blocks, with and without gradients, for every length that becomes
 # a symbol. Torch's default limit of 8 graphs is soon reached, and exceeding it ends the run.
 GRAPHS = 64
@@ -52,7 +52,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     units = model_of(config).blocks
     runs = [[units[layer] for layer in run] for run in module.runs_of_layers()]
     kinds = {unit for run in runs for unit in run}
-    fitting = (count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
+    fitting = (count for count in range(1, MAX_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
     # No count fits a chunk without blocks.
     return max(fitting, default=1)
 

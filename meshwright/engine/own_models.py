@@ -27,12 +27,12 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "hidden": 1, "heads": 1, "vocab": 1, "seq": 1, "position": "none"},
     "data": {"prefixes": ["given"]},
 }
-GIVEN = Init("given")  # the init in the records that a foreign model's parameters get
+PRESET_INIT = Init("given")  # the init in the records that a foreign model's parameters get
 AUTOCAST = ("bf16", "fp16")  # the precisions in which torch.autocast can compute a model with float32 weights
 
 
 def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = None) -> Config:
-    """Return the config of a program that has a model and data of its own. Sizes of models and files of data that it
+    """Return the config of a program that brings its model and data. Sizes of models and files of data that it
     does not state get values without an effect, with one block for each stage of the pipeline."""
     if isinstance(given, Config):
         return given
@@ -62,7 +62,7 @@ def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:
 def is_own(module: nn.Module) -> bool:
     """Return True if no parameter has a record of how it is sharded, so that every rank computes the whole module."""
     records = [record_of(parameter) for parameter in module.parameters()]
-    return bool(records) and all(record is None or record.init == GIVEN for record in records)
+    return bool(records) and all(record is None or record.init == PRESET_INIT for record in records)
 
 
 def check_own(ctx: Context, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config.sections import Config
-from meshwright.config.tune import BETTER, TuneConfig
+from meshwright.config.tune import PREFERENCE_ACCURACY, TuneConfig
 from meshwright.engine.output import LOSS, Ratio, StageOutput, Term
 from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
@@ -111,19 +111,19 @@ def preference_output(
 
 
 # Losses, a mask of the entries that exist (samples have different numbers of answers), and monitored values.
-Judged = tuple[Tensor, Tensor, dict[str, Ratio]]
+PreferenceLoss = tuple[Tensor, Tensor, dict[str, Ratio]]
 
 
-def _kto_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _kto_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> PreferenceLoss:
     present = answers.counts > 0
     return kto(Answer(answers.sums, reference_logps, answers.counts), answers.good, present, tune), present, {}
 
 
-def _paired_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _paired_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> PreferenceLoss:
     logps, references, counts = (x.view(len(x), -1, 2) for x in (answers.sums, reference_logps, answers.counts))
     present = (counts > 0).all(2)
     # A missing pair is replaced by answers of one token with probability 1/2, so that no gradient becomes infinite.
     logps = torch.where(present[..., None], logps, -0.7)
     chosen, rejected = (Answer(logps[..., n], references[..., n], counts[..., n].clamp(min=1.0)) for n in (0, 1))
     better = Ratio(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
-    return PAIRED[tune.loss](chosen, rejected, tune), present, {BETTER: better}
+    return PAIRED[tune.loss](chosen, rejected, tune), present, {PREFERENCE_ACCURACY: better}

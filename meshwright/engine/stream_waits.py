@@ -19,7 +19,7 @@ EVERY = 10  # One step in EVERY is timed.
 FIRST = 5  # The first timed step; earlier steps fill caches that later ones reuse.
 # The number of steps after which the marks are read. It is the same on all ranks, since their figures are summed. The
 # host reads a step's numbers, the last work of that step, before it launches the step after the next one.
-LATER = 2
+READ_DELAY = 2
 
 
 class Timer(Protocol):
@@ -77,7 +77,7 @@ class SampledWaits:
         if self._now is not None:
             self._now.end, self._now.data_us = self.timer.mark(), data_us
             self._unread, self._now, self.ledger.stream_waits = self._now, None, None
-        due = self.launched >= FIRST and (self.launched - FIRST) % EVERY == LATER
+        due = self.launched >= FIRST and (self.launched - FIRST) % EVERY == READ_DELAY
         step, self._unread = (self._unread, None) if due else (None, self._unread)
         return None if step is None else self._read(step)
 

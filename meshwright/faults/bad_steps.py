@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
-from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
+from meshwright.config.faults import MIN_WINDOW, FaultsConfig
 from meshwright.engine.batches import sample_ids
 from meshwright.engine.compiling import blocks_one_by_one
 from meshwright.engine.hooks import RolledBack
@@ -37,7 +37,7 @@ from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0
 NORMAL = 1.4826  # The ratio of standard deviation to median absolute deviation in a normal distribution.
 
-Again = Callable[[], StepResult]  # Computes a step once more.
+RepeatStep = Callable[[], StepResult]  # Computes a step once more.
 
 
 class Window:
@@ -55,7 +55,7 @@ class Window:
 
     def bounds(self) -> tuple[float, float]:
         """Return the bounds of the loss and of the gradient norm; infinite until there are enough steps to compare."""
-        if len(self.losses) < LEAST_WINDOW:
+        if len(self.losses) < MIN_WINDOW:
             return math.inf, math.inf
         return _bound(self.losses, self.factor, LOSS_FLOOR), _bound(self.norms, self.factor, NORM_FLOOR)
 
@@ -147,7 +147,7 @@ class BadSteps:
             self.window.add(loss, norm)
         self._set_bounds(*self.window.bounds())
 
-    def settle(self, result: StepResult, again: Again) -> StepResult:
+    def settle(self, result: StepResult, again: RepeatStep) -> StepResult:
         """Return the final result of a step. `again` computes the step once more. Raise `RolledBack` after a
         rollback."""
         # Use the bounds that decided whether it was held. If steps run ahead, the window has newer steps by now.
@@ -167,7 +167,7 @@ class BadSteps:
         gate = self.trainer.gate
         gate.loss_bound, gate.norm_bound = (loss, norm) if self.holds_spikes else (math.inf, math.inf)
 
-    def _examine(self, result: StepResult, again: Again, bounds: tuple[float, float]) -> StepResult:
+    def _examine(self, result: StepResult, again: RepeatStep, bounds: tuple[float, float]) -> StepResult:
         """Compute a held step again to find its cause. Return the result that counts."""
         why = why_bad(result, bounds)
         spike = is_finite(result)

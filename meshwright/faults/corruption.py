@@ -27,7 +27,7 @@ from meshwright.errors import UserError
 from meshwright.record.run_notes import FAULT, FaultNotes
 from meshwright.spec.layout import Layout
 
-MOST_NAMED = 3  # Messages name at most this many parameters.
+MAX_NAMED = 3  # Messages name at most this many parameters.
 
 
 class ReplicatedTensors(NamedTuple):
@@ -212,10 +212,10 @@ class ReplicaCheck(Hook):
                 local = json.dumps(self._by_parameter(divergence.axis)).encode()
                 by_rank = [json.loads(text) for text in gather_bytes(ctx.mesh.group(divergence.axis), local, ctx)]
                 names |= {name for name in by_rank[0] if len({sums.get(name) for sums in by_rank}) > 1}
-        shown = json.dumps(sorted(names)[:MOST_NAMED]).encode()
+        shown = json.dumps(sorted(names)[:MAX_NAMED]).encode()
         by_rank = [json.loads(text) for text in gather_bytes(ctx.mesh.world, shown, ctx)]
         every = sorted({name for names in by_rank for name in names})
-        return ", ".join(every[:MOST_NAMED]) + (" and others" if len(every) > MOST_NAMED else "") or "weights or states"
+        return ", ".join(every[:MAX_NAMED]) + (" and others" if len(every) > MAX_NAMED else "") or "weights or states"
 
     def _by_parameter(self, axis: str) -> Mapping[str, int]:
         """Return the checksum of each parameter or state that is equal along an axis."""

@@ -50,7 +50,7 @@ from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf import FAMILIES, family_for
 from meshwright.spec.model.hf.family import Family, model_section
 from meshwright.spec.model.hf.rows import SourceRows, TensorMapping
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.model.tuning import is_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -111,7 +111,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     trained_whole = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
     for record in trained_whole:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
-    linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
+    linears = {m for record in describe(model).records(SINGLE_RANK).values() if len(record.shape) > 1
                for m, _ in _modules(family.map_tensor(model, record))}  # fmt: skip
 
     # PEFT's scale is alpha / rank, or alpha / sqrt(rank) with rslora.
@@ -276,7 +276,7 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     origin = origin_of(weights)
     model = _model_of(base, weights)
     family, opened = family_of(base, model), open_base(base, model)
-    records = {record.name: record for record in describe(model).records(ALONE).values()}
+    records = {record.name: record for record in describe(model).records(SINGLE_RANK).values()}
     theirs = folder.adapters(family, records)
     rank = max((each.rank for each in theirs.values()), default=0)
     if not rank:

@@ -22,7 +22,7 @@ from meshwright.nn.parallel import draw_parameter
 from meshwright.spec.layout.params import slices_of
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf.family import model_section
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 WORDS = ("count", "top_k", "ffn", "every", "first_dense", "seed")
 
@@ -35,7 +35,7 @@ class Upcycled:
         self.seed = given.pop("seed", TrainConfig().seed)
         self.folder, self.model = folder, mixture_of(folder.model, given)
         self.slices = folder.model.ffn // self.model.experts.ffn
-        self.records = {record.name: record for record in describe(self.model).records(ALONE).values()}
+        self.records = {record.name: record for record in describe(self.model).records(SINGLE_RANK).values()}
         self.shapes = {name: record.shape for name, record in self.records.items()}
 
     def stored_as(self, name: str, precision: str = "") -> str:

@@ -35,7 +35,7 @@ from meshwright.spec.model.description import layout_of
 
 FREE_GB_S = 1e6  # A rate at which links take practically no time.
 # The steps before the timed ones. Buckets are reduced during backward from the second step on.
-WARM = 2
+WARM_UP_STEPS = 2
 
 
 def usual(times: Sequence[float]) -> float:
@@ -136,7 +136,7 @@ def _ready(
         turns.append(TechniqueRun(make_trainer(technique.config, rank, world, device, made[layout], naive)))
         assert flight is not None
         turns[-1].trainer.ctx.mesh.use_flight(flight)
-        for _ in range(WARM):
+        for _ in range(WARM_UP_STEPS):
             turns[-1].trainer.step()
         say(f"{technique.name} is ready")
     return turns

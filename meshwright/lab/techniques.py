@@ -31,7 +31,7 @@ ONE_BUCKET = 2.0**20  # MiB. A naive sum puts all gradients into one bucket.
 BASE = "as configured"
 FIRST = 0.5  # The share of the time of making and reading messages that passes before the first can be waited for.
 LOCAL_STEPS = (4, 16)  # The steps of replicas between synchronisations.
-OWN = ("ring", "tree", "halving_doubling", "hierarchical")
+OWN_ALGORITHMS = ("ring", "tree", "halving_doubling", "hierarchical")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         possible.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
-        for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
+        for kind in (*OWN_ALGORITHMS, *(["auto"] if c.known_links.link_gb_s else [])):
             if kind != "hierarchical" or 1 < on_node < len(ranks):
                 add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
     if exchange_parts(job.layout):

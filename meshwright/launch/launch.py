@@ -31,9 +31,9 @@ from meshwright.errors import UserError, begin_line, notice
 from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, ProcessPlace, find_place, interface_of, loopback
 from meshwright.launch.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.launch.signals import (
-    OF_TERMINALS,
     SAME_CTRL_C_S,
     STOP_SIGNALS,
+    TERMINAL_SIGNALS,
     StopRequests,
     stops_handled_by,
     taken_over,
@@ -420,7 +420,7 @@ def _passing_on(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             (folder / STOP).touch()
         # Ranks ignore the signals of terminals, so these are forwarded as SIGTERM.
-        signal_ranks(folder, signal.SIGTERM if number in OF_TERMINALS else number)
+        signal_ranks(folder, signal.SIGTERM if number in TERMINAL_SIGNALS else number)
 
     before = {number: signal.signal(number, pass_on) for number in filter(taken_over, STOP_SIGNALS)}
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.errors import begin_line, notice
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # A process may be started to ignore these, for example by nohup.
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # A process may be started to ignore these, for example by nohup.
 
 # A scheduler may signal both a launcher and its ranks, and the launcher forwards its signal to them. Signals within
 # this many seconds count as one request.
@@ -33,7 +33,7 @@ BLOCKED_S = 1.0  # A main thread that takes longer to handle a signal is blocked
 
 def taken_over(number: int) -> bool:
     """Return True if a process that stops on request should handle this signal: it was not started to ignore it."""
-    return number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN
+    return number not in TERMINAL_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class StopRequests:

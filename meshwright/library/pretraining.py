@@ -15,7 +15,7 @@ from meshwright.data.given import TransformersSamples, number_samples
 from meshwright.engine import providers
 from meshwright.engine.context import Context
 from meshwright.engine.hooks import Hook, Watcher
-from meshwright.engine.own_models import GIVEN, OWN_DEFAULTS, config_of_program, own_facts
+from meshwright.engine.own_models import OWN_DEFAULTS, PRESET_INIT, config_of_program, own_facts
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.step import ForwardStep, Trainer
 from meshwright.errors import UserError
@@ -66,8 +66,8 @@ def pretrain(
       describes with `input_ids`, as in transformers. By default, the config names the data.
     - `forward_step(ctx, module, batch, received)` returns the loss's sum, its token count and a dict of values to
       monitor. Stages before the last return the named tensors to send. Any stage may return a `StageOutput`.
-    - `quiet` shows no progress, and `watcher` gets to see it instead. All other arguments, and what a module of a
-      pipeline chunk needs, are explained in `meshwright.run.pretrain.pretrain`.
+    - `quiet` shows no progress, and `watcher` gets to see it instead. All other arguments, and the needs of a
+      module of a pipeline chunk, are explained in `meshwright.run.pretrain.pretrain`.
     """
     is_own = model_provider is not None
     resolved = _config_of(config, is_own, datasets_provider is not None, sections)
@@ -121,7 +121,7 @@ def _provider_of(given: ModelProvider | nn.Module, built: list[nn.Module]) -> Mo
             fix = "give a function of (ctx, stage) that returns the module of one, or set layout.pp=1"
             raise UserError(f"{name} is one module, and the pipeline has {chunks} stages: {fix}")
         records = [record_of(parameter) for parameter in module.parameters()]
-        if any(record is not None and record.init == GIVEN for record in records):
+        if any(record is not None and record.init == PRESET_INIT for record in records):
             name = type(module).__name__
             raise UserError(f"this {name} was trained by an earlier call: build a new one, and the run continues")
         if stage.first and not hasattr(module, "receives"):

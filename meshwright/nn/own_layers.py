@@ -36,7 +36,7 @@ class ParallelLayer(nn.Module):
     tp: Group | None = None
 
     def join(self, parallel: Parallel) -> None:
-        """Communicate with the tensor-parallel ranks from now on. The parameters are this rank's shards already."""
+        """Start communicating with the tensor-parallel ranks. The parameters are this rank's shards already."""
         self.tp = None if parallel.tp.alone else parallel.tp
 
     @property
@@ -152,7 +152,7 @@ class RowParallelLinear(_ParallelLinear):
     >>> layer(torch.zeros(3, 16)).shape
     torch.Size([3, 8])
 
-    x is what a `ColumnParallelLinear` returns. If all ranks hold all of x, say `input_is_parallel=False`.
+    x is the output of a `ColumnParallelLinear`. If all ranks hold all of x, say `input_is_parallel=False`.
     """
 
     styles: ClassVar[dict[str, str]] = {"weight": "rowwise", "bias": "rowwise"}

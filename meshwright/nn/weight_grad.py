@@ -163,7 +163,7 @@ def piece_of_contribution(handles: Iterable[Tensor | None], last: bool) -> Itera
 
 
 # The number of vectors whose gradients one call adds.
-TOGETHER = 16
+VECTORS_PER_CALL = 16
 
 
 class VectorGradients:
@@ -188,7 +188,7 @@ class VectorGradients:
             sink.add(grad)
             return
         self._waiting[sink] = grad
-        if len(self._waiting) == TOGETHER:
+        if len(self._waiting) == VECTORS_PER_CALL:
             self.add_all()
 
     @torch.no_grad()

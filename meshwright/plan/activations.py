@@ -18,7 +18,7 @@ from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
 
 @dataclass(frozen=True)
-class SavedBytes:
+class UnitSavedBytes:
     """Bytes of one unit for one micro-batch."""
 
     lasting: float  # Saved for backward.
@@ -32,7 +32,7 @@ class SavedBytes:
 def saved_by_unit(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
     splits: bool = False,
-) -> SavedBytes:  # fmt: skip
+) -> UnitSavedBytes:  # fmt: skip
     """Return the bytes of a unit under a recompute mode.
 
     `selective` describes the mode of that name: the share of a block's linear products that it recomputes, and whether
@@ -47,14 +47,16 @@ def saved_by_unit(
     everything = sum(each.size for each in kept)
     passing = sum(each.size for each in declared if each.passing)
     if not isinstance(unit, BlockUnit) or mode == "none":
-        return SavedBytes(everything, passing, working)
+        return UnitSavedBytes(everything, passing, working)
     stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
     if mode == "selective" and core:
         dropped = sum(each.size for each in kept if each.core)
-        return SavedBytes(everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working)
+        return UnitSavedBytes(
+            everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working
+        )
     if mode == "selective" and not share:
-        return SavedBytes(everything, passing, working)
+        return UnitSavedBytes(everything, passing, working)
     if mode == "selective":
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
@@ -62,10 +64,10 @@ def saved_by_unit(
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
-        return SavedBytes(held, everything - held, working)
+        return UnitSavedBytes(held, everything - held, working)
     # The input of the recomputed blocks is kept already, and their first norm saves the same tensor.
     shared = stream if any(each.name == "input" for each in kept) else 0.0
-    return SavedBytes(everything, passing - shared, working)
+    return UnitSavedBytes(everything, passing - shared, working)
 
 
 class BackwardUnit(NamedTuple):
@@ -171,17 +173,17 @@ def rank_activations(job: Job, pp_rank: int) -> RankActivations:
 
 
 # By chunk, the number of micro-batches in flight that hold activations, and of those that hold factors.
-Flying = tuple[tuple[int, ...], tuple[int, ...]]
+InFlight = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=20_000)
-def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[Flying]]:
+def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[InFlight]]:
     """Return the most that is in flight on a rank by (action, chunk), following its schedule.
 
     For a forward that is when it ends, for any other action when it begins.
     """
     activations, factors = [0] * chunks, [0] * chunks
-    seen: dict[tuple[Op, int], set[Flying]] = {}
+    seen: dict[tuple[Op, int], set[InFlight]] = {}
     for action in computes(kind, pp, micro_batches, chunks, rank):
         here = seen.setdefault((action.op, action.chunk), set())
         if action.op is not Op.FORWARD:
@@ -193,7 +195,7 @@ def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) ->
     return {place: _most(found, place[1]) for place, found in seen.items()}
 
 
-def _most(found: set[Flying], at: int) -> set[Flying]:
+def _most(found: set[InFlight], at: int) -> set[InFlight]:
     """Drop every entry that differs from another only in fewer activations of the chunk `at`."""
     # Entries are sorted, so the last with the same key has the most activations.
     most = {((each[:at], each[at + 1 :]), factors): (each, factors) for each, factors in sorted(found)}

@@ -33,7 +33,7 @@ from meshwright.plan.stack import States
 from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
-from meshwright.spec.traffic.placement import USUAL_UPDATE, UpdateKind
+from meshwright.spec.traffic.placement import DEFAULT_UPDATE, UpdateKind
 
 # The largest schedule table, in computes, that is simulated. Larger ones use the closed formula.
 LARGEST_SIMULATED = 12_000
@@ -289,7 +289,7 @@ def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
     return sum(size * optimizer_bytes(job.states, update) for size, update in mine) / cluster.optimizer_rate
 
 
-def optimizer_bytes(s: States, update: UpdateKind = USUAL_UPDATE) -> float:
+def optimizer_bytes(s: States, update: UpdateKind = DEFAULT_UPDATE) -> float:
     """Return the bytes per parameter that the update, and the grad norm before it, read and write.
 
     With master weights, the weights are written, and also read if they are one half of the masters. Without masters,

@@ -146,7 +146,7 @@ class ClusterNetwork:
         return collective_seconds(self.cluster, op, payload, ranks, on_node)
 
     def links(self, ranks: int, on_node: int) -> Links:
-        """Return the links of a group that makes sends and receives of its own."""
+        """Return the links of a group whose ranks call send and receive themselves."""
         node = self.cluster.node
         network = self.cluster.network
         share = self.cluster.ops.get("send", 1.0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwright.config.sections import ModelConfig
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import ALONE, Coordinate, Kernels, MicroBatch, Unit, Work
+from meshwright.spec.model.part import SINGLE_RANK, Coordinate, Kernels, MicroBatch, Unit, Work
 
 
 @lru_cache(maxsize=20_000)
@@ -33,7 +33,7 @@ class SequenceFlops(NamedTuple):
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int, causal: bool) -> SequenceFlops:
     products = seen = whole = 0.0
     for unit, count in units:
-        work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
+        work = unit_work(unit, SINGLE_RANK, MicroBatch(1, seq), Kernels())
         products += count * sum(product.flops for product in work.products)
         seen += count * work.attention_flops
         windowed = any(getattr(part, "window", 0) for _, _, part in unit.parts)

@@ -175,12 +175,12 @@ def verdict(costs: list[BlockCost]) -> list[str]:
     return words
 
 
-CHARTED = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
+CHARTED_TP = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # The tokens of a micro-batch divided by the hidden size.
 SEQUENCES = 64  # The sequences of a charted micro-batch, a number that the rows of every charted grid divide.
 
 
-def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
+def charts(job: Job, ranks: tuple[int, ...] = CHARTED_TP) -> list[Chart]:
     """Return a chart for each number of ranks of the bytes that the best grid of each kind sends for a block.
 
     The bytes are in units of the activations [tokens, hidden], over tokens / hidden.

@@ -20,7 +20,7 @@ from meshwright.engine.sharding.reducers import ReducerPlan, mixing_alignment
 from meshwright.errors import UserError
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED
+from meshwright.spec.layout.context import CONTEXT_PLANS, WHOLE_SEQUENCES
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
@@ -169,7 +169,7 @@ class Job:
         if (same := self._placed_alike) is not None:
             return same.at
         # Other programs are assumed to pass keys and values around a ring.
-        assumed = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
+        assumed = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else WHOLE_SEQUENCES
         context = self.config.context_plan if self.stack.own else assumed
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
         return coordinate_of(self.layout, self.rank or 0, self.config.layout.sequence_parallel, context, pieces)

@@ -16,7 +16,7 @@ from meshwright.plan.held import packing_of, records_once, unit_records
 from meshwright.plan.job import Job, remember
 from meshwright.plan.matrices import matrix_bytes
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -133,7 +133,7 @@ def copied_bytes(job: Job) -> int:
     """
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    records = job.model.records(ALONE).values()
+    records = job.model.records(SINGLE_RANK).values()
     return sum(record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search, usable_gib
+from meshwright.plan.search import MAX_DEVICES, Candidate, SearchSpace, search, usable_gib
 from meshwright.spec.layout.layout import check_world
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
@@ -59,7 +59,7 @@ def device_counts(text: str) -> list[int]:
         counts = []
     if not counts or counts[0] < 1:
         raise UserError(f"--devices {text} is no range: write e.g. 8:16384 (doubling) or 8,24,96")
-    check_world(counts[-1], "--devices", MOST_DEVICES)
+    check_world(counts[-1], "--devices", MAX_DEVICES)
     return counts
 
 

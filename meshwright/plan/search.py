@@ -40,10 +40,10 @@ NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
 PRUNE_RATIO = 1.3  # Layouts whose compute and bubble alone take this much longer than the best step are skipped.
 BEST_ONLY_RATIO = 1.1  # The same if only the best layout is wanted. It covers the error of a closed formula.
 REFINE_TOP = 12  # This number of layouts, the best by closed formulas, are timed again by their schedule tables.
-KEPT = 8 * REFINE_TOP  # The number of layouts that are ranked.
-MOST_DEVICES = 2**18  # A limit, because every group of a layout is examined if nodes don't align with the layout.
+RANKED_LAYOUTS = 8 * REFINE_TOP  # The number of layouts that are ranked.
+MAX_DEVICES = 2**18  # A limit, because every group of a layout is examined if nodes don't align with the layout.
 LIKELY_TP, LIKELY_PP = 4, 8  # Shapes near these tend to be fast, so they are tried first.
-WORTHWHILE = 0.05  # The share of the blocks' time that dividing experts less must save to be tried.
+MIN_SAVED_SHARE = 0.05  # The share of the blocks' time that dividing experts less must save to be tried.
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator
             timed.append((-job.layout.ep * job.layout.etp, _mixture_seconds(job, cluster), number))
     fastest = float("inf")
     for _, seconds, number in sorted(timed):
-        if seconds < fastest * (1 - WORTHWHILE):
+        if seconds < fastest * (1 - MIN_SAVED_SHARE):
             fastest = seconds
             yield cuts[number]
 
@@ -313,7 +313,7 @@ def search(
                 result.refused = result.refused or why
                 continue
             result.layouts += len(space.recompute)
-            if bound > PRUNE_RATIO * best or (len(shortest) == KEPT and bound > -shortest[0]):
+            if bound > PRUNE_RATIO * best or (len(shortest) == RANKED_LAYOUTS and bound > -shortest[0]):
                 continue
             key = (_without_batch(shape), zero)
             alike = (config.layout, config.train.micro_batch, zero)
@@ -334,12 +334,12 @@ def search(
             rough.append(Candidate(predict_cost(fitting[0], cluster, exact=False), fitting[1]))
             best = min(best, rough[-1].cost.step_s)
             heappush(shortest, -rough[-1].cost.step_s)
-            if len(shortest) > KEPT:
+            if len(shortest) > RANKED_LAYOUTS:
                 heappop(shortest)
 
     rough.sort(key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
-    refined += rough[REFINE_TOP:KEPT]
+    refined += rough[REFINE_TOP:RANKED_LAYOUTS]
     result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     return result
 
@@ -462,7 +462,7 @@ def no_fit_error(
     config, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
-    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MOST_DEVICES):
+    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MAX_DEVICES):
         grown = replace(base.with_keys(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"

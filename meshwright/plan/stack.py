@@ -29,7 +29,7 @@ class States:
     grad: int = 4
     master: int = 4
     rule: tuple[int, ...] = (4, 4)  # One entry for each state of the optimizer's update rule.
-    rules: tuple[tuple[UpdateKind, tuple[int, ...]], ...] = ()  # The same for parameters with a rule of their own.
+    rules: tuple[tuple[UpdateKind, tuple[int, ...]], ...] = ()  # The same for parameters with another rule.
     fused: bool = True  # On an accelerator, one kernel updates the states in the precisions in which they are stored.
     paired: bool = False  # The master is the parameter and the 16 bits that rounding removed from it.
     keeps_param: bool = True  # In addition to the master, parameters are stored in the precision of the products.

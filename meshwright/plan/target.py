@@ -18,7 +18,7 @@ from meshwright.disk import hub_hint
 from meshwright.errors import UserError, nearest
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
-from meshwright.plan.search import MOST_DEVICES
+from meshwright.plan.search import MAX_DEVICES
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.spec.layout.layout import check_world
 from meshwright.spec.schedule.kinds import default_kind
@@ -200,7 +200,7 @@ def devices_for(target: Target, given: int | None) -> int:
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
-    check_world(count, "--devices", MOST_DEVICES)
+    check_world(count, "--devices", MAX_DEVICES)
     return count
 
 

@@ -31,7 +31,7 @@ from meshwright.spec.model.description import layout_of
 from meshwright.spec.traffic.counts import COUNTS
 
 # The values of a step that are passed to loggers, in addition to losses, monitored values, experts and traffic.
-CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
+CHARTED_METRICS = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
 
 # Files with one line per step, per validation, and per step with norms of the layers.
 FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")
@@ -174,7 +174,7 @@ class RunFolder:
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a step."""
-        values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
+        values = {f"train/{key}": line[key] for key in CHARTED_METRICS if line.get(key) is not None}
         for group in ("losses", "monitored"):
             values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
         for key, value in line.get("experts", {}).items():

@@ -19,7 +19,7 @@ from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
 
 # Weight and update norms are estimated from about this many evenly spaced elements of each parameter on each rank.
-SAMPLED = 4096
+SAMPLED_ELEMENTS = 4096
 
 
 def layer_of(name: str) -> str:
@@ -54,7 +54,7 @@ class ParameterRange(NamedTuple):
 
     @property
     def stride(self) -> int:
-        return max(1, (self.high - self.low) // SAMPLED)
+        return max(1, (self.high - self.low) // SAMPLED_ELEMENTS)
 
     def sample(self) -> Tensor:
         """Return a copy of every `stride`-th master weight as float64."""

@@ -31,13 +31,13 @@ from meshwright.record.speed import Speed
 from meshwright.spec.schedule.trace import Recorder, trace_json, unpacked
 
 SAVING_SHARE = 0.01  # With checkpoint.every=auto, saving may take this share of a run's time.
-MOST_FLIGHTS = 256  # Up to this many ranks, a traced step writes the last calls of every rank.
+MAX_FLIGHTS = 256  # Up to this many ranks, a traced step writes the last calls of every rank.
 # `run.trace` traces this step of a process. The first steps are not typical: they make objects that later steps reuse.
-TRACED = 3
+TRACED_STEP = 3
 
 
 # Takes a result and a function that computes the step once more. Returns the result that counts.
-Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
+SettleStep = Callable[[StepResult, Callable[[], StepResult]], StepResult]
 
 
 class LaunchAhead:
@@ -48,7 +48,7 @@ class LaunchAhead:
     makes an update until `settle` returns.
     """
 
-    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
+    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: SettleStep | None = None) -> None:
         self.trainer, self.pauses, self.settle = trainer, pauses, settle
         self._waiting: LaunchedStep | None = None
         self._stop = self._save = False
@@ -87,7 +87,7 @@ class LaunchAhead:
             self._stop, self._save = self._stop or dropped.stop, self._save or dropped.save
 
 
-def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
+def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: SettleStep | None = None) -> None:
     """Train from the trainer's present step to the last one, or until a rank is asked to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
     ahead = LaunchAhead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
@@ -276,7 +276,7 @@ class TracedStep(Hook):
         self.trainer = trainer
         self.path = Path(ctx.config.run.dir) / "trace.json"
         on, steps = ctx.config.run.trace, ctx.config.train.steps
-        self.number = min(trainer.step_number + TRACED, steps) if on else 0
+        self.number = min(trainer.step_number + TRACED_STEP, steps) if on else 0
         self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
 
     def pauses(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class TracedStep(Hook):
     def after(self, result: StepResult, last: bool) -> None:
         """Write the trace. If the file can't be written, warn and continue: that is no reason to stop a run."""
         ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
-        if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
+        if result.step == self.number and ctx.layout.world <= MAX_FLIGHTS:
             self._write_flight()
         if result.step != self.number or recorder is None:
             return

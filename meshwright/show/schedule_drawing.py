@@ -26,13 +26,13 @@ class OpStyle(NamedTuple):
     fills: tuple[Colour, Colour]  # SVG colours of the first and the last chunk
 
 
-LOOKS = {
+OP_STYLES = {
     Op.FORWARD: OpStyle("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
     Op.BACKWARD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
     Op.INPUT_GRAD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
     Op.WEIGHT_GRAD: OpStyle("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
 }
-SEAM = " ~ "
+BLOCK_SEAM = " ~ "
 
 Window = tuple[int, int]  # the columns [start, stop) of a timeline
 
@@ -50,10 +50,10 @@ def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> s
     lines = []
     for rank in range(pp):
         parts = (_row(simulation, rank, scale, window, colour) for window in windows)
-        lines.append(f"rank {rank}".ljust(margin) + SEAM.join(parts))
+        lines.append(f"rank {rank}".ljust(margin) + BLOCK_SEAM.join(parts))
     axes = [_text_axis(simulation, scale, window, len(windows)) for window in windows]
-    lines.append(" " * margin + SEAM.join(rule for rule, _ in axes))
-    lines.append(" " * margin + (" " * len(SEAM)).join(labels for _, labels in axes).rstrip())
+    lines.append(" " * margin + BLOCK_SEAM.join(rule for rule, _ in axes))
+    lines.append(" " * margin + (" " * len(BLOCK_SEAM)).join(labels for _, labels in axes).rstrip())
     left_out = "   ~ left out" if len(windows) > 1 else ""
     return "\n".join([*lines, _legend(simulation.table, colour) + left_out])
 
@@ -85,7 +85,7 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
     # A typical block has room for its micro-batch's number and one fill character.
     scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
     columns = round(simulation.makespan * scale)
-    half = (room - len(SEAM)) // 2
+    half = (room - len(BLOCK_SEAM)) // 2
     return scale, [(0, half), (columns - half, columns)]
 
 
@@ -108,13 +108,13 @@ def _glyph(op: Op, chunk: int, chunks: int) -> str:
     """
     direction = MEANING[op].direction
     if chunks == 1 or not direction:
-        return LOOKS[op].fill
+        return OP_STYLES[op].fill
     letter = ascii_lowercase[chunk % len(ascii_lowercase)]
     return letter if direction > 0 else letter.upper()
 
 
 def _paint(op: Op, chunk: int, text: str) -> str:
-    shades = LOOKS[op].backgrounds
+    shades = OP_STYLES[op].backgrounds
     return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}\x1b[0m"
 
 
@@ -272,7 +272,7 @@ def _shade(op: Op, chunk: int) -> str:
 def _svg_shades(table: Table) -> str:
     rules, chunks = [], table.chunks
     for op in table.computes:
-        light, dark = LOOKS[op].fills
+        light, dark = OP_STYLES[op].fills
         for chunk in range(chunks):
             part = chunk / (chunks - 1) if chunks > 1 else SINGLE_CHUNK
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))

@@ -18,7 +18,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout.rows import balance, causal_pairs
 from meshwright.spec.model.description import describe, layout_of, model_of
 from meshwright.spec.model.graph import parameter_count
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 if TYPE_CHECKING:
     from meshwright.engine.step import StepResult
@@ -103,7 +103,7 @@ def kind_words(config: Config) -> list[str]:
     if experts.count:
         words.append(f"{experts.count} experts, {experts.top_k} a token")
     if tune.adapts:
-        trained = sum(record.numel for record in model_of(config).records(ALONE).values() if record.trained)
+        trained = sum(record.numel for record in model_of(config).records(SINGLE_RANK).values() if record.trained)
         words.append(f"{tune.kind} of rank {tune.rank} trains {count(trained)}")
     return words
 

@@ -185,7 +185,7 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
     for job, expected in (("b", False), ("a", True)):
-        fmt.write_json(ours / resume.WENT_BACK, {"job": job, "source": f"{run}@10"})
+        fmt.write_json(ours / resume.ROLLBACK_FILE, {"job": job, "source": f"{run}@10"})
         assert resume._went_back(ours, f"{run}@10") == expected and not resume._went_back(ours, f"{run}@20")
     assert resume._candidates(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
 

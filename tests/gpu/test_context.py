@@ -54,7 +54,7 @@ def test_blocks_are_attention(
     """The merged blocks of a ring and gathered keys both give the right result and gradients. bf16 rounds each by
     3e-3.
     """
-    monkeypatch.setattr(pieces, "MANY", many)
+    monkeypatch.setattr(pieces, "GROUPED_CALL_PIECES", many)
     numbers = segments(documents)
     lengths = [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in numbers]
     rows = np.stack([ORDERS[order](SEQ, RANKS, each).order for each in lengths])

@@ -115,7 +115,7 @@ def test_a_run_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str
     skips = "its first 8 samples are read again and skipped" in capsys.readouterr().err
     assert skips == (kind in (Stream, Inherited))
     if kind is Stateful:
-        # Sample 0 tells the shapes of a batch. Then it goes on with sample 8.
+        # Sample 0 shows the shapes of a batch. Training then continues with sample 8.
         assert second.given[:3] == [0, 8, 9]
 
 

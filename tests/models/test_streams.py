@@ -27,7 +27,7 @@ from meshwright.plan.memory import rank_memory
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model.description import gpt, layout_of, model_of, split_layers
 from meshwright.spec.model.graph import HIDDEN, Model, Node, Stream, stack_nodes
-from meshwright.spec.model.part import ALONE, Coordinate, MicroBatch, NamedPart, Part, Records, Rows, Unit
+from meshwright.spec.model.part import SINGLE_RANK, Coordinate, MicroBatch, NamedPart, Part, Records, Rows, Unit
 from tests.support.oracle import EXACT, Whole, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
@@ -196,8 +196,8 @@ def test_live_streams_pass(
 ) -> None:
     model = describe(small_config().model)
     first, second = split_layers(4, 2, split)
-    assert model.passes(ALONE, MicroBatch(2, 16), first) == {}
-    assert model.passes(ALONE, MicroBatch(2, 16), second) == passed
+    assert model.passes(SINGLE_RANK, MicroBatch(2, 16), first) == {}
+    assert model.passes(SINGLE_RANK, MicroBatch(2, 16), second) == passed
 
 
 def test_both_are_planned() -> None:

@@ -122,7 +122,7 @@ class Runner:
             left.put(batch)
         self.say(header())
         shared = Shared()
-        # Ranks that are processes of their own may be killed, and do without the service.
+        # Ranks in separate processes may be killed, so they do not use the service.
         shares = self.transport.device == "cuda" and any(isinstance(case, Exact | Same) for case in cases)
         with shared_gpu() if shares else nullcontext():
             threads = [

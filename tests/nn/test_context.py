@@ -104,7 +104,7 @@ def naive(
 def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, log-sums and all gradients agree. Queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
-    monkeypatch.setattr("meshwright.spec.layout.pieces.FEW", 8 if runs else 0)
+    monkeypatch.setattr("meshwright.spec.layout.pieces.ALWAYS_ACCEPTED_RUNS", 8 if runs else 0)
     q, k, v, grad, at, to = made(*case[:-1], runs)  # type: ignore[call-arg]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, sums = naive(*leaves, at, to, window)  # type: ignore[call-arg]

@@ -37,7 +37,7 @@ from meshwright.spec.layout.pieces import pieces
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.gpt import AttentionPart
 from meshwright.spec.model.graph import parameter_count
-from meshwright.spec.model.part import ALONE, Kernels
+from meshwright.spec.model.part import SINGLE_RANK, Kernels
 from meshwright.spec.schedule.kinds import KINDS, build, training_kinds
 from meshwright.spec.schedule.simulate import simulate
 from meshwright.spec.schedule.table import Op, PhaseTimes
@@ -365,7 +365,7 @@ def test_a_prefix_is_seen_by_all() -> None:
     assert blanks.source_square == pytest.approx(float(np.mean(np.square(shares))), abs=0.03)
     seen = Job(config, 768, OWN, cluster_node=8).batch
     assert seen.prefix == blanks.source_square
-    core = [unit_work(describe(config.model).blocks[0], ALONE, batch, Kernels()).attention_flops
+    core = [unit_work(describe(config.model).blocks[0], SINGLE_RANK, batch, Kernels()).attention_flops
             for batch in (seen, replace(seen, prefix=0.0))]  # fmt: skip
     assert core[0] / core[1] == pytest.approx(1.0 + seen.prefix)
 

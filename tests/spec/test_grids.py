@@ -22,7 +22,7 @@ from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
 from meshwright.plan.rank import planned_rank
 from meshwright.spec.model.description import layout_of, model_of
-from meshwright.spec.model.part import ALONE, coordinate_of
+from meshwright.spec.model.part import SINGLE_RANK, coordinate_of
 from tests.support.oracle import small_config
 
 LLAMA = {
@@ -161,7 +161,7 @@ def test_the_peak_has_what_the_kernel_of_attention_needs() -> None:
 def test_ranks_hold_every_element_as_often_as_they_say(name: str) -> None:
     world, config = DRY[name]
     layout, model = layout_of(config, world), model_of(config)
-    held = {record.name: np.zeros(record.shape) for record in model.records(ALONE).values()}
+    held = {record.name: np.zeros(record.shape) for record in model.records(SINGLE_RANK).values()}
     for rank in layout.group("tp", 0):
         for record in model.records(coordinate_of(layout, rank, False)).values():
             copies = np.prod([layout.size(axis) for axis in record.copies if axis.startswith("tp")] or [1])

@@ -36,7 +36,7 @@ from meshwright.spec.model.graph import Model, parameter_count
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     Collective,
     Coordinate,
     Kernels,
@@ -247,4 +247,4 @@ def test_the_planner_sums_over_both_kinds_of_blocks() -> None:
     assert more == model.layers // 2 * ((2 * h * f + f + h) - (2 * h * f + f))
     job = job_of(config_of("pp-zero1"), 4)
     assert [rank_parameters(job, rank) for rank in range(2)] != [0, 0]
-    assert every_second(model).records(ALONE)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"
+    assert every_second(model).records(SINGLE_RANK)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"

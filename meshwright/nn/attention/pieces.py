@@ -28,7 +28,7 @@ ALL = slice(None)
 # The number of queries, and of keys, in a tile that is computed with a mask.
 TILE = 1024
 # From this number of pieces in a block on, one call for all of them is faster than one call for each.
-MANY = 16
+GROUPED_CALL_PIECES = 16
 
 
 class RowPositions(NamedTuple):
@@ -323,7 +323,7 @@ def _in_rounds(q: Tensor, sight: Sight) -> bool:
     That pays off if there are many pieces. It also does if samples have documents, whose lengths differ in every
     micro-batch, because cuDNN takes long to prepare each new shape.
     """
-    return q.is_cuda and (not sight.alike or len(sight.split) >= MANY)
+    return q.is_cuda and (not sight.alike or len(sight.split) >= GROUPED_CALL_PIECES)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.spec.layout.rows import Integers
 
-FEW = 8  # up to this many runs are always accepted, however short they are
+ALWAYS_ACCEPTED_RUNS = 8  # up to this many runs are always accepted, however short they are
 
 
 class VisibleBlock(NamedTuple):
@@ -99,7 +99,7 @@ def pieces(
     step = usual_step(queries)
     query_runs = _runs(queries, query_documents, step)
     key_runs = _runs(keys, key_documents, step)
-    if 2 * max(len(query_runs), len(key_runs)) > len(queries) + 2 * FEW:
+    if 2 * max(len(query_runs), len(key_runs)) > len(queries) + 2 * ALWAYS_ACCEPTED_RUNS:
         return None
 
     keys_by_document: dict[int, list[_Run]] = defaultdict(list)

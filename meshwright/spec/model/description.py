@@ -353,7 +353,7 @@ def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]
 CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
 # Fields that decide which tokens see each other. If a rank has read them itself, a batch also has them on the host
 # under `on_host(name)`, so that reading them does not have to wait for the device.
-WHO_SEES_WHOM = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+VISIBILITY_FIELDS = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
 
 
 def on_host(name: str) -> str:

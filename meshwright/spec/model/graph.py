@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeVar
 
 from meshwright.spec.model.coordinate import Coordinate, hash_once
-from meshwright.spec.model.part import ALONE, BlockUnit, LossTerm, MicroBatch, Records, Rows, Unit
+from meshwright.spec.model.part import SINGLE_RANK, BlockUnit, LossTerm, MicroBatch, Records, Rows, Unit
 
 HIDDEN = "hidden"  # the stream of a model with one stack of blocks
 
@@ -275,7 +275,7 @@ def stack_nodes(
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
     """Return the number of parameters of a whole model."""
-    return sum(record.values.numel for record in model.records(ALONE).values())
+    return sum(record.values.numel for record in model.records(SINGLE_RANK).values())
 
 
 def active_parameters(model: Model) -> int:

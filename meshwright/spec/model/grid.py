@@ -37,7 +37,7 @@ from meshwright.spec.model.grid_products import (
 from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     BlockUnit,
     Collective,
     Coordinate,
@@ -65,7 +65,7 @@ class GridNormPart(Part):
     grid: Grid
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {key: cut_features(record, at, STREAM) for key, record in self.part.records(ALONE, name).items()}
+        return {key: cut_features(record, at, STREAM) for key, record in self.part.records(SINGLE_RANK, name).items()}
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return self._own(at).work(at, batch, kernels)
@@ -135,7 +135,7 @@ class GridAttentionPart(Part):
             elif key.endswith("_norm.weight"):
                 # One weight serves all heads, and every rank of the grid has some heads of some rows.
                 records[key] = held_by(record, at, GRID_AXES)
-        whole = self.part.records(ALONE, name)
+        whole = self.part.records(SINGLE_RANK, name)
         records["out.weight"] = cut_weight(whole["out.weight"], at, second, whole=True)
         if "out.bias" in whole:
             records["out.bias"] = cut_features(whole["out.bias"], at, second.y)
@@ -196,7 +196,7 @@ class GridMLPPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         cut = self.part.records(self._width(at), name)
-        whole = self.part.records(ALONE, name)
+        whole = self.part.records(SINGLE_RANK, name)
         key = self.part.first
         records = {f"{key}.weight": cut_weight(cut[f"{key}.weight"], at, self.grid.first, whole=False)}
         if self.part.bias:
@@ -282,7 +282,7 @@ class GridPositionsPart(Part):
     grid: Grid
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {"weight": cut_features(self.part.records(ALONE, name)["weight"], at, STREAM, dim=1)}
+        return {"weight": cut_features(self.part.records(SINGLE_RANK, name)["weight"], at, STREAM, dim=1)}
 
     def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("positions", batch.rows(at) * 8)

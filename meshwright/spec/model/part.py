@@ -275,8 +275,11 @@ def innermost(part: Part) -> Part:
 
 
 class UpdateOptions(NamedTuple):
-    """How the optimizer updates a parameter: its group (`ParamRecord.update_group`), whether it decays (None: as its
-    part says), and the heights of the matrices that are updated as wholes."""
+    """The way the optimizer updates a parameter.
+
+    This is its group (`ParamRecord.update_group`), whether it decays (None: as its part says), and the heights of the
+    matrices that are updated as wholes.
+    """
 
     group: int = 0
     decay: bool | None = None
@@ -504,4 +507,4 @@ class BlockUnit(Unit):
         return peak + 2 * batch.rows(at) * self.hidden * batch.element
 
 
-ALONE = Coordinate()
+SINGLE_RANK = Coordinate()

@@ -26,7 +26,7 @@ from meshwright.spec.model.graph import Model
 from meshwright.spec.model.linear import ZEROS, replicated_axes
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     Collective,
     Coordinate,
     Kernels,
@@ -92,7 +92,7 @@ class TunedPart(Part):
 
     def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the heights of the factors, which are whole matrices even where they serve several heads."""
-        adapters = (adapter for record in self.records(ALONE, "").values() for adapter in record.adapters)
+        adapters = (adapter for record in self.records(SINGLE_RANK, "").values() for adapter in record.adapters)
         factors = (factor for adapter in adapters for factor in (adapter.down, adapter.up))
         return {factor.name.removeprefix("."): (factor.shape[-2],) for factor in factors}
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from meshwright.config.optimizer import RULES, OptimizerConfig
 from meshwright.errors import UserError, nearest
 from meshwright.spec.model.graph import AnyModel, Model, Node
-from meshwright.spec.model.part import ALONE, Unit, UpdateOptions
+from meshwright.spec.model.part import SINGLE_RANK, Unit, UpdateOptions
 
 
 def with_updates(model: AnyModel, optimizer: OptimizerConfig) -> AnyModel:
@@ -32,7 +32,7 @@ def _with_updates(model: Model, optimizer: OptimizerConfig) -> Model:
 
 
 def _names(node: Node) -> list[str]:
-    return [record.name for record in node.unit.records(ALONE, node.prefix).values()]
+    return [record.name for record in node.unit.records(SINGLE_RANK, node.prefix).values()]
 
 
 def _marked_unit(node: Node, optimizer: OptimizerConfig) -> Unit:

@@ -23,7 +23,7 @@ from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 
-AT_ONCE = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
+CHUNK_ELEMENTS = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
 
 
 class Codec(Protocol):
@@ -214,7 +214,7 @@ def few_at_once(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
     Compressing needs several times the memory of its input, so the whole of `x` is never compressed at once.
     """
-    rows = max(1, AT_ONCE // x.shape[1])
+    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     for first in range(0, x.shape[0], rows):
         yield first, x[first : first + rows]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # The number of sums whose second half is delayed, so that their first half can finish during backward.
-BEHIND = 2
+DELAYED_SUMS = 2
 
 
 class TwoPhaseSum(Protocol):
@@ -87,7 +87,7 @@ class CompressingReducer(CompressionPlan):
     def register(self, begun: TwoPhaseSum) -> None:
         """Register a sum whose first half has begun. Second halves begin in the same order on every rank."""
         self._halfway.append(begun)
-        self.proceed(BEHIND)
+        self.proceed(DELAYED_SUMS)
 
     def proceed(self, behind: int = 0) -> None:
         """Begin the second halves of all sums except the last `behind`."""

@@ -19,7 +19,7 @@ from meshwright.spec.layout.params import ParamRecord
 BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
 RATIOS = (0.1, 0.05, 0.02)  # the top-k ratios that an adaptive run tries in addition to the configured minimum
-FEW = 256  # the number of positions that one byte can address
+BYTE_POSITIONS = 256  # the number of positions that one byte can address
 WIDE_BYTES = 4  # Numbers are summed and stored in float32 or wider.
 
 
@@ -43,7 +43,7 @@ def place_bytes(config: ReduceConfig) -> int:
     """Return the bytes of an element's position in its block or, for `threshold`, in its slice."""
     if config.kind == "threshold":
         return INDEX_BYTES
-    return 1 if config.block <= FEW else 2
+    return 1 if config.block <= BYTE_POSITIONS else 2
 
 
 def sent_elements(config: ReduceConfig, elements: int) -> int:

@@ -23,7 +23,7 @@ from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf.rotary import PART, read_length, read_rotary, write_rotary
 from meshwright.spec.model.hf.rows import SourceRows, TensorMapping, by_head, heads_in_pairs, in_order, in_pairs
 from meshwright.spec.model.hf.window import TYPES, read_window, write_window
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 HFConfig = dict[str, Any]
 
@@ -203,7 +203,7 @@ class Family:
 
     def tensors(self, model: ModelConfig) -> dict[str, TensorMapping]:
         """Return every global tensor of a model, by our name."""
-        return {record.name: self.map_tensor(model, record) for record in describe(model).records(ALONE).values()}
+        return {record.name: self.map_tensor(model, record) for record in describe(model).records(SINGLE_RANK).values()}
 
     def map_tensor(self, model: ModelConfig, record: ParamRecord) -> TensorMapping:
         """Return the position of the rows of one of our tensors in their tensors."""

@@ -30,8 +30,8 @@ from meshwright.spec.model.part import (
 )
 
 Cut = Literal["", "out", "in", "rows", "columns"]
-Before = Literal["", "copy", "slice", "ids", "experts", "share"]
-After = Literal["", "sum", "gather", "rotary"]
+InputStep = Literal["", "copy", "slice", "ids", "experts", "share"]
+OutputStep = Literal["", "sum", "gather", "rotary"]
 
 
 class Style(NamedTuple):
@@ -48,8 +48,8 @@ class Style(NamedTuple):
     """
 
     cut: Cut = ""
-    before: Before = ""
-    after: After = ""
+    before: InputStep = ""
+    after: OutputStep = ""
     pieces: int = 1
     partial: bool = False
 
