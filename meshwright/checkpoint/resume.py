@@ -288,15 +288,15 @@ def _check_all_used(trainer: CheckpointedTrainer, reader: Reader) -> None:
     it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}
-    taken = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)
-    trainer.ctx.mesh.world.all_reduce(taken, op="max")
-    left = [name.removeprefix("param/") for name, there in zip(names, taken.tolist(), strict=True) if not there]
-    if left:
+    is_used = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)
+    trainer.ctx.mesh.world.all_reduce(is_used, op="max")
+    unused = [name.removeprefix("param/") for name, there in zip(names, is_used.tolist(), strict=True) if not there]
+    if unused:
         if not trainer.writes:
             raise SystemExit(2)
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise UserError(
-            f"{reader.folder} holds {', '.join(left[:3])}{more}, for which this config's model has no place: "
+            f"{reader.folder} holds {', '.join(unused[:3])}{more}, for which this config's model has no place: "
             "check the model section"
         )
 

@@ -117,7 +117,7 @@ def train(ranks: int, body: Callable[..., None], args: argparse.Namespace) -> in
 
 
 def checked_from(args: argparse.Namespace) -> ExactTwin:
-    """Return the twin, or the full-size config, to run."""
+    """Return the config to check: a small twin by default, or the full-size config with --full."""
     config = config_of(args)
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)

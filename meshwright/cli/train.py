@@ -195,7 +195,7 @@ def say_start(config: Config, ranks: int, source: str | None = None) -> None:
 
 
 def weights_words(config: Config, source: str | None) -> str:
-    """Return where a new run's weights come from, if that is a folder that the config or --from names."""
+    """Return the source of a new run's weights, if the config or --from names a folder."""
     weights = first_weights(config, source)
     folder = config.model.hf
     if not weights:
@@ -209,7 +209,7 @@ def weights_words(config: Config, source: str | None) -> str:
 
 
 def samples_words(config: Config) -> str:
-    """Return how long samples are and why, if conversations or a Hugging Face folder decide it by default."""
+    """Return the length of samples and its reason, if conversations or a Hugging Face folder set the default."""
     seq, prefixes, folder = config.model.seq, config.data.prefixes, config.model.hf
     if config.objective_facts.packed and all(is_chat(prefix) for prefix in prefixes):
         return length_words(prefixes, seq)

@@ -353,7 +353,7 @@ class Watchdog:
         self._end(None, store)
 
     def _loss(self) -> str | None:
-        """Return why this rank believes that another one is lost, or None if it has no reason to."""
+        """Return the reason to believe that another rank is lost, or None if there is none."""
         if self._broken is not None:
             return self._broken
         # A call that torch refused fails on a rank whose peers are all well.

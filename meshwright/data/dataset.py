@@ -113,7 +113,7 @@ class GPTDataset:
         return self.first_sample(1)
 
     def own_labels(self, n: int) -> int:
-        """Return how many labels of sample n belong to its epoch; an epoch's last chunk reaches into the next epoch."""
+        """Return the number of labels of sample n in its epoch. An epoch's last chunk reaches into the next epoch."""
         number, k = self._locate(n)
         begin = (self.first_sample(number) + k) * self.seq
         # Minus one, because the label of an epoch's last token is the first token of the next epoch.

@@ -90,7 +90,7 @@ class DocumentPieces:
         return DocumentChunk(tokens, sentences[(sentences > low) & (sentences < high)] - low)
 
     def _sentences(self, document: int) -> NDArray[np.int64]:
-        """Return where the second and later sequences of a document begin.
+        """Return the positions at which the second and later sequences of a document begin.
 
         A file that was prepared with sentences stores each of them as a sequence.
         """
@@ -172,7 +172,7 @@ class MaskedStream:
 
 
 def _pivot(piece: DocumentChunk, random: float) -> int:
-    """Return where the second segment begins: at a sentence if sentences are known, else in the middle half."""
+    """Return the beginning of the second segment: at a sentence if sentences are known, else in the middle half."""
     count = len(piece.tokens)
     if len(piece.sentences):
         return int(piece.sentences[int(random * len(piece.sentences))])

@@ -32,7 +32,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _end(text: str, match: re.Match[str]) -> int:
-    """Return where a sentence ends at a stop or a new line, or 0 if none does."""
+    """Return the position after a sentence's last stop or new line, or 0 if there is none."""
     begin = match.start()
     gap = match.start("gap")
     end = match.end()

@@ -60,7 +60,7 @@ class CheckedDataset:
 
 
 def masking_of(config: Config) -> Masking:
-    """Return how tokens are masked. The tokenizer of the data, if known, gives the words and special tokens."""
+    """Return the rules of masking. The words and special tokens come from the data's tokenizer, if it is known."""
     model = config.model
     c = config.data.masked
     prefix = config.data.prefixes[0]
@@ -88,7 +88,7 @@ def masking_of(config: Config) -> Masking:
 
 
 def spans_of(config: Config) -> SpanOptions:
-    """Return how spans are taken out for span corruption. The data name the end token unless the config does."""
+    """Return the options of span corruption. If the config names no end token, the data's is used."""
     model, d = config.model, config.data
     known = [read_metadata(prefix) or {} for prefix in d.prefixes]
     ends = {int(metadata["eod"]) for metadata in known if "eod" in metadata} if d.eod < 0 else {d.eod}
@@ -141,7 +141,7 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
 
 
 def blanks_of(config: Config) -> BlankOptions:
-    """Return how blanks are made for blank infilling (GLM)."""
+    """Return the options of blank infilling (GLM)."""
     m, b = config.model, config.data.blanks
     specials = blank_specials(config, tokenizer_of_data(config.data.prefixes))
     options = BlankOptions(

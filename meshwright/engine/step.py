@@ -227,7 +227,7 @@ class Trainer:
         return totals, normalisation
 
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
-        """Return how the gradients of the next step are normalised.
+        """Return the normalisation of the next step's gradients.
 
         The count of an undeclared term is known only after backward. Its gradient is stored with the weight
         loss scale / nominal tokens, so that it has about its true size.
@@ -391,7 +391,7 @@ class Trainer:
         return self.ctx.device.download(vector)
 
     def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> StepWaits:
-        """Return how long this rank computed and waited.
+        """Return the times for which this rank computed and waited.
 
         On an accelerator the stream waits and not the host, so the figures are those of an earlier, timed step; between
         timed steps they are zero.

@@ -24,12 +24,12 @@ from meshwright.plan.communication import stage_calls
 from meshwright.plan.job import job_of
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.traffic.counts import sums_length
-from tests.support.oracle import Made, Whole, gather_global, small_config, true_gradients, worst
+from tests.support.oracle import Made, WholeTensors, gather_global, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-10
 WEIGHT = 0.3
-Found = tuple[Whole, list[float], list[dict[str, float]], dict[str, Any]]
+Found = tuple[WholeTensors, list[float], list[dict[str, float]], dict[str, Any]]
 
 
 def chosen(tokens: Any) -> Any:

@@ -28,7 +28,7 @@ from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model.description import gpt, layout_of, model_of, split_layers
 from meshwright.spec.model.graph import HIDDEN, Model, Node, Stream, stack_nodes
 from meshwright.spec.model.part import SINGLE_RANK, Coordinate, MicroBatch, NamedPart, Part, Records, Rows, Unit
-from tests.support.oracle import EXACT, Whole, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.oracle import EXACT, WholeTensors, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
 WIDTH, TIMES, PATCHES, PIXELS = 6, 5, 4, 11
@@ -167,7 +167,7 @@ def trainer_of(name: str, rank: int = 0, world: int = 1) -> Any:
     return make_trainer(config, rank, world, data=Samples(config.model))
 
 
-def gradient_errors(rank: int, world: int, wholes: dict[str, Whole]) -> dict[str, tuple[float, str]]:
+def gradient_errors(rank: int, world: int, wholes: dict[str, WholeTensors]) -> dict[str, tuple[float, str]]:
     return {name: worst(true_gradients(trainer_of(name, rank, world)), found) for name, found in wholes.items()}
 
 

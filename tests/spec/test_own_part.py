@@ -50,7 +50,7 @@ from meshwright.spec.model.part import (
 )
 from tests.support.oracle import (
     EXACT,
-    Whole,
+    WholeTensors,
     gather_global,
     load_into,
     make_trainer,
@@ -169,7 +169,7 @@ class Task:
 Errors = dict[str, tuple[float, str]]
 
 
-def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whole) -> list[Errors]:
+def work(rank: int, world: int, tasks: list[Task], gradients: WholeTensors, after: WholeTensors) -> list[Errors]:
     """Return the errors of a rank against one process: gradients of the first batch, and parameters after two steps."""
     found = []
     for task in tasks:
@@ -191,7 +191,7 @@ def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whol
 
 
 @pytest.fixture(scope="module")
-def one_process() -> tuple[Whole, Whole]:
+def one_process() -> tuple[WholeTensors, WholeTensors]:
     trainer = make_trainer(config_of("one"))
     gradients = gather_global(true_gradients(trainer))
     for _ in range(2):
@@ -201,7 +201,7 @@ def one_process() -> tuple[Whole, Whole]:
 
 @pytest.mark.wide
 def test_it_trains_on_every_axis_and_resumes_on_another_layout(
-    one_process: tuple[Whole, Whole], tmp_path: Path
+    one_process: tuple[WholeTensors, WholeTensors], tmp_path: Path
 ) -> None:
     assert {"layers.1.mixer.gate", "layers.0.mlp.up.weight"} <= one_process[0].keys()
     saved = str(tmp_path / "run")

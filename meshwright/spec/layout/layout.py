@@ -475,7 +475,7 @@ def exchange_parts(layout: Layout) -> Parts:
     node = layout.node_size or layout.world
     counts = {count for group in layout.groups("ep") for count in Counter(rank // node for rank in group).values()}
     per_node = counts.pop()
-    # More counts are left if the groups differ in their ranks per node.
+    # If the groups have different numbers of ranks per node, further counts remain in the set.
     if counts or not 1 < per_node < layout.ep:
         return ()
     return (("ep", ((EP_NODE, per_node), (EP_ACROSS, layout.ep // per_node))),)
