@@ -12,7 +12,7 @@ from meshwright.config.numbers import count_argument, length_argument
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.errors import UserError, notice
 from meshwright.plan.account import experts_json, experts_words
-from meshwright.plan.cluster import Cluster, known_clusters
+from meshwright.plan.cluster import Cluster, adjusted
 from meshwright.plan.job import Job
 from meshwright.plan.stack import STACKS, Stack
 from meshwright.plan.target import (
@@ -91,9 +91,16 @@ def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     return target, default if args.world is None else args.world
 
 
-def cluster_arguments(parser: argparse.ArgumentParser, default: str = "Meshwright's own, as the config runs") -> None:
+def cluster_arguments(
+    parser: argparse.ArgumentParser, default: str = "Meshwright's own, as the config runs", several: bool = False
+) -> None:
+    """Add the arguments for a target, a cluster (or with `several` more than one) and a software stack."""
     _target_arguments(parser)
-    parser.add_argument("--cluster", metavar="NAME|FILE", help=f"a YAML file, or one of {', '.join(known_clusters())}")
+    named = "a YAML file, or a name from `meshwright clusters`" + (" (give several to compare them)" if several else "")
+    parser.add_argument("--cluster", action="append" if several else "store", metavar="NAME|FILE", help=named)
+    parser.add_argument("--network", metavar="25gbe|8x400gb/s|4xhdr", help="another network: the adapters of a node")
+    nodes = "another size of nodes, with adapters, memory and CPUs in proportion"
+    parser.add_argument("--node-devices", type=int, metavar="N", help=nodes)
     parser.add_argument("--stack", metavar="NAME", help=f"the software stack: {', '.join(STACKS)} (default: {default})")
 
 
@@ -103,7 +110,7 @@ def planned_from_args(
     """Return the target to plan, its cluster and its software stack. With `as_run`, a preset gets the layout and the
     stack of its published run."""
     target = _target_of(args, words, layout, as_run)
-    cluster = cluster_for(target, args.cluster)
+    cluster = adjusted(cluster_for(target, args.cluster), args.network, args.node_devices)
     asked = target.config.train.precision
     target = with_supported_precision(target, cluster)
     if (precision := target.config.train.precision) != asked:

@@ -4,7 +4,9 @@ a folder that PEFT loads."""
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,29 @@ from meshwright.cli.compare import add_compare, check_compare, compare_with_fold
 from meshwright.errors import UserError, plural
 from meshwright.spec.model.hf import FAMILIES
 
+QUANTISED = ("fp8", "int8", "int4", "nf4")
+SAMPLE_TOKENS = 512  # The length of samples for calibration and perplexity.
+
 EXAMPLES = """example:
   meshwright export runs/demo --to exported/demo
   meshwright export runs/tuned@2000 --to exported/tuned --dtype bf16 --like models/llama-8b
   meshwright export runs/demo --to exported/demo --compare       (does transformers compute the same with it?)
+  meshwright export runs/demo --to exported/demo-int4 --quantise int4
+  meshwright export models/llama-8b --to exported/llama-8b-fp8 --quantise fp8 --text sample.txt
   python -c "import transformers as t; t.AutoModelForCausalLM.from_pretrained('exported/demo')\""""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help="a run's folder, or a checkpoint's")
+    source = "a run's folder, or a checkpoint's; with --quantise also a Hugging Face folder"
+    parser.add_argument("source", metavar="RUN|CHECKPOINT[@STEP]", help=source)
     add_options(parser)
     add_compare(parser)
+    form = "store linear layers in 8 or 4 bits, for vLLM and transformers, and print the perplexity before and after"
+    parser.add_argument("--quantise", choices=QUANTISED, default="", help=form)
+    text = "with --quantise: the text to choose codes by and to measure with (default: the run's own data)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=text)
+    samples = "with --quantise: samples to choose codes by, and as many to measure with (default 32; 0: neither)"
+    parser.add_argument("--samples", type=int, default=32, metavar="N", help=samples)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.interop.peft import export_adapters
     from meshwright.record.checkpoint_format import find_checkpoint, read_index
 
+    if args.quantise:
+        return quantised(args)
     folder = find_checkpoint(args.source)
     if adapts(read_index(folder).config):
         if args.compare:
@@ -52,6 +68,74 @@ def run(args: argparse.Namespace) -> int:
     found = compare_with_folder(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
     return exit_code(found)
+
+
+def quantised(args: argparse.Namespace) -> int:
+    """Export a plain folder aside, unless the source is one already, and quantise it."""
+    if args.compare:
+        raise UserError("--compare expects equal logits, which --quantise changes: leave one of them out")
+    if args.samples < 0:
+        raise UserError(f"--samples {args.samples} is not a number of samples: give 0 or more")
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("--quantise builds the model in transformers: pip install transformers")
+    from meshwright.checkpoint.base import adapts
+    from meshwright.interop.hf import export_folder
+    from meshwright.interop.quantised import quantise_folder
+    from meshwright.outside import read_json
+    from meshwright.record.checkpoint_format import find_checkpoint, read_index
+
+    source, to = Path(args.source), Path(args.to)
+    if (source / "config.json").is_file():
+        longest = read_json(source / "config.json").get("max_position_embeddings", SAMPLE_TOKENS)
+        samples = _samples(args, source, [], longest)
+        written = quantise_folder(source, to, args.quantise, *samples)
+    else:
+        folder = find_checkpoint(args.source)
+        config = read_index(folder).config
+        if adapts(config):
+            raise UserError(f"{args.source} holds adapters: run `meshwright merge` and quantise the folder it writes")
+        prefixes = [str(each) for each in config.get("data", {}).get("prefixes", [])]
+        samples = _samples(args, folder, prefixes, config["model"]["seq"])
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".plain-", dir=to.parent) as aside:
+            plain = Path(aside) / "model"
+            export_folder(folder, plain, args.dtype, args.family, args.like)
+            written = quantise_folder(plain, to, args.quantise, *samples)
+    if args.json:
+        print(json.dumps({"folder": args.to, **written}))
+        return 0
+    shrunk = f"{written['bytes_before'] / 1e6:,.1f} to {written['bytes'] / 1e6:,.1f} MB"
+    print(f"{args.to}: {plural(written['layers'], 'linear layer')} in {args.quantise}, {shrunk}")
+    if "perplexity" in written:
+        how = f", codes chosen by {plural(written['calibrated'], 'sample')}" if written["calibrated"] else ""
+        print(f"perplexity {written['perplexity_before']:.3f} before, {written['perplexity']:.3f} after{how}")
+    else:
+        print("perplexity not measured: name a text with --text")
+    print(f"next: vllm serve {args.to}")
+    return 0
+
+
+def _samples(args: argparse.Namespace, folder: Path, prefixes: list[str], longest: int) -> tuple[list[Any], list[Any]]:
+    """Return samples to calibrate with and samples to measure with, of --text or else of the run's data, if any."""
+    import numpy as np
+
+    from meshwright.data.token_file import TokenFile
+    from meshwright.interop.quantised import samples_of
+    from meshwright.record.companions import tokenizer_beside
+
+    if not args.samples:
+        return [], []
+    if args.text:
+        tokenizer = tokenizer_beside(folder, prefixes)
+        if tokenizer is None:
+            raise UserError(f"{args.source} has no tokenizer to read --text with: put its tokenizer.json there")
+        tokens = np.array(tokenizer.encode(args.text.read_text(encoding="utf-8")))
+    else:
+        present = [prefix for prefix in prefixes if Path(f"{prefix}.idx").is_file()]
+        if not present:
+            return [], []
+        tokens = TokenFile(present[0]).tokens
+    return samples_of(tokens, args.samples, max(2, min(SAMPLE_TOKENS, longest, len(tokens) // 3)))
 
 
 def tell(args: argparse.Namespace, written: dict[str, Any]) -> None:

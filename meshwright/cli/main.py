@@ -21,7 +21,7 @@ GROUPS = {
     ),
     "data": ("data",),
     "plan and study": (
-        "plan", "recipes", "cost", "memory", "simulate", "scaling", "dryrun",
+        "plan", "recipes", "clusters", "cost", "memory", "simulate", "scaling", "dryrun",
         "layout", "schedule", "config", "bench", "comm",
     ),
     "checkpoints and Hugging Face": ("inspect", "replay", "import", "export", "merge"),
@@ -46,6 +46,7 @@ COMMANDS = {
     "merge": "add a run's adapters to their base model and write the result as a Hugging Face folder",
     "config": "show a config with all values resolved, or check it against a world size",
     "recipes": "list known training runs that can be started by name, with published and predicted figures",
+    "clusters": "list the clusters that the planner knows, show one with its sources, or copy one to change it",
     "layout": "draw the ranks of a layout, and list every group of them",
     "schedule": "print, draw and simulate a pipeline schedule",
     "data": "turn text into token files",

@@ -6,7 +6,8 @@ import argparse
 import itertools
 import json
 import zlib
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshwright.config.rules import context_is_shared, features_fit, first_broke
 from meshwright.config.sections import Config, RecomputeConfig
 from meshwright.disk import write
 from meshwright.errors import UserError
-from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words
+from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words, whole_run
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.explain import against, why_best, yaml_of
@@ -27,6 +28,7 @@ from meshwright.plan.search import (
     MARGIN_PERCENT,
     SPACE_FIELDS,
     Candidate,
+    SearchResult,
     SearchSpace,
     fixed_keys,
     no_fit_error,
@@ -46,6 +48,7 @@ EXAMPLES = """example:
   meshwright plan llama3-70b --cluster h100-80g-dgx --devices 256 --global-batch 1024
   meshwright plan mt-nlg-530b --cluster a100-80g-dgx --devices 3360 --global-batch 1920 --html plan.html
   meshwright plan config.yaml --cluster a100-40g-dgx --devices 64 --global-batch 512 --fit 36 --json
+  meshwright plan llama3-8b --devices 64 --global-batch 256 --cluster h100-80g-dgx --cluster l40s-48g --network 25gbe
 
 A key of the layout that is given here stays fixed, e.g. layout.tp=8, layout.ep=8, recompute.mode=full, zero.stage=1 or
 pipeline.schedule=1f1b; those of a config file are searched like the rest. Layouts that `train` would refuse are not
@@ -53,7 +56,7 @@ ranked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cluster_arguments(parser)
+    cluster_arguments(parser, several=True)
     add_devices(parser)
     add_batch(parser)
     parser.add_argument("--fit", type=float, metavar="GiB", help="memory to fit into (default: the device's)")
@@ -68,6 +71,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    names: list[str] = args.cluster or []
+    if len(names) > 1:
+        _compare(args, names)
+        return
+    found = _searched(args, names[0] if names else None)
+    target, base, cluster, limit, result = found.target, found.base, found.cluster, found.limit, found.result
+    shown = without_twins(result.candidates)[: args.top]
+    reasons = why_best(result.candidates, result.layouts, result.fitting)
+    if result.broken:
+        reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
+    known = known_run(target, cluster, base.stack, base)
+    if known:
+        reasons.append(_compare_with_known(target.name, known, shown[0]))
+    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: sign(yaml_of(shown[0])))
+    title = f"{target.name} on {base.world} x {cluster.device.name}"
+    write(args.html, lambda: page(title, reasons, shown, limit))
+    print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A finished search: what was searched for, on which cluster, within how many GiB per device."""
+
+    target: Target
+    base: Job
+    cluster: Cluster
+    limit: float
+    result: SearchResult
+
+
+def _searched(args: argparse.Namespace, cluster_name: str | None) -> Searched:
+    """Search the layouts on one cluster. If none fits, raise an error that says why."""
+    args = argparse.Namespace(**{**vars(args), "cluster": cluster_name})
     target, cluster, stack = planned_from_args(args, command_words(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
@@ -87,17 +123,46 @@ def run(args: argparse.Namespace) -> None:
     if not result.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
         raise no_fit_error(base, cluster, result, limit, space, fixed)
-    shown = without_twins(result.candidates)[: args.top]
-    reasons = why_best(result.candidates, result.layouts, result.fitting)
-    if result.broken:
-        reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
-    known = known_run(target, cluster, stack, base)
-    if known:
-        reasons.append(_compare_with_known(target.name, known, shown[0]))
-    write(args.out or (None if args.json else _free(f"{target.name}-plan")), lambda: sign(yaml_of(shown[0])))
-    title = f"{target.name} on {devices} x {cluster.device.name}"
-    write(args.html, lambda: page(title, reasons, shown, limit))
-    print(json.dumps(_json(shown, known)) if args.json else _text(shown, reasons))
+    return Searched(target, base, cluster, limit, result)
+
+
+def _compare(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Print the best layout on each cluster, the fastest first, and why there is none on the others."""
+    if args.out or args.html:
+        raise UserError("--out and --html write one plan: name one --cluster, or leave them out to compare clusters")
+    best: dict[str, Candidate] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            found = _searched(args, name)
+        except UserError as error:
+            reasons[name] = str(error)
+        else:
+            best[found.cluster.name] = found.result.candidates[0]
+    if not best:
+        raise UserError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    ranked = dict(sorted(best.items(), key=lambda item: item[1].cost.step_s))
+    if args.json:
+        rows = {name: {**_candidate(each), "usd_per_billion_tokens": _dollars(each)} for name, each in ranked.items()}
+        print(json.dumps({"clusters": rows, "without_a_layout": reasons}))
+        return
+    heads = ("cluster", "layout", "step", "tokens/s", "MFU", "GiB", "USD/B tokens")
+    print(table([heads, *(_compared_cells(name, each) for name, each in ranked.items())]))
+    for name, reason in reasons.items():
+        print(f"{name}: {reason}")
+
+
+def _dollars(candidate: Candidate) -> float:
+    """Return the US dollars of a billion tokens, at the price in the cluster file."""
+    return whole_run(candidate.cost, 1e9)["cost_usd"]
+
+
+def _compared_cells(name: str, candidate: Candidate) -> tuple[str, ...]:
+    cost = candidate.cost
+    speed = f"{cost.tokens_per_s_device * cost.job.world:,.0f}"
+    words = layout_words(layout_of_cost(cost))
+    memory, dollars = f"{candidate.memory_gib:.1f}", f"{_dollars(candidate):,.2f}"
+    return name, words, seconds(cost.step_s), speed, f"{100 * cost.mfu:.1f} %", memory, dollars
 
 
 def without_twins(candidates: list[Candidate]) -> list[Candidate]:

@@ -135,7 +135,7 @@ def cut_of(prefixes: Sequence[str], seq: int) -> LengthLoss:
 
 
 def length_words(prefixes: Sequence[str], seq: int) -> str:
-    """Return the length of samples of some conversations, its reason, and the tokens that it cuts off."""
+    """Describe the length of samples of some conversations, its reason, and the tokens that it cuts off."""
     cut = cut_of(prefixes, seq)
     if seq != sample_length(prefixes, LARGEST):
         why = " (model.seq)"

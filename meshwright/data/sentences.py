@@ -32,7 +32,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _end(text: str, match: re.Match[str]) -> int:
-    """Return the position after a sentence's last stop or new line, or 0 if there is none."""
+    """Return the position where a sentence ends at this match, or 0 if none ends there."""
     begin = match.start()
     gap = match.start("gap")
     end = match.end()

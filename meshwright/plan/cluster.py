@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 import typing
 from collections.abc import Mapping
@@ -68,10 +69,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes. `node_gb_s` is the rate of all adapters of a node together, in one direction."""
+    """The network between nodes. `node_gb_s` is the rate of all adapters of a node together, in one direction.
+
+    Nodes are numbered by switch: the first `switch_nodes` share one, the next ones another. Each switch reaches the
+    others at the rate of its nodes' adapters divided by `oversubscription`. See plan/switches.py.
+    """
 
     node_gb_s: float
     latency_us: float
+    switch_nodes: int = 0  # 0: all nodes are on one switch, or switches slow nothing down.
+    oversubscription: float = 1.0
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        return self.switch_nodes > 0 and self.oversubscription > 1.0
 
 
 @dataclass(frozen=True)
@@ -135,11 +146,57 @@ def load_cluster(name: str) -> Cluster:
         if not path.is_file():
             raise UserError(f"there is no cluster file '{name}': give the path of a YAML file")
     cluster = cluster_from(read_yaml(path), str(path))
+    if cluster.network.oversubscription > 1.0 and not cluster.network.switch_nodes:
+        raise UserError(f"{path}: network.oversubscription needs network.switch_nodes, the nodes that share a switch")
     share = cluster.efficiency.product
     # A measured profile has a product share of 1, and its other shares are relative to the measured rates.
     if share > 2.0:
         raise UserError(f"{path}: efficiency.product={share} must be a share of the peak: write 0.5 for half of it")
     return cluster
+
+
+def adjusted(cluster: Cluster, network: str | None = None, node_devices: int | None = None) -> Cluster:
+    """Return the cluster with another network or other nodes, under a name that says so.
+
+    `network` names a node's adapters, such as `25gbe` or `8x400gb/s`. Nodes of another size have adapters, memory and
+    CPUs in proportion, unless `network` sets the adapters.
+    """
+    name = cluster.name
+    if node_devices is not None:
+        if node_devices < 1:
+            raise UserError(f"--node-devices {node_devices} is not a number of devices: give at least 1")
+        node, share = cluster.node, node_devices / cluster.node.devices
+        node = dataclasses.replace(
+            node, devices=node_devices, host_gib=node.host_gib * share, host_params_s=node.host_params_s * share,
+            cores=round(node.cores * share),
+        )  # fmt: skip
+        rate = cluster.network.node_gb_s * share
+        cluster = dataclasses.replace(cluster, node=node, network=dataclasses.replace(cluster.network, node_gb_s=rate))
+        name += f" with {node_devices} devices per node"
+    if network is not None:
+        rate = network_rate(network)
+        cluster = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, node_gb_s=rate))
+        name += f" with {network}"
+    return dataclasses.replace(cluster, name=name)
+
+
+# The speeds of InfiniBand's generations, in Gb/s per adapter.
+GENERATIONS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+_RATE = re.compile(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)(gbe|gbit/s|gbps|gb/s)|([a-z]+))")
+
+
+def network_rate(text: str) -> float:
+    """Return the GB/s that a network's usual name means: `25gbe`, `8x400gbps`, `4xhdr`. All of them count bits."""
+    match = _RATE.fullmatch(text.strip().lower())
+    bits = 0.0
+    if match:
+        bits = int(match[1] or 1) * (float(match[2]) if match[2] else GENERATIONS.get(match[4], 0))
+    if not bits:
+        raise UserError(
+            f"--network {text} is not a network: write the adapters of a node as 25gbe, 8x400gb/s (gigabits) or 4xhdr "
+            f"(of {', '.join(GENERATIONS)})"
+        )
+    return bits / 8
 
 
 def cluster_from(raw: Any, where: str) -> Cluster:

@@ -16,11 +16,12 @@ from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seco
 from meshwright.plan.flops import unit_work
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
 from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.spec.model.pieces import TP_CHUNKS
-from meshwright.spec.traffic.ledger import wire_bytes
+from meshwright.spec.traffic.ledger import WIRE, wire_bytes
 
 ATTENTION_BACKWARD = 2.5  # The backward of a fused attention core has five products, its forward two.
 EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)
@@ -79,6 +80,8 @@ class Setting:
     precision: str
     recompute: str
     per_node: tuple[tuple[str, int], ...]  # The ranks of a group on one node, by axis.
+    # The share of the adapters' rate that switches leave, by (axis, op). Missing ones are 1.
+    left: tuple[tuple[tuple[str, str], float], ...] = ()
     forwards: int = 1  # Forwards per micro-batch: two if the frozen weights run in addition to the trained ones.
 
     __hash__ = hash_once
@@ -87,7 +90,8 @@ class Setting:
     def dense(self) -> Setting:
         """The same setting without the axes of experts, on which no other unit depends."""
         axes = tuple(each for each in self.per_node if each[0].split(".")[0] not in ("ep", "etp"))
-        return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes)
+        left = tuple(each for each in self.left if each[0][0].split(".")[0] not in ("ep", "etp"))
+        return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes, left=left)
 
     def on_node(self, axis: str) -> int:
         """Return the number of ranks of a group along the axis that are on one node."""
@@ -101,8 +105,17 @@ def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Sett
     return Setting(
         job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
         c.recompute.mode if recompute is None else recompute,
-        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), 1 + c.compares,
+        tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), _rates_left(cluster, job, axes),
+        1 + c.compares,
     )  # fmt: skip
+
+
+def _rates_left(cluster: Cluster, job: Job, axes: list[str]) -> tuple[tuple[tuple[str, str], float], ...]:
+    """Return the shares of the adapters' rate that switches leave, by (axis, op), where they take any."""
+    if not cluster.network.is_oversubscribed:
+        return ()
+    shares = {(axis, op): adapter_rate_left(cluster, job, axis, op) for axis in axes for op in WIRE}
+    return tuple((key, share) for key, share in shares.items() if share < 1.0)
 
 
 def unit_time(unit: Unit, where: Setting) -> UnitTime:
@@ -197,7 +210,8 @@ def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: b
         if call.axis in axes and (with_repeated or not call.repeated):
             payload = call.payload * (where.batch.imbalance if call.routed else 1.0)
             size, per_node = where.at.size(call.axis), where.on_node(call.axis)
-            seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node)
+            left = dict(where.left).get((call.axis, call.op), 1.0) if where.left else 1.0
+            seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node, left)
             times[call.phase] += seconds
             again += seconds if call.phase == "forward" and not call.replayed else 0.0
     return _Phases(times["forward"], times["backward"], again)

@@ -30,6 +30,7 @@ from meshwright.plan.reduction import (
     sharded_seconds,
 )
 from meshwright.plan.stack import States
+from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
@@ -209,7 +210,8 @@ def _send_seconds(job: Job, cluster: Cluster) -> float:
     away = senders_across(layout, (layout.pp - 1, 0) in pairwise(ranks))
     # The ranks that send to another node do so at the same time, each with its share of the node's adapters.
     share = min(1.0, away / cluster.node.devices) if away else 1.0
-    seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2)
+    left = adapter_rate_left(cluster, job, "pp", "send")
+    seconds = collective_seconds(cluster, "send", payload * share, 2, 1 if away else 2, left)
     if job.scatters_sends:
         on_node = ranks_per_node(layout, "tp")
         seconds += collective_seconds(cluster, "all_gather", payload * layout.tp, layout.tp, on_node)

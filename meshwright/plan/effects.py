@@ -85,5 +85,3 @@ def _links(config: Config) -> Iterator[str]:
         yield "comm.links has no effect, since only comm.algorithm=auto without emulated links reads it"
     if config.comm.switches and kind == "torch":
         yield "comm.switches has no effect with comm.algorithm.dp=torch: it orders our own rings"
-    elif config.comm.switches:
-        yield "comm.switches is not priced: clusters have no rate between switches, so predicted times are as without"

@@ -62,16 +62,16 @@ def product_seconds(
     return max(flops / rate, moved / memory_rate)
 
 
-def wire_rate(cluster: Cluster, size: int, per_node: int) -> float:
+def wire_rate(cluster: Cluster, size: int, per_node: int, left: float = 1.0) -> float:
     """Return the bytes per second that each rank of a ring sends while all rings of a node are active.
 
     Inside a node that is the rate of the device's link. Across nodes, a group with `per_node` ranks on a node has that
-    share of the node's adapters, and its ring crosses them once.
+    share of the node's adapters, and its ring crosses them once. Switches leave it `left` of their rate.
     """
     link = cluster.node.link_gb_s * 1e9 * cluster.efficiency.link
     if size <= per_node:
         return link
-    share = per_node / cluster.node.devices
+    share = left * per_node / cluster.node.devices
     return min(link, cluster.network.node_gb_s * 1e9 * cluster.efficiency.network * share)
 
 
@@ -96,23 +96,25 @@ def wait_seconds(cluster: Cluster) -> float:
     return cluster.node.wait_us * 1e-6
 
 
-def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
-    """Return the seconds of one collective between computations. `payload` is in bytes as the ledger counts them."""
+def collective_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int, left: float = 1.0) -> float:
+    """Return the seconds of one collective between computations. `payload` is in bytes as the ledger counts them.
+
+    `left` is the share of its adapters' rate that switches leave to the group (`switches.adapter_rate_left`).
+    """
     if size <= 1 or payload <= 0:
         return 0.0
-    return wait_seconds(cluster) + _bare_seconds(cluster, op, payload, size, max(1, min(per_node, size)))
+    return wait_seconds(cluster) + _bare_seconds(cluster, op, payload, size, max(1, min(per_node, size)), left)
 
 
-def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int) -> float:
+def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node: int, left: float) -> float:
     """Return the seconds of a collective that follows right after another one."""
-    rate = wire_rate(cluster, size, per_node) * cluster.ops.get(op, 1.0)
-    ring = hop_seconds(cluster, size, per_node)
-    once = payload * (size - 1) / size / rate
+    rate = wire_rate(cluster, size, per_node, left) * cluster.ops.get(op, 1.0)
+    ring, once = hop_seconds(cluster, size, per_node), payload * (size - 1) / size / rate
     if op == "send":
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
         return START + latency * 1e-6 + payload / rate
     if op == "all_to_all":
-        return START + ring / size * math.log2(size) + _exchange_seconds(cluster, payload, size, per_node)
+        return START + ring / size * math.log2(size) + _exchange_seconds(cluster, payload, size, per_node, left)
     if op != "all_reduce":
         return START + ring + once
     # An all_reduce takes the faster of a ring and a tree over nodes, which has less latency but moves more bytes.
@@ -121,7 +123,7 @@ def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node
     return START + min(2 * ring, tree + 0.1 * once) + 2 * once
 
 
-def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int) -> float:
+def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int, left: float) -> float:
     """Return the seconds of an all_to_all's bytes.
 
     The bytes for ranks on the same node and those for other nodes travel at the same time, the latter over the rank's
@@ -131,19 +133,23 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
     inside = payload * (per_node - 1) / size / (wire_rate(cluster, per_node, per_node) * rate)
     if size <= per_node:
         return inside
-    adapter = cluster.network.node_gb_s * 1e9 * cluster.efficiency.network / cluster.node.devices
+    adapter = left * cluster.network.node_gb_s * 1e9 * cluster.efficiency.network / cluster.node.devices
     return max(inside, payload * adapter_share("all_to_all", size, per_node) / (adapter * rate))
 
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.LinkCost`)."""
+    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.LinkCost`).
+
+    `left` is the share of the adapters' rate that switches leave to the groups in question.
+    """
 
     cluster: Cluster
+    left: float = 1.0
 
     def collective(self, op: str, payload: float, ranks: int, on_node: int) -> float:
         """Return the seconds of one collective of torch's backend."""
-        return collective_seconds(self.cluster, op, payload, ranks, on_node)
+        return collective_seconds(self.cluster, op, payload, ranks, on_node, self.left)
 
     def links(self, ranks: int, on_node: int) -> Links:
         """Return the links of a group whose ranks call send and receive themselves."""
@@ -172,4 +178,4 @@ class ClusterNetwork:
 
     @property
     def _adapters(self) -> float:
-        return self.cluster.network.node_gb_s * 1e9 * self.cluster.efficiency.network
+        return self.left * self.cluster.network.node_gb_s * 1e9 * self.cluster.efficiency.network

@@ -19,6 +19,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.held import Packing, packing_of, records_once
 from meshwright.plan.job import Job, ranks_per_node
+from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.traffic.placement import shard_axes
 
@@ -138,8 +139,11 @@ def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, g
         for axis in (axis for axis in (shards, cut) if axis and layout.size(axis) > 1):
             sent[axis] = sent.get(axis, 0.0) + 2 * count * share * job.states.grad
     exchanged = (
-        collective_seconds(cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis))
+        collective_seconds(
+            cluster, "all_to_all", payload, layout.size(axis), ranks_per_node(layout, axis),
+            adapter_rate_left(cluster, job, axis, "all_to_all"),
+        )
         for axis, payload in sent.items()
-    )
+    )  # fmt: skip
     # A matrix is transformed by one rank, so the update takes at least as long as the largest matrix.
     return max(mean, largest) / rate + sum(exchanged)

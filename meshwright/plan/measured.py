@@ -18,12 +18,12 @@ def cluster_of(device: str, memory_gib: float | None = None) -> Cluster | None:
     If there are several, return the one whose device memory is nearest.
     """
     words = re.split(r"[\s\-]+", device.lower())
-    # PCIe cards have other rates than the boards of the known clusters.
-    if "pcie" in words:
-        return None
     in_name = re.search(r"(\d+) ?GB", device)
     near = memory_gib or (float(in_name[1]) if in_name else 0.0)
     known = [c for c in map(load_cluster, known_clusters()) if c.device.name.split("-")[0].lower() in words]
+    # A chip that exists as a board and as a PCIe card has two sets of rates, and torch names the card.
+    cards = [c for c in known if "PCIe" in c.device.name]
+    known = [c for c in known if (c in cards) == ("pcie" in words)] if len(cards) < len(known) else known
     return min(known, key=lambda cluster: abs(cluster.device.memory_gib - near), default=None)
 
 

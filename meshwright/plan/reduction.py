@@ -16,6 +16,7 @@ from meshwright.plan.compute import Setting, unit_time
 from meshwright.plan.efficiency import ClusterNetwork, collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
+from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.grid import GRID_AXES
 from meshwright.spec.layout.layout import REPLICAS
 
@@ -69,12 +70,12 @@ class RankSums:
         self.backward, self.end_backward = defaultdict[str, AxisTime](AxisTime), defaultdict[str, AxisTime](AxisTime)
         self.copies, self.shared = defaultdict[str, AxisTime](AxisTime), defaultdict[str, AxisTime](AxisTime)
         sums = {"gradients": (self.gradients, self.end_gradients), "copies": (self.copies, self.copies)}
-        network = ClusterNetwork(cluster)
         for each in rank_sums(job, pp_rank) if job.stack.own else _in_few_calls(job, rank_sums(job, pp_rank)):
             call = each.asked if isinstance(each, GradientSum) else each
             if call.size == 1 or not call.times:
                 continue
             on_node = min(call.size, ranks_per_node(job.layout, call.axis))
+            network = ClusterNetwork(cluster, adapter_rate_left(cluster, job, call.axis, call.op))
             axis = "edp" if call.axis == "edp" else "dp"
             if isinstance(each, GradientSum):
                 seconds = call.times * each.seconds(network, on_node)
@@ -190,8 +191,9 @@ def outer_seconds(job: Job, cluster: Cluster, step_s: float, axes: dict[str, Axi
     if n == 1:
         return 0.0
     on_node = min(n, ranks_per_node(job.layout, REPLICAS))
+    left = adapter_rate_left(cluster, job, REPLICAS, "all_reduce")
     seconds = max(
-        sum(collective_seconds(cluster, call.op, call.payload, n, on_node) for call in round_calls(job, rank))
+        sum(collective_seconds(cluster, call.op, call.payload, n, on_node, left) for call in round_calls(job, rank))
         for rank in set(job.representative_ranks)
     ) / local.steps  # fmt: skip
     room = local.fragments * local.delay * step_s / local.steps

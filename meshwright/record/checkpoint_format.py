@@ -44,7 +44,7 @@ BLOCK_BYTES = 16 * 2**20
 SAFETENSORS_DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
+    "BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1),
 }  # fmt: skip
 ELEMENT_BYTES = dict(SAFETENSORS_DTYPES.values())
 

@@ -104,7 +104,7 @@ train.server: staleness
 zero.offload: path buffer_mib
 optimizer: name lr betas eps weight_decay master_dtype state_dtype groups
 optimizer.muon: momentum iterations coefficients scale precision per_head adamw_lr
-loss_scale: initial window min
+loss_scale: initial window hysteresis min
 lr: schedule warmup decay min
 comm: backend timeout bucket_mib switches
 comm.reduce: ratio rank block error_feedback warmup_steps

@@ -279,10 +279,10 @@ def test_blocks_that_are_not_compiled_keep_what_they_keep(words: list[str], eage
 
 
 def test_fp32_is_no_faster_than_fp32_units_are() -> None:
-    """Meshwright leaves TF32 off, so its rates do not apply."""
+    """Meshwright leaves TF32 off, so its rates (half of bf16's) do not apply. GeForce cards are as fast without it."""
     for name in known_clusters():
         peak = load_cluster(name).device.peak
-        assert "bf16" not in peak or peak["fp32"] < peak["bf16"] / 10 or name == "laptop"
+        assert "bf16" not in peak or peak["fp32"] < peak["bf16"] / 2 or name.startswith(("rtx", "laptop")), name
 
 
 # The smallest GPT-2. Each of its layers has 13 vectors of the model's width in norms and biases.

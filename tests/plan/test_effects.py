@@ -47,7 +47,6 @@ def test_algorithms_that_change_something_are_not_remarked_on(name: str) -> None
     (EXPERTS | {"comm": {"algorithm": {"ep": "hierarchical"}}, "layout": {"ep": 4, "node_size": 4}}, 4,
      "has no effect, since its 4 ranks are on one node .layout.node_size=4"),
     ({"comm": {"switches": [0, 1]}, "layout": {"node_size": 2}}, 4, "switches has no effect with"),
-    ({"comm": {"switches": [0, 1], "algorithm": "ring"}, "layout": {"node_size": 2}}, 4, "switches is not priced"),
     ({"comm": {"links": {"link_gb_s": 1.0}, "algorithm": "ring"}}, 4, "links has no effect, since only"),
 ])  # fmt: skip
 def test_algorithms_that_change_nothing_are_remarked_on(sections: dict[str, Any], world: int, sentence: str) -> None:

@@ -50,6 +50,7 @@ TESTS_OF: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "kernels": ("nn", "parity"),
     "launch": ("launch", "faults"),
+    "layers": ("nn",),
     "models": ("models", "parity"),
     "nn": ("nn", "parity", "models"),
     "outside": ("data", "models", "cli"),
