@@ -50,7 +50,7 @@ ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
 RANK_BYTES = 500 * 2**20
 # The most ranks without --nproc: enough for three axes of 2, and a limit that gives every larger machine the same twin.
 MAX_RANKS = 8
-# 70, to tell a crash from 1, which says that the layout differs.
+# The exit code of a crash. It is not 1, because 1 means that the layout differs.
 CRASHED = os.EX_SOFTWARE
 
 

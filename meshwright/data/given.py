@@ -128,7 +128,7 @@ class IteratedSamples:
             return ""
 
     def begin_at(self, n: int, state: str, says: bool) -> None:
-        """Prepare to read from sample n on, with a state that a checkpoint holds ("": none)."""
+        """Prepare to read from sample n on. `state` is the one in a checkpoint, or empty."""
         if state:
             self._states[1:] = [IteratorPosition(*json.loads(state))]
             self._go_to(self._states[-1])

@@ -81,7 +81,7 @@ class SpanStream:
 
 
 class WholeTexts:
-    """A view of a source that makes `OneEpoch` leave out a text that reaches into the next epoch.
+    """A view of a source that makes `FirstEpoch` leave out a text that reaches into the next epoch.
 
     Such a text can't be used in part, because its target does not follow the text token by token.
     """

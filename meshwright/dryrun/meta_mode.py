@@ -283,12 +283,12 @@ def _attention(
 class SavedBytes(saved_tensors_hooks):
     """Counts the storages that are saved for backward, by autograd or for a deferred weight gradient.
 
-    Storages of the `lasting` tensors are left out.
+    Storages of the `persistent` tensors are left out.
     """
 
-    def __init__(self, lasting: Iterable[Tensor]) -> None:
+    def __init__(self, persistent: Iterable[Tensor]) -> None:
         self.bytes = ByteCounter()
-        self._lasting = {x.untyped_storage()._cdata for x in lasting}
+        self._persistent = {x.untyped_storage()._cdata for x in persistent}
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
 
@@ -310,7 +310,7 @@ class SavedBytes(saved_tensors_hooks):
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
-        return x if storage._cdata in self._lasting else _Saved(self, x, storage)
+        return x if storage._cdata in self._persistent else _Saved(self, x, storage)
 
     def use(self, key: int, size: int, by: int) -> None:
         """Change the number of uses of a storage by `by`. Its bytes count once while it has any use."""

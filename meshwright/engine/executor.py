@@ -345,7 +345,7 @@ class _Run:
             graded = {name: x for name, x in outputs if self._is_graded(action.chunk, name, x.dtype)}
             buffers = {name: x.empty_gradient() for name, x in graded.items()}
         # On NCCL a posted receive is a kernel that occupies multiprocessors until the tensor arrives, so these
-        # communicators use few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would free those too,
+        # communicators use few thread blocks (`comm.communicators.MAX_BLOCKS`). Posting later would free those too,
         # but then the transfer could not overlap with this rank's compute.
         pendings = [e.pipes[direction].receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)

@@ -399,7 +399,7 @@ def _our_tensors(
                 at = slice(part.start - first, part.start - first + part.count)
                 up[at, : one.up.shape[1]] = one.up[part.theirs].to(dtype) * (one.scale / tune.scale)
                 if one.norms is not None:
-                    # PEFT stores the norms themselves, we store their difference from the base's.
+                    # PEFT stores the norms themselves. Ours are stored as the difference from the base's.
                     own = row_norms(base, records[weight], part.start, part.count, dtype)
                     norms[at] = one.norms.flatten()[part.theirs].to(dtype) - own
             yield f"{prefix}.{name}.lora_a", down

@@ -116,8 +116,8 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     factors = [sum(each.factors for each in units[begin:end]) for begin, end in runs]
     factors_from = [0.0, *accumulate(reversed(factors))][::-1]  # Bytes of the factors of each run and of later ones.
 
-    # At the last runs most activations are kept, and at the first runs most gradients exist. The run after the first
-    # also brings an input back from host memory. The head is left out: its gradients are computed in forward.
+    # The peak is near either end: the last runs hold the most activations, and the first runs the most gradients. The
+    # run after the first also brings an input back from host memory. The head computes its gradients in forward.
     shown = sorted({*range(4), *range(len(runs) - 4, len(runs))} & set(range(len(runs) - int(stage.last))))[::-1]
 
     def moments(op: Op) -> Iterator[BackwardUnit]:

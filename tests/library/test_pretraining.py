@@ -36,7 +36,7 @@ def config(folder: Path, steps: int) -> dict[str, Any]:
 
 
 class Stream:
-    """An iterable that begins anew with each iteration, and notes the samples that it has given."""
+    """An iterable that begins replaces with each iteration, and notes the samples that it has given."""
 
     def __init__(self) -> None:
         self.given: list[int] = []

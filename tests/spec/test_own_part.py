@@ -95,7 +95,7 @@ class Mixer(Part):
         for phase in ("forward", "backward"):
             yield Collective(phase, "tp", "all_reduce", batch.tokens(at) * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         yield SavedTensor("mixed", 4.0 * batch.tokens(at) * (self.width // at.size("tp")) * batch.element)
 
 

@@ -77,29 +77,31 @@ class ExchangeReducer(CompressingReducer):
             return group.all_reduce(grads, wait=False)
         # With ZeRO, `reduce_scatter` has already added the residual and summed over the shards of the bucket.
         if bucket.stage:
-            exchange = SliceExchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
+            exchange = SliceExchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, replaces=False)
         else:
-            # `anew`: the old residual is part of the sum now, so the new one replaces it.
-            exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
+            # The old residual is already part of the sum, so the new one takes its place.
+            exchange = SliceExchange(
+                self, bucket, bucket.start, self.with_residual(bucket, grads), group, replaces=True
+            )
         return GatheredSum(exchange, grads)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         if self.is_plain(bucket, group):
             return group.reduce_scatter(out, grads, wait=False)
-        exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
+        exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, replaces=True)
         return ScatteredSum(exchange, out)
 
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
         """Return the message of a sum [1, elements] that this rank has computed, and store the residual."""
         if (residual := self.sum_residuals.get(bucket)) is None:
-            return self.encode_slices(bucket, start, x, anew=False)
+            return self.encode_slices(bucket, start, x, replaces=False)
         x.add_(residual, alpha=self.scale)
         message = self.codec.encode(x, None)
         left_out = x - self._decode_slice(bucket, start, message, x.shape[1], x.dtype)
         residual.copy_(finite(left_out).div_(self.scale))
         return message
 
-    def encode_slices(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
+    def encode_slices(self, bucket: Bucket, start: int, x: Tensor, replaces: bool) -> Tensor:
         """Return the messages of `x` [slices, elements], which begins at `start` of the buffer. Store the residual."""
         numbers, messages = self._random(bucket, x), []
         for first, rows in few_at_once(x):
@@ -109,7 +111,9 @@ class ExchangeReducer(CompressingReducer):
             # Freed before decoding, which needs memory too.
             del noise
             if self.residuals:
-                self.keep(bucket, at, rows - self._decode_slice(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
+                self.keep(
+                    bucket, at, rows - self._decode_slice(bucket, at, messages[-1], x.shape[1], x.dtype), replaces
+                )
         return torch.cat(messages)
 
     def decode_to(self, out: Tensor, bucket: Bucket, start: int, message: Tensor, dtype: torch.dtype) -> None:
@@ -159,14 +163,14 @@ class SliceExchange:
     """
 
     def __init__(
-        self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, anew: bool
+        self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, replaces: bool
     ) -> None:
         self.reducer, self.bucket, self.group = reducer, bucket, group
         self.elements = x.numel() // group.size
         self.dtype = x.dtype
         self.start = start
         self.own = start + group.index * self.elements
-        self._sent = reducer.encode_slices(bucket, start, x.view(group.size, -1), anew)
+        self._sent = reducer.encode_slices(bucket, start, x.view(group.size, -1), replaces)
         self._received = torch.empty_like(self._sent)
         self._pending: Pending = group.all_to_all(self._received, self._sent, wait=False)
 

@@ -133,7 +133,7 @@ class LowRankSum:
                 matrix.zero_()
             else:
                 matrix.sub_(base @ factor.mT)
-        reducer.keep(bucket, bucket.start, self._x, anew=True)
+        reducer.keep(bucket, bucket.start, self._x, replaces=True)
 
     def _of(self, values: Sequence[Value]) -> Iterator[tuple[Slot, Value]]:
         return zip(self._bucket.slots, values, strict=True)

@@ -69,8 +69,8 @@ class CompressingReducer(CompressionPlan):
         residual = self.residuals.get(bucket)
         return x if residual is None else x.add_(residual, alpha=self.scale)
 
-    def keep(self, bucket: Bucket, start: int, left_out: Tensor, anew: bool) -> None:
-        """Add the error of a range of the buffer to the residual, or with `anew` replace the residual.
+    def keep(self, bucket: Bucket, start: int, left_out: Tensor, replaces: bool) -> None:
+        """Add the error of a range of the buffer to the residual, or, with `replaces`, replace the residual.
 
         Numbers that are not finite are stored as zero, because such a step is skipped.
         """
@@ -79,7 +79,7 @@ class CompressingReducer(CompressionPlan):
         stored = residual[start - bucket.start :][: left_out.numel()]
         left_out = finite(left_out)
         # Residuals are stored without the loss scale, which may change between steps.
-        if anew:
+        if replaces:
             stored.copy_(left_out.div_(self.scale))
         else:
             stored.add_(left_out, alpha=1 / self.scale)
