@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.config.data import DataConfig
+from meshwright.config.memory import Place, RecomputeConfig, ZeroConfig
 from meshwright.config.sections import (
     Config,
     LayoutConfig,
     ModelConfig,
     PipelineConfig,
-    RecomputeConfig,
     TrainConfig,
-    ZeroConfig,
 )
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster, load_cluster
@@ -359,22 +358,22 @@ def states_of_row(stack: Stack, precision: str, zero: int, text: str) -> States:
     """Return the bytes of each state, as the source or its program documents them."""
     if re.search(r"mixed_precision=PURE", text):
         return States(param=2, grad=2, master=0, rule=(2, 2))
-    offload = "cpu" if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else "device"
-    away = "cpu" if re.search(r"offload of \w+/activations", text) else "device"
+    offload = Place.HOST if re.search(r"offload", text, re.IGNORECASE) and zero >= 1 else Place.DEVICE
+    away = Place.HOST if re.search(r"offload of \w+/activations", text) else Place.DEVICE
     if stack.name == "unfused-deepspeed":
         # In fp16 the gradients are in fp16, and the update copies its own part to fp32. In bf16 the gradients have a
         # whole sum in fp32 beside them.
         wide = precision == "bf16"
         return States(
             param=2, grad=4 if wide else 2, master=4, grad_copy=2 if wide else 0, step_copy=0 if wide else 4,
-            buckets=True, optimizer_on=offload, checkpoints_on=away,
+            buckets=True, optimizer_at=offload, checkpoints_at=away,
         )  # fmt: skip
     if "distributed_fused_adam" in text:  # gradients are summed in bf16, and the masters are the missing 16 bits
         return States(param=2, grad=2, master=2)
     casts = zero >= 2 and bool(re.search(r"torchtitan|fms|llm-foundry|FSDP", text))  # FSDP keeps fp32 shards alone
     return States(
         param=2, grad=4 if precision in ("bf16", "fp8") else 2, master=4, keeps_param=not casts,
-        buckets="DeepSpeed" in text and zero > 0, optimizer_on=offload, checkpoints_on=away,
+        buckets="DeepSpeed" in text and zero > 0, optimizer_at=offload, checkpoints_at=away,
     )  # fmt: skip
 
 

@@ -24,36 +24,146 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.device_kinds import AUTO, DEVICE_KINDS, accelerators
 from meshwright.errors import UserError
+from meshwright.plugins import load_object
 
-BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo", "meta": "fake"}
-WITHOUT_STREAMS = ("cpu", "meta")
 # The dtype of weights and activations in each precision. Under fp8 only the matrix products use 8 bits.
 PRECISION_DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
 }  # fmt: skip
 
 
+class DeviceKind:
+    """Everything that depends on one kind of device, by default without separate memory and streams.
+
+    The flags are the abilities of torch and our kernels there. Without one, a slower path computes the same.
+    """
+
+    runs_triton = False  # our kernels (`kernels/`) run
+    has_scaled_products = False  # torch multiplies 8-bit numbers with scales
+    has_wide_products = False  # torch's products take 16-bit numbers and return float32
+    has_grouped_products = False  # torch multiplies the rows of several experts in one call
+    has_flash_attention = False  # torch's attention on 16-bit numbers, also for documents, returns the log-sums
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def type(self) -> str:
+        """The type of its `torch.device`."""
+        return self.name
+
+    @property
+    def module(self) -> Any:
+        """torch's module for this kind (such as `torch.cuda`), or None if it has no streams."""
+        return None
+
+    def is_available(self) -> bool:
+        return True
+
+    def why_not(self, precision: str, index: int) -> str:
+        """Return why this device can't train in a precision, and the fix; or an empty string."""
+        return ""
+
+    def group_options(self) -> Any:
+        """Return new options of this kind's process groups, with the members of NCCL's, or None if it has none."""
+        return None
+
+    def pin_in_place(self, tensor: Tensor, device: torch.device) -> None:
+        """Pin host memory, so that the device can copy from and to it without the host."""
+
+
+class Host(DeviceKind):
+    """The CPU."""
+
+    @property
+    def type(self) -> str:
+        return "cpu"
+
+
+class Meta(DeviceKind):
+    """The device of a dry run."""
+
+
+class Accelerator(DeviceKind):
+    """A device with separate memory and streams, which `torch.<name>` controls as `torch.cuda` does."""
+
+    @property
+    def module(self) -> Any:
+        return getattr(torch, self.name)
+
+    def is_available(self) -> bool:
+        module = getattr(torch, self.name, None)
+        return module is not None and bool(module.is_available())
+
+
+class Cuda(Accelerator):
+    runs_triton = True
+    has_scaled_products = True
+    has_wide_products = True
+    has_grouped_products = True
+    has_flash_attention = True
+
+    def why_not(self, precision: str, index: int) -> str:
+        needed, fix = {"fp8": ((8, 9), "bf16"), "bf16": ((8, 0), "fp16 or fp32")}.get(precision, ((0, 0), ""))
+        if torch.cuda.get_device_capability(index) >= needed:
+            return ""
+        return f"is not supported by this GPU: use {fix}"
+
+    def group_options(self) -> Any:
+        return torch.distributed.ProcessGroupNCCL.Options()
+
+    def pin_in_place(self, tensor: Tensor, device: torch.device) -> None:
+        library, address = torch.cuda.cudart(), tensor.data_ptr()
+        error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
+        if error:
+            # CUDA reports a failed call again at the next launch. This launch takes that report.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+            message = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
+            warnings.warn(message, stacklevel=3)
+        else:
+            weakref.finalize(tensor.untyped_storage(), library.cudaHostUnregister, address)
+
+
+class Npu(Accelerator):
+    def why_not(self, precision: str, index: int) -> str:
+        fixes = {"fp64": "fp32, bf16 or fp16", "fp8": "bf16"}
+        return f"is not supported on {self.name}: use {fixes[precision]}" if precision in fixes else ""
+
+
+# The kinds that this process has used. Compiled code reads this table, so it is a plain dict.
+_KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in (Host("cpu"), Meta("meta"), Cuda("cuda"), Npu("npu"))}
+
+
+def kind_named(name: str) -> DeviceKind:
+    """Return a kind of device by its name in `DEVICE_KINDS`."""
+    found = _KINDS.get(name)
+    if found is None:
+        found = _KINDS[name] = load_object(DEVICE_KINDS.entry(name).kind)(name)
+    return found
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    return kind_named(device.type)
+
+
 def _accelerator_kind() -> str | None:
     """Return the kind of accelerator on this machine, or None."""
-    return next((kind for kind in ("cuda", "npu") if _available(kind)), None)
-
-
-def _available(kind: str) -> bool:
-    module = getattr(torch, kind, None)
-    return module is not None and bool(module.is_available())
+    return next((name for name in accelerators() if kind_named(name).is_available()), None)
 
 
 def accelerator_count() -> int:
     """Return the number of accelerators on this machine."""
-    kind = _accelerator_kind()
-    return 0 if kind is None else int(getattr(torch, kind).device_count())
+    name = _accelerator_kind()
+    return 0 if name is None else int(kind_named(name).module.device_count())
 
 
 def current_index() -> int:
     """Return the index of the accelerator that this process uses."""
-    kind = _accelerator_kind()
-    return 0 if kind is None else int(getattr(torch, kind).current_device())
+    name = _accelerator_kind()
+    return 0 if name is None else int(kind_named(name).module.current_device())
 
 
 @dataclass(frozen=True)
@@ -65,18 +175,18 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        return self.kind == "cpu"
+        return is_host(self.torch)
 
     @property
     def is_meta(self) -> bool:
         """True in a dry run, where nothing is computed."""
-        return self.kind == "meta"
+        return is_meta(self.torch)
 
     @staticmethod
     def find(wanted: str = "auto") -> Device:
         """Return the first device of the wanted kind. `auto` prefers an accelerator to the CPU."""
-        kind = (_accelerator_kind() or "cpu") if wanted == "auto" else wanted
-        if kind not in WITHOUT_STREAMS and not _available(kind):
+        kind = (_accelerator_kind() or "cpu") if wanted == AUTO else wanted
+        if not kind_named(kind).is_available():
             raise UserError(f"run.device={kind}, but torch finds no {kind} device here: set run.device=cpu or auto")
         return Device(kind)
 
@@ -84,9 +194,9 @@ class Device:
     def choose(wanted: str = "auto", local_rank: int = 0) -> Device:
         """Return the device of a local rank, made current. If there are more ranks than devices, ranks share them."""
         kind = Device.find(wanted).kind
-        if kind in WITHOUT_STREAMS:
+        if kind_named(kind).module is None:
             return Device(kind)
-        device = Device(kind, local_rank % getattr(torch, kind).device_count())
+        device = Device(kind, local_rank % kind_named(kind).module.device_count())
         device.make_current()
         return device
 
@@ -101,15 +211,16 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        return torch.device(self.kind) if self.kind in WITHOUT_STREAMS else torch.device(self.kind, self.index)
+        type_ = kind_named(self.kind).type
+        return torch.device(type_) if self.module is None else torch.device(type_, self.index)
 
     @property
     def module(self) -> Any:
         """torch's module for this kind of device (such as `torch.cuda`), or None if the kind has no streams."""
-        return accelerator(self.torch)
+        return kind_named(self.kind).module
 
     def backend(self, wanted: str = "auto") -> str:
-        return BACKENDS[self.kind] if wanted == "auto" else wanted
+        return DEVICE_KINDS[self.kind].backend if wanted == AUTO else wanted
 
     def check_sharing(self, backend: str, ranks: int, as_rank: bool = True) -> None:
         """Raise UserError if ranks would share a device, which NCCL and HCCL refuse.
@@ -117,7 +228,7 @@ class Device:
         A rank (`as_rank`) accepts a single visible device: launchers can show each rank a different one. If the ranks
         share it after all, the back end raises.
         """
-        if self.module is None or backend == "gloo":
+        if self.module is None or backend not in {entry.backend for entry in accelerators().values()}:
             return
         devices = self.module.device_count()
         if ranks > devices and not (as_rank and devices == 1):
@@ -127,18 +238,12 @@ class Device:
             )
 
     def check_backend(self, backend: str) -> None:
-        if self.is_cpu and backend in ("nccl", "hccl"):
+        if self.is_cpu and backend in {entry.backend for entry in accelerators().values()}:
             raise UserError(f"comm.backend={backend} needs an accelerator, and there is none: use comm.backend=auto")
 
     def check_precision(self, precision: str) -> None:
-        if precision == "fp64" and self.kind == "npu":
-            raise UserError("train.precision=fp64 is not supported on npu: use fp32, bf16 or fp16")
-        if precision == "fp8" and self.kind == "npu":
-            raise UserError("train.precision=fp8 is not supported on npu: use bf16")
-        if precision == "fp8" and self.kind == "cuda" and torch.cuda.get_device_capability(self.index) < (8, 9):
-            raise UserError("train.precision=fp8 is not supported by this GPU: use bf16")
-        if precision == "bf16" and self.kind == "cuda" and torch.cuda.get_device_capability(self.index) < (8, 0):
-            raise UserError("train.precision=bf16 is not supported by this GPU: use fp16 or fp32")
+        if why := kind_named(self.kind).why_not(precision, self.index):
+            raise UserError(f"train.precision={precision} {why}")
 
     @property
     def name(self) -> str:
@@ -146,13 +251,13 @@ class Device:
 
     def memory_bytes(self) -> int:
         """Return the size of an accelerator's memory in bytes."""
-        return int(getattr(torch, self.kind).get_device_properties(self.index).total_memory)
+        return int(self.module.get_device_properties(self.index).total_memory)
 
     def units(self) -> int:
         """Return the number of multiprocessors, over which a matrix product's tiles are distributed; 1 on a CPU."""
-        if self.is_cpu:
+        if self.module is None:
             return 1
-        return int(getattr(getattr(torch, self.kind).get_device_properties(self.index), "multi_processor_count", 32))
+        return int(getattr(self.module.get_device_properties(self.index), "multi_processor_count", 32))
 
     def empty_cache(self) -> None:
         """Return the memory in torch's cache that no tensor uses to the device."""
@@ -232,7 +337,7 @@ class Clock:
         self._begin, self._first = time.time(), self.mark()
 
     def mark(self) -> Any:
-        if self._device.kind in WITHOUT_STREAMS:
+        if self._device.module is None:
             return time.time()
         event = torch.Event(self._device.torch, enable_timing=True)
         event.record()
@@ -240,7 +345,7 @@ class Clock:
 
     def read(self, mark: Any) -> float:
         """Return the time at which the device reached a mark; all marked work must be done."""
-        if self._device.kind in WITHOUT_STREAMS:
+        if self._device.module is None:
             return float(mark)
         return self._begin + float(self._first.elapsed_time(mark)) / 1e3
 
@@ -297,22 +402,12 @@ class SideStream:
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> None:
-    """Pin host memory in place, so that a CUDA device can copy from and to it without the host.
+    """Pin host memory in place, so that an accelerator can copy from and to it without the host.
 
     torch's own allocator of pinned memory rounds up to a power of two, which can double the memory of a large state.
     """
-    if device.type != "cuda" or not tensor.numel():
-        return
-    library, address = torch.cuda.cudart(), tensor.data_ptr()
-    error = int(library.cudaHostRegister(address, tensor.nbytes, 0))
-    if error:
-        # CUDA reports a failed call again at the next launch. This launch takes that report.
-        with suppress(RuntimeError):
-            torch.zeros(1, device=device)
-        message = f"{tensor.nbytes >> 20} MiB of host memory can't be pinned (CUDA error {error}): copies will wait"
-        warnings.warn(message, stacklevel=2)
-    else:
-        weakref.finalize(tensor.untyped_storage(), library.cudaHostUnregister, address)
+    if tensor.numel():
+        kind_of(device).pin_in_place(tensor, device)
 
 
 @cache
@@ -327,7 +422,8 @@ def cudnn_attends(q: Tensor) -> bool:
 
     On Hopper and later it is faster by far, except for few rows. It refuses a single query with a single key.
     """
-    return q.is_cuda and q.shape[-1] <= 128 and q.shape[2] >= 64 and _capability(q.device) >= (9, 0)
+    suits = q.is_cuda and q.shape[-1] <= 128 and q.shape[2] >= 64
+    return suits and _capability(q.device) >= (9, 0)
 
 
 @cache
@@ -351,11 +447,25 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 def accelerator(device: torch.device) -> Any:
     """Return torch's module for a device's kind (such as `torch.cuda`), or None if the kind has no streams."""
-    return None if device.type in WITHOUT_STREAMS else getattr(torch, device.type)
+    return kind_of(device).module
+
+
+def group_options(backend: str) -> Any:
+    """Return new options of a process group of a back end, or None if it has none that matter here."""
+    names = [name for name, entry in DEVICE_KINDS.items() if entry.backend == backend]
+    return kind_named(names[0]).group_options() if names else None
+
+
+def is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def is_meta(device: torch.device) -> bool:
+    return device.type == "meta"
 
 
 def generator(device: torch.device) -> torch.Generator:
-    return torch.Generator("cpu" if device.type == "meta" else device)
+    return torch.Generator("cpu" if is_meta(device) else device)
 
 
 def limit_threads(local_world: int) -> None:
@@ -403,7 +513,7 @@ def host_memory_bytes() -> float:
 
 def check_machine(kind: str, backend: str, precision: str, ranks: int) -> None:
     """Raise UserError for settings that would make ranks fail on this machine, before a launcher starts them."""
-    if kind == "cpu" or (kind == "auto" and not accelerator_count()):
+    if not kind_named(kind if kind != AUTO else _accelerator_kind() or "cpu").module:
         if ranks > 1:
             Device("cpu").check_backend(backend)
         return

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from meshwright.device_kinds import accelerators
 from meshwright.errors import plural
 from meshwright.show.units import seconds, size
 
@@ -221,7 +222,7 @@ def _chosen(one: Facts) -> str:
 
 def _variable(one: Facts) -> str:
     """Return the environment variable that sets a back end's interface."""
-    return f"{(one.backend or 'nccl').upper()}_SOCKET_IFNAME"
+    return f"{(one.backend or next(iter(accelerators().values())).backend).upper()}_SOCKET_IFNAME"
 
 
 def _links(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.plan.efficiency import START, adapter_share
-from meshwright.spec.traffic.ledger import bus_factor
+from meshwright.spec.traffic.ledger import OPERATIONS, bus_factor
 
 # The smallest coefficient that a fit may return, in seconds per byte or per hop.
 MIN_COEFFICIENT = 1e-15
@@ -70,11 +70,12 @@ def hops(op: str, ranks: int, per_node: int) -> tuple[float, float]:
     """Return the number of latencies that one call pays (inside a node, across nodes). A call goes round the ring once,
     and an all_reduce twice. Over several nodes an all_reduce takes the latency of a tree."""
     nodes = -(-ranks // per_node)
-    if op == "send":
+    facts = OPERATIONS[op]
+    if facts.is_message:
         return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
-    if op == "all_reduce" and nodes > 1:
+    if facts.rounds == 2 and nodes > 1:
         return per_node - 1.0, 2.0 * math.log2(nodes)
-    times = {"all_reduce": 2.0, "all_to_all": math.log2(ranks) / ranks}.get(op, 1.0)
+    times = math.log2(ranks) / ranks if facts.is_exchange else float(facts.rounds)
     return times * (ranks - nodes), times * (nodes if nodes > 1 else 0)
 
 

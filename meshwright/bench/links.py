@@ -14,6 +14,7 @@ from meshwright.bench.fit import Measurement
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.device import Device
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 # The rounds of each measurement, and of calls that exceed their time budget.
 ROUNDS, SLOW_ROUNDS = 5, 3
@@ -46,7 +47,7 @@ def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) ->
 def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
     """Return one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
     whole, shard = (_written_zeros(payload // ELEMENT // parts, device) for parts in (1, group.size))
-    other = _written_zeros(payload // ELEMENT if op == "all_to_all" else 0, device)
+    other = _written_zeros(payload // ELEMENT if OPERATIONS[op].is_exchange else 0, device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole),
         "all_gather": lambda: group.all_gather(whole, shard),
@@ -92,6 +93,6 @@ def measure_links(
             for size in sizes:
                 payload = -(-size // unit) * unit
                 took = time_work(mesh.world, device, call_of(op, group, payload, device), seconds)
-                one_way = took / 2 if op == "send" else took  # A send is timed as a round trip.
+                one_way = took / 2 if OPERATIONS[op].is_message else took  # A send is timed as a round trip.
                 points.append(Measurement(axis, op, group.size, per_node, payload, one_way))
     return points

@@ -24,6 +24,7 @@ from meshwright.bench.request import host_bytes
 from meshwright.bench.timing import copy_gb_s, draw
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
+from meshwright.config.precision import PRECISIONS
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device
 from meshwright.dryrun.stand_ins import RandomTokens, draw_on_device, release
@@ -110,7 +111,7 @@ def product_tflops(device: Device, precision: str, units: int, time: Callable[..
     side = 8192
     if device.is_cpu:
         # Many CPUs multiply 16-bit floats very slowly.
-        side = 512 if precision in ("fp32", "fp64") else 128
+        side = 512 if PRECISIONS[precision].is_wide else 128
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
     return 2 * side**3 / time(lambda: a @ b.t()) / tile_share(side, side, side, 1, units) / 1e12
 

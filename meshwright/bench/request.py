@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError, nearest
 from meshwright.spec.layout.layout import AXES, Layout
-from meshwright.spec.traffic.ledger import WIRE
+from meshwright.spec.traffic.ledger import OPERATIONS
 
-OPS = tuple(WIRE)
+OPS = tuple(OPERATIONS)
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
 
 

@@ -21,7 +21,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
 from meshwright.config.load import flat, to_plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
-from meshwright.engine.sharding.buffers import REPLICA_STATE, State, regions
+from meshwright.engine.sharding.buffers import PARAM, REPLICA_STATE, State, regions
 from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError, notice
 from meshwright.nn.adapters.nf4 import ROWS_AT_ONCE, pack
@@ -91,7 +91,7 @@ def _differences(theirs: dict[str, Any], model: ModelConfig) -> str:
     """Return the keys in which a model section differs from ours, in words; "" if the weights mean the same."""
     ours, others = flat(to_plain(model)), flat(theirs)
     # These keys do not change the meaning of the weights, so a source of weights may differ in them.
-    ignored = {*TRAINING_KEYS, "seq"} | (set() if model.position == "rope" else {"rope_theta"})
+    ignored = {*TRAINING_KEYS, "seq"} | (set() if model.has_rope else {"rope_theta"})
     strange = [key for key in ours if key not in ignored and key in others and others[key] != ours[key]]
     return ", ".join(f"model.{key} (there {others[key]}, here {ours[key]})" for key in strange[:3])
 
@@ -128,9 +128,9 @@ def read_weights(trainer: CheckpointedTrainer, source: Base | PlannedFolder) -> 
     # A gather in flight would overwrite the new weights with the old ones.
     trainer.data_parallel.weights.wait_for_gathers()
     frozen = [buffer for buffer in trainer.data_parallel.buffers if not buffer.key.trained]
-    states = [State("param", buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
+    states = [State(PARAM, buffer, [bucket.own_params for bucket in buffer.buckets]) for buffer in frozen]
     for state in (*states, *trainer.states()):
-        own = state.name.removeprefix(REPLICA_STATE) == "param" and isinstance(state, State)
+        own = state.name.removeprefix(REPLICA_STATE) == PARAM and isinstance(state, State)
         for slot in state.buffer.slots if own else ():
             low, high = state.holds(slot)
             if low < high and not is_adapter(slot.record.name):

@@ -112,7 +112,8 @@ class HFFolder:
         if precision and not mapped.wide:
             return PRECISION_CODES[precision]
         sources = [self.dtype(source) for source in mapped.source_shapes()]
-        return "F64" if "F64" in sources or precision == "fp64" else "F32"
+        double = PRECISION_CODES["fp64"]
+        return double if double in (*sources, PRECISION_CODES.get(precision)) else PRECISION_CODES["fp32"]
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Return rows [low, high) of our global tensor `name`."""

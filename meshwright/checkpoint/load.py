@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
-from meshwright.engine.sharding.buffers import OUTER, REDUCER, REPLICA_STATE, SideState, Slot, State, StateRows, regions
+from meshwright.engine.sharding.buffers import (
+    OUTER,
+    PARAM,
+    REDUCER,
+    REPLICA_STATE,
+    SideState,
+    Slot,
+    State,
+    StateRows,
+    regions,
+)
 from meshwright.engine.sharding.remainders import Values
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
@@ -112,7 +122,7 @@ def read_into(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) ->
     alone = trainer.ctx.layout.replicas == 1
     for state in trainer.states():
         kind = state.name.removeprefix(REPLICA_STATE)
-        if kind != "param" and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
+        if kind != PARAM and (model_only or not {kind, REPLICA_STATE + kind} & reader.states):
             # A damaged checkpoint that was tried before this one may have left values in the state.
             state.clear()
             continue
@@ -125,7 +135,7 @@ def read_into(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) ->
                     # The saved run had a separate state for each replica.
                     assert isinstance(state, State)
                     fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
-                elif kind != "param" and not has_state(reader, name, state, slot):
+                elif kind != PARAM and not has_state(reader, name, state, slot):
                     state.clear(slot)
                 elif rows := state.additive or (isinstance(state, State) and state.summed and state.replica):
                     assert isinstance(values, Tensor), "the states of reducers are not stored in pairs"

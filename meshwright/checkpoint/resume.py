@@ -248,7 +248,7 @@ def _compare(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> 
     ours, theirs = (flat(config) for config in (to_mapping(trainer.ctx.config), reader.index.config))
     # These keys do not affect the model's results, or tensor shapes show their changes already.
     ignored = {*TRAINING_KEYS, "seq", "vocab"}
-    ignored |= set() if ours["model.position"] == "rope" else {"rope_theta"}
+    ignored |= set() if trainer.ctx.config.model.has_rope else {"rope_theta"}
     ignored |= {"qkv_bias"} if ours["model.bias"] else set()
     computed = [key for key in ours if key.startswith("model.") and key.removeprefix("model.") not in ignored]
     computed += [key for key in ours if key.startswith("tune.") and key not in ("tune.base", "tune.dropout")]

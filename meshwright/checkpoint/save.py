@@ -28,7 +28,7 @@ from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
-from meshwright.device import SideStream
+from meshwright.device import SideStream, is_host
 from meshwright.disk import refusal
 from meshwright.engine.sharding.buffers import SideState, Slot, State, regions
 from meshwright.engine.sharding.data_parallel import DataParallel
@@ -134,13 +134,13 @@ class Snapshot:
         self._being_copied = list(self.blocks)
         for number, (name, start, values) in enumerate(self.blocks):
             tensors = tensors_of(values)
-            if not everything and all(x.device.type == "cpu" and x.is_contiguous() for x in tensors):
+            if not everything and all(is_host(x.device) and x.is_contiguous() for x in tensors):
                 continue
             copies = []
             for half, x in enumerate(tensors):
                 at = number, half
                 if at not in staging:
-                    staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+                    staging[at] = torch.empty(x.shape, dtype=x.dtype, pin_memory=not is_host(x.device))
                 copies.append(staging[at].copy_(x, non_blocking=True))
             self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 

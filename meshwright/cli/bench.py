@@ -11,6 +11,7 @@ from meshwright.bench.models import BENCH_MODELS, MICRO_BATCH, bench_config, pro
 from meshwright.config.grid import grid_numbers
 from meshwright.config.numbers import count_argument, length_argument
 from meshwright.config.sections import Config
+from meshwright.device_kinds import device_names
 from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     timed = "steps to time after the warm-up (default: 10)"
     parser.add_argument("--steps", type=count_argument, default=10, help=timed)
     parser.add_argument("--compile", default="auto", choices=["auto", "true", "false"], help="train.compile")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="run.device")
+    parser.add_argument("--device", default="auto", choices=device_names(), help="run.device")
 
 
 def run(args: argparse.Namespace) -> None:

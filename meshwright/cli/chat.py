@@ -120,16 +120,6 @@ class Talk:
             return []
         return ids
 
-    def ends(self, known: set[int]) -> set[int]:
-        """Return the tokens that end an answer: those that end a text, and the one that the template puts after an
-        answer. `known`: the tokens that end a text."""
-        mark, after = "ANSWER", []
-        with contextlib.suppress(TemplateError):
-            text = self.template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}])
-            after = self.tokenizer.encode(text.rpartition(mark)[2].lstrip())
-        # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.
-        return known | ({after[0]} if after and not self.tokenizer.decode(after[:1]) else set())
-
     def print_answer(self, tokens: Iterator[int], ends: set[int]) -> None:
         """Print an answer while it is generated, and add it to the conversation."""
         ids: list[int] = []
@@ -173,6 +163,17 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
             return
 
 
+def answer_ends(template: ChatTemplate, tokenizer: Any, known: set[int]) -> set[int]:
+    """Return the tokens that end an answer: the `known` ones, which end a text, and the one that the template puts
+    after an answer."""
+    mark, after = "ANSWER", []
+    with contextlib.suppress(TemplateError):
+        text = template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}])
+        after = tokenizer.encode(text.rpartition(mark)[2].lstrip())
+    # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.
+    return known | ({after[0]} if after and not tokenizer.decode(after[:1]) else set())
+
+
 def chat_rank(args: argparse.Namespace) -> None:
     """Run one rank of a chat. Rank 0 reads messages and prints answers; all ranks generate every token together."""
     from meshwright.comm.announce import Announcements
@@ -183,7 +184,7 @@ def chat_rank(args: argparse.Namespace) -> None:
         model = ctx.config.model
         tokenizer = tokenizer_of(args, ctx.config)
         talk = Talk(args, tokenizer, model.vocab, model.seq)
-        ends = talk.ends(end_tokens(Path(args.source), tokenizer))
+        ends = answer_ends(args.rendered, tokenizer, end_tokens(Path(args.source), tokenizer))
         announced = None if place.world == 1 else Announcements(place.rank)
         while ids := _broadcast_tokens(announced, [] if place.rank else talk.next_ids()):
             generator, most = generator_of(modules[0], model, len(ids), args.max_tokens)

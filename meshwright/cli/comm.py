@@ -14,6 +14,7 @@ from meshwright.bench.request import OPS, MeasurementRequest, host_bytes, parse_
 from meshwright.cli import savings
 from meshwright.cli.layout import add_axes
 from meshwright.config.numbers import count_argument
+from meshwright.device_kinds import backend_names, device_names
 from meshwright.disk import write
 from meshwright.errors import UserError, plural
 from meshwright.launch.launch import launch, local_devices, place_in_launcher, run_as_rank, warm_up
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", default=",".join(OPS), metavar="OP,...", help=f"of {', '.join(OPS)} (default: all)")
     parser.add_argument("--sizes", default="1K:64M", metavar="A:B", help="payloads, doubling, or a list (1K:64M)")
     parser.add_argument("--seconds", type=float, default=0.1, help="about how long to time each point (default 0.1)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "npu"], help="default: auto")
-    parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "hccl"], help="default: auto")
+    parser.add_argument("--device", default="auto", choices=device_names(), help="default: auto")
+    parser.add_argument("--backend", default="auto", choices=backend_names(), help="default: auto")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile, a cluster for the planner")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw bus bandwidth over size")
 

@@ -15,7 +15,7 @@ from meshwright.config.numbers import length_argument
 from meshwright.config.rules import READING_RULES, check
 from meshwright.data.chat_prepare import ChatSummary, measure_packing, prepare_chat
 from meshwright.data.merge import merge
-from meshwright.data.packed import cut_of, fitting_length, is_chat, sizes_of
+from meshwright.data.packed import KINDS, cut_of, fitting_length, is_chat, sizes_of
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import Selection
 from meshwright.data.stream import SPLIT_NAMES
@@ -131,14 +131,8 @@ def intermixed_parser(parser: argparse.ArgumentParser) -> type[argparse.Argument
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.action == "show":
-        show_sample(args)
-    elif args.action == "chat":
-        prepare_conversations(args)
-    elif args.action == "merge":
-        merge_files(args)
-    else:
-        prepare_files(args)
+    actions = {"show": show_sample, "chat": prepare_conversations, "merge": merge_files, "prepare": prepare_files}
+    actions[args.action](args)
 
 
 def show_sample(args: argparse.Namespace) -> None:
@@ -159,7 +153,7 @@ def show_sample(args: argparse.Namespace) -> None:
         return
     tokenizer = tokenizer_of_data(config.data.prefixes)
     if config.objective_facts.packed and tokenizer is not None:
-        _show_conversations(args, sample, tokenizer, is_chat(config.data.prefixes[0]) == "pairs")
+        _show_conversations(args, sample, tokenizer, KINDS[is_chat(config.data.prefixes[0])].is_pairs)
         return
     # The ids that stand for no text are shown by name: the tokenizer may not know them.
     special: dict[int, str] = {}
@@ -262,8 +256,7 @@ def prepare_conversations(args: argparse.Namespace) -> None:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     files = (args.inputs, args.out, args.model, args.template, args.force)
     summary, tokenizer, lengths = prepare_chat(*files, seq=args.seq)
-    unit = 2 if summary.kind == "pairs" else 1
-    packed = measure_packing(lengths, args.seq, unit) if args.seq else None
+    packed = measure_packing(lengths, args.seq, summary.facts.unit) if args.seq else None
     cut = cut_of([args.out], args.seq) if args.seq else None
     if cut and cut.hurts:
         better = fitting_length(*sizes_of([args.out]), LARGEST)
@@ -290,7 +283,7 @@ def show_samples(summary: ChatSummary, tokenizer: Any, count: int) -> None:
     for number, masked in enumerate(summary.samples[:count], start=1):
         # The files store the two answers of a pair one after the other and in the same way. The second is the bad one,
         # which `conversation_text` marks where the mask is 2.
-        is_bad = summary.kind == "pairs" and number % 2 == 0
+        is_bad = summary.facts.is_pairs and number % 2 == 0
         mask = [2 * learned for learned in masked.mask] if is_bad else masked.mask
         show(console, conversation_text(number, masked.tokens, mask, tokenizer, has_colour(sys.stdout)))
     if not has_colour(sys.stdout):
@@ -300,6 +293,6 @@ def show_samples(summary: ChatSummary, tokenizer: Any, count: int) -> None:
 def tell_conversations(summary: ChatSummary) -> None:
     """Print how many conversations and tokens there are."""
     pairs = plural(summary.conversations // 2, "pair")
-    count = pairs if summary.kind == "pairs" else f"{summary.conversations:,} ({summary.kind})"
+    count = pairs if summary.facts.is_pairs else f"{summary.conversations:,} ({summary.kind})"
     print(f"conversations  {count}, the longest of {summary.longest:,} tokens")
     print(f"tokens         {summary.tokens:,}, of which {summary.learned:,} are learned ({percent(summary.share)})")

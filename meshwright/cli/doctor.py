@@ -14,6 +14,7 @@ from meshwright.bench.request import MeasurementRequest
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
+from meshwright.device_kinds import device_names
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.launch import local_devices, place_in_launcher, run_as_rank, start, warm_up
 from meshwright.plan.cluster import load_cluster
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--cluster", metavar="NAME|FILE", help="compare the links with this cluster or profile")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="length of the burn-in (default: 60)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), help="(default: the config's, else auto)")
+    parser.add_argument("--device", choices=device_names(), help="(default: the config's, else auto)")
 
 
 def run(args: argparse.Namespace) -> int:

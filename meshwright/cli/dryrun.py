@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.common_args import world_arguments, world_from_args
 from meshwright.config.rules import batch_unit, check
 from meshwright.config.sections import Config
+from meshwright.device_kinds import device_names
 from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     world_arguments(parser)
     parser.add_argument("--ranks", metavar="R,R,...", help="which ranks to run (default: first, middle and last)")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="per rank (default: by the global batch)")
-    parser.add_argument("--device", default="meta", choices=["meta", "cpu", "cuda", "npu"], help="default: meta")
+    parser.add_argument("--device", default="meta", choices=["meta", *device_names()[1:]], help="default: meta")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def check_tasks(args: argparse.Namespace, config: Config) -> None:
         raise UserError("--tasks brings its own data: leave --data, --split and --samples out")
     if args.batch < 1 or (args.limit or 1) < 1 or (args.shots or 0) < 0:
         raise UserError("--batch and --limit must be at least 1 and --shots at least 0")
-    if config.model.kind != "gpt" or config.objective not in ("causal", "chat", "preference"):
+    if not config.continues_text:
         raise UserError(f"{args.source} does not continue texts, as tasks ask: evaluate it on token files")
     if config.layout.tp_grid:
         raise UserError("tasks can't be run on a grid of ranks: leave layout.tp_grid out, and set layout.tp")

@@ -17,7 +17,7 @@ from meshwright.plugins import load_plugins
 
 GROUPS = {
     "train and use a model": (
-        "init", "doctor", "check", "train", "tune", "submit", "status", "watch", "generate", "chat", "eval",
+        "init", "doctor", "check", "train", "tune", "submit", "status", "watch", "generate", "chat", "serve", "eval",
     ),
     "data": ("data",),
     "plan and study": (
@@ -38,6 +38,7 @@ COMMANDS = {
     "watch": "show runs on a live page, or write it as a file to send",
     "generate": "write text with a trained or imported model",
     "chat": "talk to a model in the terminal, through its chat template",
+    "serve": "answer completions and chats over HTTP, with OpenAI's interface",
     "eval": "measure a trained model's loss and perplexity on token files, or its results on lm-eval's tasks",
     "inspect": "list the contents of a checkpoint and verify every checksum",
     "replay": "compute a past step of a run again, on any layout, and compare it with the record",

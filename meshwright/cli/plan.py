@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common_args import add_batch, add_devices, cluster_arguments, command_words, planned_from_args
+from meshwright.config.memory import RecomputeConfig
 from meshwright.config.rules import context_is_shared, features_fit, first_broken_rule
-from meshwright.config.sections import Config, RecomputeConfig
+from meshwright.config.sections import Config
 from meshwright.disk import write
 from meshwright.errors import UserError
 from meshwright.plan.account import experts_json, layout_of_cost, layout_words, parameters_words, whole_run
@@ -190,7 +191,8 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
         space = replace(space, cp=(1, 2, 4, 8))
     if "recompute.offload" not in fixed and long and any(RecomputeConfig(mode).blocks for mode in space.recompute):
         space = replace(space, offload=(False, True))
-    if "recompute.pieces" not in fixed and long and not config.model.experts.count and config.train.precision != "fp8":
+    chunks = not config.model.experts.count and not config.train.precision_facts.scales_products
+    if "recompute.pieces" not in fixed and long and chunks:
         space = replace(space, pieces=PIECES)
     return space
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.config.load import load_config
 from meshwright.config.rules import check
+from meshwright.device_kinds import AUTO
 from meshwright.disk import write
 from meshwright.errors import UserError, plural
 from meshwright.lab.techniques import (
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--nproc {args.nproc} leaves nobody to talk to: start 2 ranks or more")
     config = load_config(args.words[0], args.words[1:])
     check(config, args.nproc)
-    args.device = config.run.device if config.run.device != "auto" else args.device
+    args.device = config.run.device if config.run.device != AUTO else args.device
     job = _job(config, args.nproc)
     args.techniques = techniques(config, job)
     warm_up()

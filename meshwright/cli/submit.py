@@ -34,8 +34,6 @@ complete."""
 
 # The most ranks of a node, if nothing is known about the nodes.
 PER_NODE = 8
-# The cores of a rank by device, if nothing is known about the machines.
-CORES = {"cpu": 1}
 # The cores of a rank with an accelerator. Every machine with GPUs has this many per GPU, and fewer would slow the rank.
 CORES_OF_GPU = 4
 
@@ -134,9 +132,9 @@ def cores_of(args: argparse.Namespace, config: Config, nodes: int, per_node: int
     """Return the cores of each rank and whether the job takes whole machines. It does if it has GPUs and either several
     machines or all GPUs of one."""
     node = load_cluster(args.cluster).node if args.cluster else None
-    default = CORES.get(config.run.device, CORES_OF_GPU)
+    default = 1 if config.run.on_cpu else CORES_OF_GPU
     cores = args.cores_per_rank or (node.cores // per_node if node and node.cores else default)
-    has_gpus = config.run.device != "cpu"
+    has_gpus = not config.run.on_cpu
     return max(1, cores), has_gpus and (nodes > 1 or (node is not None and per_node == node.devices))
 
 

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tiny:
         args.nproc = args.nproc or tiny_config(args.config)[1]
     # Without --nproc the number of ranks depends on the GPUs, which only torch can count.
-    known = args.nproc or (1 if config.run.device == "cpu" else 0)
+    known = args.nproc or (1 if config.run.on_cpu else 0)
     if known:
         check(config, nodes * known, TRAINING_RULES)
     refuse_finished(config, args.source)

@@ -19,7 +19,7 @@ from meshwright.config.load import config_from, load_config, set_key
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml
 from meshwright.data.chat_prepare import ChatSummary, measure_packing, prepare_chat
-from meshwright.data.packed import KINDS, length_words
+from meshwright.data.packed import CHAT, KINDS, length_words
 from meshwright.disk import check_writable, hub_hint, refusal
 from meshwright.errors import UserError, notice, plural
 from meshwright.outside import read_json
@@ -113,7 +113,7 @@ def prepare(args: argparse.Namespace, out: Path, source: dict[str, Any]) -> None
     config_from(first_sections(args, out, prefix))
     notice(f"data: {args.data} through the chat template of {args.template or args.model}")
     summary, tokenizer, lengths = prepare_chat([args.data], prefix, args.model, args.template, force=True)
-    show_samples(summary, tokenizer, SHOWN * (2 if summary.kind == "pairs" else 1))
+    show_samples(summary, tokenizer, SHOWN * summary.facts.unit)
     tell_conversations(summary)
     raw, ranks, why = sections_of(args, out, summary, lengths)
     print(length_words([prefix], config_from(raw).model.seq), flush=True)
@@ -130,8 +130,8 @@ def first_sections(
     `keeps`: some conversations are kept for validation."""
     raw: dict[str, Any] = {
         "model": {"hf": args.model},
-        "tune": {"kind": "lora" if args.lora else "full"} | ({"loss": "kto"} if kind == "judged" else {}),
-        "data": {"prefixes": [prefix], "objective": "chat" if kind == "chat" else "preference",
+        "tune": {"kind": "lora" if args.lora else "full"} | ({"loss": "kto"} if KINDS[kind].judged else {}),
+        "data": {"prefixes": [prefix], "objective": "chat" if kind == CHAT else "preference",
                  "split": [1 - KEPT_BACK, KEPT_BACK, 0.0] if keeps else [1.0, 0.0, 0.0]},
         "train": {}, "optimizer": {}, "lr": {"warmup": "3%"}, "run": {"dir": str(out), "eval_first": keeps},
     }  # fmt: skip
@@ -150,7 +150,7 @@ def sections_of(
     from meshwright.launch.launch import local_devices
     from meshwright.launch.this_machine import layout_words, on_cpu
 
-    unit = 2 if summary.kind == "pairs" else 1
+    unit = summary.facts.unit
     keeps = len(lengths) // unit >= FEWEST
     raw = first_sections(args, out, summary.prefix, summary.kind, keeps)
 
@@ -162,7 +162,7 @@ def sections_of(
     config = config_from(raw)
     if config.compares and not config.tune.adapts:
         raise UserError(
-            f"{args.data} holds {KINDS[summary.kind]}, whose loss compares with the frozen model: add --lora"
+            f"{args.data} holds {summary.facts.words}, whose loss compares with the frozen model: add --lora"
         )
     ranks = args.nproc or local_devices(config.run.device, least=1)
     config = with_default("model.seq", config.model.seq)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.flight import FlightRecord, RecordedCall
-from meshwright.device import WITHOUT_STREAMS
+from meshwright.device import accelerator
 from meshwright.spec.traffic.ledger import CallTotals, Ledger, wire_bytes
 
 # Registered operators may only take plain arguments, so they look up their group by its name here. It is the only
@@ -203,7 +203,7 @@ class Group:
         flight, ledger = self.flight, self.ledger
         if begun is not None and ledger.stream_waits is not None:
             ledger.stream_waits.end_wait(self.axis, begun)
-        if device.type not in WITHOUT_STREAMS:
+        if accelerator(device) is not None:
             event = flight.spare_events.pop() if flight.spare_events else torch.Event(device)
             event.record()
             call.event = event

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.group import Group, SlowLinks
+from meshwright.device import group_options
 from meshwright.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
@@ -40,13 +41,11 @@ def call_limit(timeout: float) -> timedelta:
     return torch_limit(timeout) + timedelta(seconds=COMPILING_S)
 
 
-def nccl_options(group: str, new: Callable[[], Any]) -> Any:
-    """Return the NCCL options of a group's communicators. `new` creates the default options."""
-    options = new()
+def set_options(options: Any, group: str) -> None:
+    """Set NCCL's options of a group's communicators."""
     options.is_high_priority_stream = is_urgent(group)
     if group in MAX_BLOCKS:
         options.config.max_ctas = MAX_BLOCKS[group]
-    return options
 
 
 class Mesh:
@@ -131,7 +130,9 @@ class Mesh:
 
     def _new(self, name: str, ranks: Sequence[int]) -> Any:
         """Make a process group. Its back end creates the communicators when the group is first used."""
-        options = nccl_options(name, dist.ProcessGroupNCCL.Options) if dist.get_backend() == "nccl" else None
+        options = group_options(dist.get_backend())
+        if options is not None:
+            set_options(options, name)
         if options is not None and self._limit is not None:
             # torch takes the time limit from the options, and warns on every rank if the `timeout` below differs.
             options._timeout = self._limit

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from meshwright.errors import UserError, divisors, either
+from meshwright.errors import UserError, divisors, either, nearest
 
 # The most blocks, heads and experts. Loops visit each of them, so a larger number would seem to hang.
 MAX_BLOCKS = 2**16
 # The longest time that a key may name: a year.
 LONGEST_S = 365 * 24 * 3600.0
+
+
+def one_of(key: str, value: str, names: Collection[str]) -> None:
+    if value not in names:
+        raise UserError(f"{key}={value} is not one of {', '.join(names)}{nearest(value, names)}")
 
 
 def positive(section: str, values: object, *keys: str) -> None:
@@ -115,9 +120,14 @@ class ExpertsConfig:
             )
 
     @property
+    def sums_two_best(self) -> bool:
+        """True if the score of a group of experts is the sum of its two best (DeepSeek-V3), instead of the best."""
+        return self.router == "sigmoid"
+
+    @property
     def has_bias(self) -> bool:
         """True if a balancing bias is added to the scores by which experts are chosen."""
-        return self.router == "sigmoid" or self.bias_balance > 0
+        return self.sums_two_best or self.bias_balance > 0
 
     def in_block(self, layer: int) -> bool:
         """Return whether this block has experts. Blocks are counted from 0."""
@@ -196,6 +206,11 @@ class RopeScalingConfig:
                     f"{name}.{low}={getattr(self, low):g} must be below {name}.{high}={getattr(self, high):g}: "
                     "change one of them"
                 )
+
+    @property
+    def raises_theta(self) -> bool:
+        """True if rope_theta depends on the length of samples."""
+        return self.kind == "dynamic"
 
     @classmethod
     def from_list(cls, numbers: Sequence[float]) -> RopeScalingConfig:

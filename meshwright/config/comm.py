@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from meshwright.config.blocks import LONGEST_S, not_negative, positive
+from meshwright.config.blocks import LONGEST_S, not_negative, one_of, positive
+from meshwright.device_kinds import AUTO, backend_names
 from meshwright.errors import UserError, nearest
+from meshwright.plugins import Registry
 
 # Blocks of elements with one scale, and blocks of topk, have a multiple of this many elements.
 BLOCK_UNIT = 16
 NODE_COPY = "comm.gather.node_copy=true"
 # The most elements of a block of topk: positions in a block are sent as numbers of one or two bytes.
 MAX_CHOSEN_FROM = 1 << 15
-# The kinds of compression, grouped by the keys of `comm.reduce` that apply to them.
-SPARSE = ("topk", "threshold")
-LOW_RANK = ("powersgd",)
-ROUNDED, SCALED = ("bf16", "fp8", "int8", "int4"), ("fp8", "int8", "int4", "onebit")
+
+
+@dataclass(frozen=True)
+class ReduceKind:
+    """One kind of compression of gradients. Paths are written `package.module:name`.
+
+    A kind with a `codec` compresses slices, element by element. The codec is the path of a class that is called with
+    the section of the config (see `Codec` in engine/sharding/compression/exchange.py). `message_bytes` is a function of
+    (config, elements, bytes of an element) that returns the bytes of a compressed slice, or its path.
+
+    A kind without a codec has a `reducer`, the path of a function of a `ReducerRequest`, and a `plan` of it, the
+    path of a function of the section of the config that needs no torch (see `ReducerPlan`).
+    """
+
+    codec: str = ""
+    message_bytes: str | Callable[[Any, int, int], int] = ""
+    keys: tuple[str, ...] = ()  # the keys of `comm.reduce` among ratio, rank and block that apply to it
+    biased: bool = False  # it is wrong on average, so `error_feedback: auto` means error feedback
+    rounds: bool = False  # its codec rounds at random if it is given noise
+    reducer: str = "meshwright.engine.sharding.compression.make:exchange"
+    plan: str = "meshwright.engine.sharding.compression.sizes:CompressionPlan"
+    compresses: bool = True
+    sends_factors: bool = False  # it sums narrow factors of matrices, so it needs whole matrices
+
+
+_SIZES, _CODES = "meshwright.engine.sharding.compression.sizes", "meshwright.engine.sharding.compression.quantised"
+_SPARSE = "meshwright.engine.sharding.compression.sparse"
+REDUCE_KINDS = Registry("comm.reduce.kind", {
+    "plain": ReduceKind(compresses=False),
+    "bf16": ReduceKind(f"{_CODES}:UpperHalves", f"{_SIZES}:upper_half_bytes", rounds=True),
+    "fp8": ReduceKind(f"{_CODES}:Float8", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
+    "int8": ReduceKind(f"{_CODES}:Int8", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
+    "int4": ReduceKind(f"{_CODES}:Int4", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
+    "onebit": ReduceKind(f"{_CODES}:SignCodec", f"{_SIZES}:scaled_bytes", ("block",), biased=True),
+    "powersgd": ReduceKind(
+        keys=("rank",), biased=True, reducer="meshwright.engine.sharding.compression.make:low_rank", sends_factors=True
+    ),
+    "topk": ReduceKind(f"{_SPARSE}:TopK", f"{_SIZES}:topk_bytes", ("ratio", "block"), biased=True),
+    "threshold": ReduceKind(f"{_SPARSE}:Threshold", f"{_SIZES}:threshold_bytes", ("ratio",), biased=True),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,7 +63,7 @@ class ReduceConfig:
     """The compression of gradients in their sum over the data-parallel ranks. With kind=plain there is none."""
 
     section: ClassVar[str] = "comm.reduce"
-    kind: Literal["plain", "bf16", "fp8", "int8", "int4", "onebit", "powersgd", "topk", "threshold"] = "plain"
+    kind: str = "plain"  # one of REDUCE_KINDS
     ratio: float = 0.01  # topk, threshold: the fraction of the elements that is sent
     rank: int = 4  # powersgd: the rank of the two factors that are sent in place of a matrix
     # fp8, int8, int4, onebit: elements that share a scale; topk: elements of which the largest are sent.
@@ -36,6 +75,7 @@ class ReduceConfig:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
+        one_of(f"{self.section}.kind", self.kind, REDUCE_KINDS)
         positive(self.section, self, "rank", "block")
         not_negative(self.section, self, "warmup_steps")
         if not 0.0 < self.ratio <= 1.0:
@@ -47,14 +87,14 @@ class ReduceConfig:
         if self.kind == "topk" and self.block > MAX_CHOSEN_FROM:
             raise UserError(f"{self.section}.block={self.block} is more than places in a block of topk can be numbered "
                             f"for: use at most {MAX_CHOSEN_FROM}")  # fmt: skip
-        if self.adaptive and (self.kind != "plain" or self.error_feedback != "auto"):
+        if self.adaptive and (self.facts.compresses or self.error_feedback != "auto"):
             raise UserError(f"{self.section}.adaptive=true chooses how gradients are sent, and keeps what is left out: "
                             f"leave {self.section}.kind and {self.section}.error_feedback out")  # fmt: skip
-        kinds_of_key = {"ratio": SPARSE, "rank": LOW_RANK, "block": (*SCALED, "topk")}
-        lossy = tuple(kind for kind in KINDS if kind != "plain")
+        of_some = {key for facts in REDUCE_KINDS.values() for key in facts.keys}
         # A key that another kind would need is refused instead of ignored.
         for key in (f.name for f in fields(self)):
-            kinds = kinds_of_key.get(key, lossy)
+            lossy = {name: facts for name, facts in REDUCE_KINDS.items() if facts.compresses}
+            kinds = [name for name, facts in lossy.items() if key in facts.keys or key not in of_some]
             if self.adaptive and key != "rank":
                 continue
             if key != "kind" and self.kind not in kinds and getattr(self, key) != getattr(ReduceConfig, key):
@@ -64,9 +104,13 @@ class ReduceConfig:
                 )
 
     @property
+    def facts(self) -> ReduceKind:
+        return REDUCE_KINDS[self.kind]
+
+    @property
     def compresses(self) -> bool:
         """True if gradients may be compressed."""
-        return self.kind != "plain" or self.adaptive
+        return self.facts.compresses or self.adaptive
 
     @property
     def words(self) -> str:
@@ -77,11 +121,8 @@ class ReduceConfig:
     def feeds_back(self) -> bool:
         """True if each rank adds the part that it left out to its next gradient (error feedback). Rounding to several
         bits is stochastic and right on average, so `auto` means error feedback for the other kinds only."""
-        biased = self.kind in ("onebit", *LOW_RANK, *SPARSE) or self.adaptive
+        biased = self.facts.biased or self.adaptive
         return self.error_feedback == "true" or (self.error_feedback == "auto" and biased)
-
-
-KINDS = ("plain", "bf16", *SCALED, *LOW_RANK, *SPARSE)
 
 
 @dataclass(frozen=True)
@@ -94,12 +135,22 @@ class GatherConfig:
     # step crosses nodes.
     node_copy: bool = False
 
+    @property
+    def facts(self) -> ReduceKind:
+        """The facts about the kind of compression of gradients whose codec rounds the weights."""
+        return REDUCE_KINDS[self.kind]
+
+    @property
+    def rounds(self) -> bool:
+        """True if gathered weights are rounded."""
+        return self.facts.compresses
+
     def __post_init__(self) -> None:
         positive("comm.gather", self, "block")
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
             raise UserError(f"comm.gather.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
-        if self.kind not in SCALED and self.block != GatherConfig.block:
+        if "block" not in self.facts.keys and self.block != GatherConfig.block:
             raise UserError(f"comm.gather.block has no effect with comm.gather.kind={self.kind}: leave it out")
 
 
@@ -176,6 +227,16 @@ class AlgorithmConfig:
         """True if one of Meshwright's algorithms sums gradients instead of torch's collective."""
         return self.dp != "torch"
 
+    @property
+    def chooses(self) -> bool:
+        """True if the fastest algorithm is chosen for each sum."""
+        return self.dp == "auto"
+
+    @property
+    def exchanges_by_node(self) -> bool:
+        """True if rows travel to their experts inside a node first, and then between nodes."""
+        return self.ep == "hierarchical"
+
     @classmethod
     def from_word(cls, word: str) -> AlgorithmConfig:
         """Return the section that a single word stands for, as in `comm.algorithm: ring`."""
@@ -189,7 +250,7 @@ class AlgorithmConfig:
 class CommConfig:
     """Communication: the back end, its timeout, the size of gradient buckets, and the sections above."""
 
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
+    backend: str = AUTO  # auto, gloo, nccl or hccl: a back end of `DEVICE_KINDS`
     timeout: float = 600.0  # seconds until a hanging collective is reported and the run is stopped
     # Gradients are reduced in buckets of about this size. 0: 25 MiB, or more where many ranks sum them.
     bucket_mib: float = 0.0
@@ -203,6 +264,7 @@ class CommConfig:
     switches: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        one_of("comm.backend", self.backend, backend_names())
         positive("comm", self, "timeout")
         not_negative("comm", self, "bucket_mib")
         if self.timeout > LONGEST_S:

@@ -22,12 +22,13 @@ class Objective:
     has_segments: bool = False  # samples say which of their tokens see each other
     splits_documents: bool = False  # samples consist of documents, so `data.mask_eod` etc. apply to them
     fills_blanks: bool = False  # samples are a source text and the spans that fill its blanks
+    continues: bool = False  # each token is predicted from those before it
     judges_answers: bool = False  # the loss compares pairs of answers, or judges single ones
     fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")  # the fields of every sample
 
 
 OBJECTIVES = {
-    "causal": Objective("the next token", splits_documents=True),
+    "causal": Objective("the next token", splits_documents=True, continues=True),
     "masked": Objective(
         "masked tokens", has_segments=True,
         fields=("tokens", "token_types", "segments", "places", "labels", "loss_mask"),
@@ -37,9 +38,11 @@ OBJECTIVES = {
         "blanks", has_segments=True, fills_blanks=True,
         fields=("tokens", "labels", "loss_mask", "positions", "segments"),
     ),
-    "chat": Objective("answers of conversations", packed=True, has_segments=True, splits_documents=True),
+    "chat": Objective(
+        "answers of conversations", packed=True, has_segments=True, splits_documents=True, continues=True
+    ),
     "preference": Objective(
-        "pairs of answers", packed=True, has_segments=True, splits_documents=True, judges_answers=True
+        "pairs of answers", packed=True, has_segments=True, splits_documents=True, continues=True, judges_answers=True
     ),
 }  # fmt: skip
 
@@ -54,6 +57,16 @@ class MaskedConfig:
     whole_words: Literal["auto", "true", "false"] = "auto"  # auto: if the tokenizer shows where words begin
     # The ids of [CLS], [SEP], [MASK] and [PAD]; empty: the tokenizer's or, where it has none, the four after its last.
     specials: tuple[int, ...] = ()
+
+    @property
+    def needs_words(self) -> bool:
+        """True if whole words must be masked together."""
+        return self.whole_words == "true"
+
+    @property
+    def wants_words(self) -> bool:
+        """True if whole words are masked together where the tokenizer shows them."""
+        return self.whole_words != "false"
 
     def __post_init__(self) -> None:
         positive("data.masked", self, "share", "ngrams")

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from meshwright.config.comm import GatherConfig, ReduceConfig
+from meshwright.config.memory import OffloadConfig, RecomputeConfig, ZeroConfig
 from meshwright.config.replicas import LocalConfig
 from meshwright.config.sections import (
     CheckpointConfig,
@@ -14,12 +15,9 @@ from meshwright.config.sections import (
     ContextConfig,
     LayoutConfig,
     LossScaleConfig,
-    OffloadConfig,
     PipelineConfig,
-    RecomputeConfig,
     RunConfig,
     TrainConfig,
-    ZeroConfig,
 )
 from meshwright.config.twin import PEAK_LR, SEQ, small_batch, small_model, small_tune
 from meshwright.errors import UserError, plural

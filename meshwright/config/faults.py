@@ -39,6 +39,35 @@ class FaultsConfig:
     lost_after: str = "15s"  # time without a sign of life after which a node counts as lost
 
     @property
+    def detects_spikes(self) -> bool:
+        return self.spike != "off"
+
+    @property
+    def trusts_replays(self) -> bool:
+        """True if a spike that is computed again is trained on."""
+        return self.spike == "tell"
+
+    @property
+    def replays(self) -> bool:
+        """True if a bad step is computed again."""
+        return self.replay != "off"
+
+    @property
+    def exchanges_samples(self) -> bool:
+        """True if a step that is bad twice is computed once more with other ranks' samples."""
+        return self.replay == "elsewhere"
+
+    @property
+    def goes_back(self) -> bool:
+        """True if a bad step makes the run go back to a checkpoint."""
+        return self.action == "rollback"
+
+    @property
+    def stops(self) -> bool:
+        """True if a bad step stops the run."""
+        return self.action == "stop"
+
+    @property
     def rest_s(self) -> float:
         """The first rest of a failed rank's device, in seconds."""
         return seconds_of("faults.rest", self.rest)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 from meshwright.config.blocks import not_negative, positive
-from meshwright.config.comm import LOW_RANK, ReduceConfig
+from meshwright.config.comm import ReduceConfig
 from meshwright.errors import UserError
 
 
@@ -22,7 +22,7 @@ class OuterReduceConfig(ReduceConfig):
         super().__post_init__()
         if self.adaptive:
             raise UserError(f"{self.section}.adaptive is not available: choose {self.section}.kind yourself")
-        if self.kind in LOW_RANK:
+        if self.facts.sends_factors:
             raise UserError(
                 f"{self.section}.kind={self.kind} sends matrices, and replicas sum pieces of buckets: use int8, int4 "
                 "or topk"
@@ -43,6 +43,10 @@ class LocalConfig:
     delay: int = 0  # steps that the replicas train while a fragment is being summed
     shares: tuple[int, ...] = ()  # relative shares of the global batch by replica, e.g. (3, 1); empty: equal shares
     compress: OuterReduceConfig = field(default_factory=OuterReduceConfig)
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.outer == "nesterov"
 
     def __post_init__(self) -> None:
         positive("train.local", self, "steps", "outer_lr", "fragments")

@@ -15,6 +15,7 @@ from meshwright.config.kinds import foreign_model_fits, kind_fits
 from meshwright.config.presets import APPROXIMATE_PRESETS
 from meshwright.config.sections import FP8_UNIT, Config
 from meshwright.config.t5 import t5_fits
+from meshwright.device_kinds import AUTO, DEVICE_KINDS
 from meshwright.errors import UserError, divisors, either, plural
 from meshwright.spec.layout import Layout, node_parts
 from meshwright.spec.layout.packed import BLOCK
@@ -416,16 +417,21 @@ def lr_fits_steps(config: Config, world: int) -> Iterator[str]:
 
 def backend_fits_device(c: Config, world: int) -> Iterator[str]:
     """Check that the communication back end works on the device."""
-    if c.run.device == "cpu" and c.comm.backend not in ("auto", "gloo"):
-        yield f"comm.backend={c.comm.backend} does not work on run.device=cpu: set comm.backend=auto"
-    if c.run.device in ("cuda", "npu") and c.comm.backend == "gloo" and c.layout.pp > 1:
+    facts = DEVICE_KINDS.get(c.run.device)
+    if facts is None:
+        return
+    own = c.comm.backend in (AUTO, facts.backend)
+    if not facts.is_accelerator and not own:
+        yield f"comm.backend={c.comm.backend} does not work on run.device={c.run.device}: set comm.backend=auto"
+    if facts.is_accelerator and not own and c.comm.backend == DEVICE_KINDS["cpu"].backend and c.layout.pp > 1:
         yield f"comm.backend=gloo can't send between {c.run.device} devices: set comm.backend=auto or layout.pp=1"
 
 
 def device_has_fp8(c: Config, world: int) -> Iterator[str]:
     """Check that the device has the dtype that gradients are compressed to."""
-    if c.comm.reduce.kind == "fp8" and c.run.device == "npu":
-        yield "comm.reduce.kind=fp8 is not available on run.device=npu: use int8, which sends as much"
+    facts = DEVICE_KINDS.get(c.run.device)
+    if c.comm.reduce.kind == "fp8" and facts is not None and not facts.has_fp8:
+        yield f"comm.reduce.kind=fp8 is not available on run.device={c.run.device}: use int8, which sends as much"
 
 
 def algorithm_fits_ranks(config: Config, world: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ from meshwright.config.blocks import (
     RopeScalingConfig,
     at_most,
     not_negative,
+    one_of,
     positive,
     seconds_of,
 )
@@ -25,18 +26,20 @@ from meshwright.config.data import OBJECTIVES, DataConfig, Objective
 from meshwright.config.faults import FaultsConfig
 from meshwright.config.grid import check_grid
 from meshwright.config.kinds import MODEL_KINDS, ModelKind
-from meshwright.config.numbers import share_from, whole_number_from
+from meshwright.config.lr import LRConfig
+from meshwright.config.memory import RecomputeConfig, ZeroConfig
 from meshwright.config.optimizer import OptimizerConfig
+from meshwright.config.precision import PRECISIONS, Precision, PrecisionFacts
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.t5 import T5Config
 from meshwright.config.tune import NEED_REFERENCE, PREFERENCE_ACCURACY, TuneConfig
+from meshwright.device_kinds import AUTO, DEVICE_KINDS, device_names
 from meshwright.errors import UserError, divisors, either, nearest
 from meshwright.spec.layout.context import CONTEXT_PLANS, WHOLE_SEQUENCES, ContextPlan
 from meshwright.spec.layout.grid import Grid
 from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.schedule.kinds import training_kinds
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 AUTO_SAVE_S = 900.0  # seconds between checkpoints with every=auto
 FP8_UNIT = 16  # the sizes of products in fp8 must be multiples of this
@@ -170,12 +173,36 @@ class ModelConfig:
     @property
     def numbers_positions(self) -> bool:
         """True if blocks or the embedding read position numbers, which packed samples must then provide."""
-        return self.position in ("rope", "learned")
+        return self.has_rope or self.has_position_table
+
+    @property
+    def has_rope(self) -> bool:
+        """True if rotary positions turn queries and keys."""
+        return self.position == "rope"
+
+    @property
+    def has_alibi(self) -> bool:
+        return self.position == "alibi"
+
+    @property
+    def has_position_table(self) -> bool:
+        """True if the embedding adds a learned vector for each position."""
+        return self.position == "learned"
+
+    @property
+    def scales_residual(self) -> bool:
+        """True if sums multiply the residual, and some weights begin smaller (DeepNorm)."""
+        return self.norm_place == "deep"
+
+    @property
+    def norms_results(self) -> bool:
+        """True if the results of attention and MLP are normed before they are added."""
+        return self.norm_place == "sandwich"
 
     @property
     def norm_first(self) -> bool:
         """True if blocks begin with a norm. Another norm must then follow the last block."""
-        return self.norm_place in ("pre", "sandwich")
+        return self.norm_place == "pre" or self.norms_results
 
     @property
     def drops(self) -> bool:
@@ -294,10 +321,7 @@ class PipelineConfig:
         not_negative("pipeline", self, "encoder_stages")
         if any(count < 0 for count in self.split):
             raise UserError(f"pipeline.split={list(self.split)} must not hold a negative number of layers")
-        kinds = training_kinds()
-        if self.schedule not in kinds:
-            close = nearest(self.schedule, kinds)
-            raise UserError(f"pipeline.schedule={self.schedule} is not one of {', '.join(kinds)}{close}")
+        one_of("pipeline.schedule", self.schedule, training_kinds())
 
 
 @dataclass(frozen=True)
@@ -319,6 +343,22 @@ class TrainConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
+    @property
+    def precision_facts(self) -> PrecisionFacts:
+        return PRECISIONS[self.precision]
+
+    @property
+    def compiles_on_host(self) -> bool:
+        """True if blocks are compiled on request, which a CPU needs."""
+        return self.compile == "true"
+
+    @property
+    def products(self) -> str:
+        """The precision of linear layers' products (see nn/products.py), or "" for that of the weights."""
+        if not self.precision_facts.scales_products:
+            return ""
+        return "fp8" if self.fp8_scale == "tensor" else "fp8-row"
+
     def __post_init__(self) -> None:
         positive("train", self, "steps", "global_batch", "micro_batch")
         if (together := self.compile_together) != "auto" and (isinstance(together, str) or together < 1):
@@ -339,39 +379,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class OffloadConfig:
-    """The storage of offloaded states. They are copied to the device in slices, one slice ahead of its use."""
-
-    optimizer: Literal["none", "cpu", "disk"] = "none"  # place of master weights and optimizer states
-    params: Literal["none", "cpu", "disk"] = "none"  # place of each rank's shard of the weights, with zero.stage=3
-    path: str = ""  # folder of the files on disk
-    buffer_mib: float = 64.0  # size of a slice; a few are held at a time
-
-    def __post_init__(self) -> None:
-        positive("zero.offload", self, "buffer_mib")
-        if "disk" in (self.optimizer, self.params) and not self.path:
-            raise UserError("zero.offload.path is empty: name a folder on a fast disk to offload to")
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """ZeRO: shard optimizer states (1), gradients too (2) and parameters too (3) over the data-parallel ranks."""
-
-    stage: int = 0
-    shard_group: Literal["dp", "node"] = "dp"  # node: sharded inside a node, replicated across nodes
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-
-    @property
-    def stays_in_node(self) -> bool:
-        """True if states are sharded within each node and replicated across nodes."""
-        return self.shard_group == "node"
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise UserError(f"zero.stage={self.stage} is not one of 0, 1, 2, 3")
-
-
-@dataclass(frozen=True)
 class LossScaleConfig:
     """Dynamic loss scaling, which is used with train.precision=fp16 only."""
 
@@ -384,80 +391,6 @@ class LossScaleConfig:
         positive("loss_scale", self, "initial", "window", "hysteresis", "min")
         if self.min > self.initial:
             raise UserError(f"loss_scale.min={self.min} must not be above loss_scale.initial={self.initial}")
-
-
-@dataclass(frozen=True)
-class LRConfig:
-    """The learning rate over steps: a linear warm-up, then the schedule down to `min`."""
-
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup: int | str = 0  # steps, or a share of train.steps such as 2%
-    decay: int = 0  # steps of decay; 0: cosine and linear to the last step, wsd the last tenth
-    min: float = 0.0
-
-    def __post_init__(self) -> None:
-        not_negative("lr", self, "decay", "min")
-        if isinstance(self.warmup, str):
-            steps = whole_number_from(self.warmup, "lr.warmup")
-            if steps is None and share_from(self.warmup) is None:
-                raise UserError(f"lr.warmup={self.warmup} must be a number of steps or a share of them, e.g. 2%")
-            if steps is not None:
-                object.__setattr__(self, "warmup", steps)
-        if not isinstance(self.warmup, str):
-            not_negative("lr", self, "warmup")
-
-    @property
-    def decays_last(self) -> bool:
-        """True if the rate stays at its peak until the last steps."""
-        return self.schedule == "wsd"
-
-    def warmup_steps(self, steps: int) -> int:
-        """Return the steps of the warm-up in a run of `steps` steps. A share above zero is at least one step."""
-        if not isinstance(self.warmup, str):
-            return self.warmup
-        share = share_from(self.warmup) or 0.0
-        return max(1, round(share * steps)) if share else 0
-
-
-@dataclass(frozen=True)
-class RecomputeConfig:
-    """The activations that backward computes again, so that they need not be saved."""
-
-    mode: str = "none"  # none, selective (the attention core), full (each block), every:N (each run of N blocks)
-    offload: bool = False  # keep the inputs of recomputed blocks in host memory
-    pieces: int = 1  # parts into which each MLP cuts the tokens; in every mode, backward recomputes them one by one
-
-    def __post_init__(self) -> None:
-        positive("recompute", self, "pieces")
-        number = self.mode.removeprefix("every:")
-        every = number != self.mode and number.isdecimal() and len(number) < 10 and int(number) > 0
-        if self.mode not in ("none", "selective", "full") and not every:
-            raise UserError(f"recompute.mode={self.mode} is not one of none, selective, full, every:N (N blocks)")
-        if self.offload and not self.blocks:
-            raise UserError(
-                f"recompute.offload=true moves the inputs of recomputed blocks, and recompute.mode={self.mode} "
-                "recomputes none: set recompute.mode=full"
-            )
-
-    @property
-    def core(self) -> bool:
-        """True if only the attention core is recomputed."""
-        return self.mode == "selective"
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks that are recomputed together; 0: none are."""
-        if self.mode == "full":
-            return 1
-        return int(self.mode.removeprefix("every:")) if self.mode.startswith("every:") else 0
-
-    def offloaded_runs(self, runs: int, first: bool, last: bool) -> range:
-        """Return the runs of a chunk's blocks whose inputs are kept in host memory. `first` and `last` say whether the
-        model begins or ends in the chunk.
-
-        Two runs are left out: one whose input came from another stage, since that tensor stays on the device to receive
-        its gradient, and the model's last, since its backward comes next."""
-        return range(int(not first), runs - int(last)) if self.offload else range(0)
 
 
 @dataclass(frozen=True)
@@ -475,10 +408,16 @@ class RunConfig:
     peak_tflops: float = 0.0  # dense rate of one device in the run's precision, for MFU; 0: by its name, if known
     time_limit: str = ""  # a time such as 3h50min, before whose end the run is saved and stopped; empty: none
     trace: bool = False  # write one measured step to trace.json, which Perfetto opens
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    device: str = AUTO  # auto, cpu, cuda, npu: a kind of `DEVICE_KINDS`
     plugins: tuple[str, ...] = ()  # Python modules that register norms, schedules and the like (docs/plugins.md)
 
+    @property
+    def on_cpu(self) -> bool:
+        """True if ranks compute on CPUs whatever the machine has."""
+        return self.device != AUTO and not DEVICE_KINDS[self.device].is_accelerator
+
     def __post_init__(self) -> None:
+        one_of("run.device", self.device, device_names())
         positive("run", self, "log_every")
         not_negative("run", self, "eval_every", "eval_samples", "layers_every", "peak_tflops")
         for name in self.loggers:
@@ -512,6 +451,11 @@ class CheckpointConfig:
         assert self.every_seconds >= 0  # The property raises an error for a text that is no time.
 
     @property
+    def chooses_times(self) -> bool:
+        """True if the times follow from the cost of saving and from the faults."""
+        return self.every == "auto"
+
+    @property
     def every_steps(self) -> int:
         """The steps between checkpoints; 0 if they are not saved by steps."""
         return self.every if isinstance(self.every, int) else 0
@@ -521,7 +465,7 @@ class CheckpointConfig:
         """The seconds between checkpoints; 0 if they are not saved by time."""
         if isinstance(self.every, int):
             return 0.0
-        return AUTO_SAVE_S if self.every == "auto" else seconds_of("checkpoint.every", self.every)
+        return AUTO_SAVE_S if self.chooses_times else seconds_of("checkpoint.every", self.every)
 
 
 @dataclass(frozen=True)
@@ -556,6 +500,11 @@ class Config:
     @property
     def objective_facts(self) -> Objective:
         return OBJECTIVES[self.objective]
+
+    @property
+    def continues_text(self) -> bool:
+        """True if the model has learned to continue texts, and looks back only."""
+        return self.model.kind == "gpt" and self.objective_facts.continues
 
     @property
     def has_segments(self) -> bool:
@@ -597,4 +546,4 @@ class Config:
     def compiles(self) -> bool:
         """True if blocks are compiled on an accelerator. With dropout, `auto` means that they are not, because
         torch.compile does not support the separate random streams that dropout draws from."""
-        return self.train.compile == "true" or (self.train.compile == "auto" and not self.drops)
+        return self.train.compiles_on_host or (self.train.compile == "auto" and not self.drops)

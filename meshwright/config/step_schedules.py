@@ -3,23 +3,7 @@ run needs no other state for them. No torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 from meshwright.config.sections import Config
-
-
-def _linear(peak: float, low: float, share: float) -> float:
-    return peak + (low - peak) * share
-
-
-# By `lr.schedule`, the function of (peak, lowest rate, share of the decay that has passed) that gives the rate.
-SHAPES: dict[str, Callable[[float, float, float], float]] = {
-    "constant": lambda peak, low, share: peak,
-    "cosine": lambda peak, low, share: low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share)),
-    "linear": _linear,
-    "wsd": _linear,
-}
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -30,13 +14,12 @@ def learning_rate(config: Config, step: int) -> float:
         return peak * step / warmup
     # A decay to 0 at the end of a run ends one step after it: an update with a rate of 0 would change nothing.
     beyond = 0 if c.min else 1
-    begin = warmup
-    length = c.decay or max(1, steps - warmup) + beyond
-    if c.decays_last:
+    begin, length = warmup, c.decay or max(1, steps - warmup) + beyond
+    if c.facts.decays_last:
         # A warm-up that reaches into the decay shortens it.
         begin = max(warmup, steps - (c.decay or max(1, steps // 10)))
         length = max(1, steps - begin) + beyond
-    return SHAPES[c.schedule](peak, c.min, min(1.0, max(0.0, (step - begin) / length)))
+    return c.facts.rate(peak, c.min, min(1.0, max(0.0, (step - begin) / length)))
 
 
 def global_batch(config: Config, consumed: int) -> int:

@@ -31,6 +31,10 @@ class T5Config:
     scale_output: Literal["auto", "true", "false"] = "auto"
     start: int = 0  # the first token of the decoder's input
 
+    @property
+    def scales_output(self) -> bool:
+        return self.scale_output == "true"
+
     def __post_init__(self) -> None:
         not_negative("model.t5", self, "encoder_layers", "decoder_seq", "start")
         positive("model.t5", self, "buckets", "distance")

@@ -62,6 +62,16 @@ class TuneConfig:
         return self.kind != "full"
 
     @property
+    def trains_norms(self) -> bool:
+        """True if the norms of the changed weights' rows are trained (DoRA)."""
+        return self.kind == "dora"
+
+    @property
+    def packs(self) -> bool:
+        """True if the frozen weights of the blocks' products are stored in 4 bits."""
+        return self.quantise == "nf4"
+
+    @property
     def judges_each(self) -> bool:
         """True if the loss judges single answers instead of pairs."""
         return self.loss == "kto"

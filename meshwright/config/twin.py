@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.config.load import config_from, load_config, set_key, to_mapping
+from meshwright.config.memory import OffloadConfig
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.sections import (
     CheckpointConfig,
     Config,
     LayoutConfig,
     ModelConfig,
-    OffloadConfig,
     PipelineConfig,
     RunConfig,
     TrainConfig,

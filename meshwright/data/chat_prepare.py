@@ -22,7 +22,7 @@ from meshwright.data.chat_template import (
     named_template,
 )
 from meshwright.data.conversations import Conversation, PreferencePair, Record, read_records
-from meshwright.data.packed import MASK, best_fit
+from meshwright.data.packed import CHAT, JUDGED, KINDS, MASK, PAIRS, TEXT, ChatKind, best_fit
 from meshwright.data.prepare import check_out
 from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import Tokenizer
@@ -43,6 +43,10 @@ class ChatSummary:
     longest: int
     files: list[str] = field(default_factory=list)
     samples: list[MaskedTokens] = field(default_factory=list)
+
+    @property
+    def facts(self) -> ChatKind:
+        return KINDS[self.kind]
 
     @property
     def share(self) -> float:
@@ -73,7 +77,7 @@ def prepare_chat(
             masks.add_documents(bytes(masked.mask), [len(ids)])
             lengths.append(len(ids))
             summary.learned += sum(1 for value in masked.mask if value)
-            if len(summary.samples) < SHOWN_SAMPLES + (summary.kind == "pairs"):
+            if len(summary.samples) < SHOWN_SAMPLES + summary.facts.is_pairs:
                 summary.samples.append(masked)
             advance(1)
         if not lengths:
@@ -95,7 +99,7 @@ def _encode_conversations(
     for path in inputs:
         for where, record in read_records(Path(path)):
             kind = _kind(record)
-            if summary.kind not in ("", kind):
+            if summary.kind not in (TEXT, kind):
                 raise UserError(f"{where} is of another kind than the records before it: keep kinds in files apart")
             summary.kind = kind
             conversations = [record.chosen, record.rejected] if isinstance(record, PreferencePair) else [record]
@@ -107,8 +111,8 @@ def _encode_conversations(
 
 def _kind(record: Record) -> str:
     if isinstance(record, PreferencePair):
-        return "pairs"
-    return "chat" if record.good is None else "judged"
+        return PAIRS
+    return CHAT if record.good is None else JUDGED
 
 
 def _mark_bad_answer(conversation: Conversation, masked: MaskedTokens) -> MaskedTokens:

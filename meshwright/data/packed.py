@@ -22,7 +22,25 @@ from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 
 MASK = ".mask"  # suffix that turns a token file's prefix into that of its mask file
-KINDS = {"": "plain text", "chat": "conversations", "pairs": "preference pairs", "judged": "judged answers"}
+
+
+class ChatKind(NamedTuple):
+    """A kind of token files: its name in messages, and the conversations that share a sample."""
+
+    words: str
+    unit: int = 1
+    judged: bool = False  # the mask says whether an answer is good
+
+    @property
+    def is_pairs(self) -> bool:
+        return self.unit == 2
+
+
+TEXT, CHAT, PAIRS, JUDGED = "", "chat", "pairs", "judged"
+KINDS = {
+    TEXT: ChatKind("plain text"), CHAT: ChatKind("conversations"), PAIRS: ChatKind("preference pairs", unit=2),
+    JUDGED: ChatKind("judged answers", judged=True),
+}  # fmt: skip
 Bins = list[list[int]]
 LENGTH_UNIT = 64  # A length that is chosen is a multiple of this, which every split over ranks and kernel takes.
 
@@ -63,7 +81,7 @@ def is_chat(prefix: str) -> str:
 def sizes_of(prefixes: Sequence[str]) -> tuple[NDArray[Any], int]:
     """Return the tokens of each conversation in some files, and how many conversations share a sample (2 for pairs)."""
     sizes = [TokenFile(prefix).sizes for prefix in prefixes]
-    return np.concatenate(sizes).astype(np.int64), 2 if is_chat(prefixes[0]) == "pairs" else 1
+    return np.concatenate(sizes).astype(np.int64), KINDS[is_chat(prefixes[0])].unit
 
 
 def fitting_length(sizes: NDArray[Any], unit: int, most: int) -> int:
@@ -259,12 +277,12 @@ def packed_datasets(
             raise UserError(f"no token file {prefix} (.idx and .bin): {advice}")
         if kind not in kinds:
             raise UserError(
-                f"{prefix} holds {KINDS[kind]}, and data.objective asks for {KINDS[min(kinds)]}: make the data with "
-                "`meshwright data chat`, or change data.objective"
+                f"{prefix} holds {KINDS[kind].words}, and data.objective asks for {KINDS[min(kinds)].words}: make the "
+                "data with `meshwright data chat`, or change data.objective"
             )
     if len({kind for _, kind in kind_of}) > 1:
         raise UserError("data.prefixes names pairs and judged answers: use one kind")
-    unit = 2 if kind_of[0][1] == "pairs" else 1
+    unit = KINDS[kind_of[0][1]].unit
     metadata = [read_metadata(prefix) or {} for prefix in prefixes]
     check_tokenizers([TokenFile(prefix) for prefix in prefixes], metadata)
     vocab = max(int(each["vocab_size"]) for each in metadata)

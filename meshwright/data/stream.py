@@ -14,7 +14,7 @@ from meshwright.data.blend import Blend, FromFile, NumberedDataset
 from meshwright.data.dataset import GPTDataset, SplitTooSmall
 from meshwright.data.instructions import Instructions
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
-from meshwright.data.packed import KINDS, is_chat
+from meshwright.data.packed import CHAT, KINDS, is_chat
 from meshwright.data.spans import SpanOptions, SpanStream
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.errors import UserError
@@ -184,10 +184,10 @@ def _instructions(
     """Return a dataset of answers for each file of instructions, limited to one part of the data."""
     datasets: list[Instructions] = []
     for number, prefix in enumerate(blanks.instructions):
-        if is_chat(prefix) != "chat":
+        if is_chat(prefix) != CHAT:
             raise UserError(
-                f"data.blanks.instructions names {prefix}, which holds {KINDS[is_chat(prefix)]} and no conversations: "
-                "make it with `meshwright data chat`"
+                f"data.blanks.instructions names {prefix}, which holds {KINDS[is_chat(prefix)].words} and no "
+                "conversations: make it with `meshwright data chat`"
             )
         documents = split_documents(TokenFile(prefix).document_count, split)[part]
         key = f"{SPLIT_NAMES[part]}/instructions/{number}"

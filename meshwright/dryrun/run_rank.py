@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meshwright.config.memory import Place
 from meshwright.config.rules import check
 from meshwright.config.sections import Config
 from meshwright.device import Device
@@ -96,7 +97,8 @@ def _keep_host_states(trainer: Trainer) -> None:
     offload, parallel = trainer.ctx.config.zero.offload, trainer.data_parallel
     states = [store for state in trainer.optimizer.states for store in state.stores]
     weights = [buffer.store for buffer in parallel.buffers if buffer.store is not None]
-    for store in (*(states if offload.optimizer == "cpu" else ()), *(weights if offload.params == "cpu" else ())):
+    held = [(offload.optimizer_at, states), (offload.params_at, weights)]
+    for store in (store for place, stores in held for store in stores if place is Place.HOST):
         store.on_device = True
 
 

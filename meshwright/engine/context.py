@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.comm.by_node import NodeGroups
 from meshwright.comm.mesh import Mesh
+from meshwright.config.memory import Place
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES, Device, return_freed_memory
 from meshwright.errors import UserError
@@ -74,11 +75,11 @@ def build_context(
 
     `trains` says that a Trainer will be made; then no rank ever allocates the full weights that ZeRO stage 3 shards.
     """
-    if trains and "disk" in (config.zero.offload.optimizer, config.zero.offload.params):
+    if trains and Place.DISK in config.zero.offload.places:
         return_freed_memory()
     layout = layout_of(config, world, node_size)
     emulate = config.comm.emulate
-    if emulate.on and device.kind not in ("cpu", "meta"):
+    if emulate.on and device.module is not None:
         raise UserError(f"comm.emulate delays calls of CPUs only, and this is {device.name}: set run.device=cpu")
     mesh = Mesh(layout, rank, made_elsewhere=process_groups, timeout=config.comm.timeout)
     if emulate.on:
@@ -90,7 +91,7 @@ def build_context(
     streams.active = config.drops
     parallel = Parallel(
         mesh.tp, config.layout.sequence_parallel, PRECISION_DTYPES[config.train.precision], device.torch, streams,
-        config.recompute, fused=fuses(config, device), products=products_of(config),
+        config.recompute, fused=fuses(config, device), products=config.train.products,
         unallocated=trains and shard_axes(layout, config.zero).stage == 3, host=is_host(config, device),
         experts=expert_groups(mesh, place_of(config, layout, rank)) if config.model.experts.count else None,
         context=context_groups(mesh, config),
@@ -102,7 +103,7 @@ def build_context(
 
 
 def expert_groups(mesh: Mesh, at: Coordinate) -> ExpertGroups:
-    by_node = any(axis == "ep" for axis, _ in mesh.layout.parts)
+    by_node = "ep" in dict(mesh.layout.parts)
     parts = NodeGroups(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
     etp, ep, sequence, cp = (mesh.group(axis) for axis in ("etp", "ep", "tp-cp", "cp"))
     return ExpertGroups(etp, ep, sequence, cp, at.cuts_experts_alike, parts)
@@ -129,21 +130,14 @@ def is_host(config: Config, device: Device) -> bool:
     A dry run, on `meta`, goes by the device that the config names, so that it allocates the same tensors as the real
     run.
     """
-    return (config.run.device if device.is_meta else device.kind) == "cpu"
+    return config.run.on_cpu if device.is_meta else device.is_cpu
 
 
 def fuses(config: Config, device: Device) -> bool:
     """Return True if blocks use the parts of nn/fused.py, whose forward a compiler must fuse to be fast."""
-    return config.compiles and (not is_host(config, device) or config.train.compile == "true")
+    return config.compiles and (not is_host(config, device) or config.train.compiles_on_host)
 
 
 def compiles(config: Config, device: Device) -> bool:
     """Return True if blocks are compiled with torch.compile."""
     return not device.is_meta and fuses(config, device)
-
-
-def products_of(config: Config) -> str:
-    """Return the precision of linear layers' products (see nn/products.py), or "" for that of the weights."""
-    if config.train.precision != "fp8":
-        return ""
-    return "fp8" if config.train.fp8_scale == "tensor" else "fp8-row"

@@ -12,7 +12,7 @@ from meshwright.config.sections import Config
 from meshwright.data.blanks import BlankOptions
 from meshwright.data.blend import Blend
 from meshwright.data.masked import Masking
-from meshwright.data.packed import PackedStream, is_chat, packed_datasets
+from meshwright.data.packed import CHAT, JUDGED, PAIRS, PackedStream, is_chat, packed_datasets
 from meshwright.data.spans import SpanOptions
 from meshwright.data.stream import SampleOptions, build_datasets
 from meshwright.data.token_file import read_metadata
@@ -66,7 +66,7 @@ def masking_of(config: Config) -> Masking:
     prefix = config.data.prefixes[0]
     tokenizer = tokenizer_of_data(config.data.prefixes)
     pieces = [] if tokenizer is None else tokenizer.pieces()
-    if c.whole_words == "true" and not pieces:
+    if c.needs_words and not pieces:
         raise UserError(
             f"data.masked.whole_words=true needs the tokenizer of {prefix}, and its file is not known or gone: prepare "
             "the data again, or set it to auto"
@@ -83,7 +83,7 @@ def masking_of(config: Config) -> Masking:
             f"model.vocab={model.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
-    words = word_parts(pieces) if pieces and c.whole_words != "false" else None
+    words = word_parts(pieces) if pieces and c.wants_words else None
     return Masking(model.predictions, c.share, c.ngrams, specials, vocab or model.vocab, words, model.pooler)
 
 
@@ -174,9 +174,8 @@ def packed_of(config: Config) -> list[PackedStream | None]:
     d, m = config.data, config.model
     if d.weights:
         raise UserError("data.weights has no effect on conversations, which are all packed together: leave it out")
-    kinds = {"judged"} if config.tune.judges_each else {"pairs"}
-    if config.objective == "chat":
-        kinds = {"chat"}
+    judged = JUDGED if config.tune.judges_each else PAIRS
+    kinds = {judged if config.objective_facts.judges_answers else CHAT}
     positions = m.numbers_positions
     return packed_datasets(d.prefixes, d.split, m.seq, config.train.seed, d.draw_split, positions, kinds)
 

@@ -163,7 +163,7 @@ class _Run:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that books communication under a phase, or under "validation" during a validation."""
         ledger = self.executor.ledger
-        return ledger.phase(ledger.current_phase if ledger.current_phase == "validation" else name)
+        return ledger.phase(ledger.current_phase if ledger.validating else name)
 
     def _do(self, action: Action) -> None:
         span, name = self.executor.span, span_name(action)

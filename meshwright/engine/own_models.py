@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config.load import GivenConfig, config_from, merge_sections, read_sections
+from meshwright.config.precision import PRECISIONS
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES
 from meshwright.engine.context import Context
@@ -97,7 +98,8 @@ def _is_cast(ctx: Context, module: nn.Module) -> bool:
     """Return True if a module needs no cast to the config's precision. With fp32 the user's own dtypes are used."""
     precision = ctx.config.train.precision
     floats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    return precision == "fp32" or (floats <= {PRECISION_DTYPES[precision]} and precision != "fp8")
+    fits = floats <= {PRECISION_DTYPES[precision]} and not PRECISIONS[precision].scales_products
+    return PRECISION_DTYPES[precision] == torch.float32 or fits
 
 
 def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: ForwardStep) -> ForwardStep:
@@ -107,7 +109,7 @@ def in_precision(ctx: Context, modules: Sequence[nn.Module], forward_step: Forwa
         return forward_step
 
     def cast(ctx: Context, module: nn.Module, batch: dict[str, Tensor], received: dict[str, Tensor]) -> Any:
-        with torch.autocast(ctx.device.kind, PRECISION_DTYPES[ctx.config.train.precision]):
+        with torch.autocast(ctx.device.torch.type, PRECISION_DTYPES[ctx.config.train.precision]):
             return forward_step(ctx, module, batch, received)
 
     return cast

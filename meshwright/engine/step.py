@@ -147,7 +147,7 @@ class Trainer:
             self.outer = OuterOptimizer(parallel, self.optimizer.states, config.train.local, config.train.seed, sizes)
             # The outer optimizer may change the masters of a bucket before its weights are published.
             self.optimizer.updated = self.outer.updated
-        self.loss_scale = LossScale(config.loss_scale, config.train.precision == "fp16")
+        self.loss_scale = LossScale(config.loss_scale, config.train.precision_facts.scales_loss)
         forward, streams = partial(forward_step, ctx), ctx.parallel.streams
         compiled = compiles(config, ctx.device)
         overlap = config.comm.overlap

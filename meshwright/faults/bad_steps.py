@@ -125,12 +125,12 @@ class BadSteps:
         self.reached = self.went_back = 0
         gate, parallel = trainer.gate, trainer.data_parallel
         # With replicas there is no gate: they synchronise as they step, so a held update would block the others.
-        gate.active = trainer.outer is None and (config.nonfinite or config.spike != "off")
+        gate.active = trainer.outer is None and (config.nonfinite or config.detects_spikes)
         gate.nonfinite = config.nonfinite and not trainer.loss_scale.active
         # A second computation gives another sum if the reducer keeps residuals, or if sums are applied late.
         has_state = any(True for _ in parallel.reducer_states()) or trainer.ctx.config.train.server.staleness > 0
-        self.replays = config.replay != "off" and not has_state
-        self.holds_spikes = config.spike == "act" or (config.spike == "tell" and self.replays)
+        self.replays = config.replays and not has_state
+        self.holds_spikes = config.detects_spikes and (self.replays or not config.trusts_replays)
         if config.locate and gate.active:
             trainer.marks = Marks(trainer.ctx, trainer.modules)
             parallel.reduces = trainer.marks.reduces
@@ -151,7 +151,7 @@ class BadSteps:
         """Return the final result of a step. `again` computes the step once more. Raise `RolledBack` after a
         rollback."""
         # Use the bounds that decided whether it was held. If steps run ahead, the window has newer steps by now.
-        bounds = result.bounds if self.holds_spikes or self.config.spike == "off" else self.window.bounds()
+        bounds = result.bounds if self.holds_spikes or not self.config.detects_spikes else self.window.bounds()
         if result.held:
             self.trainer.gate.release()
             result = self._examine(result, again, bounds)
@@ -176,7 +176,7 @@ class BadSteps:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
 
         # With `spike: tell`, a step that has about the same numbers again makes its update, so raise the bounds.
-        if self.config.spike == "tell":
+        if self.config.trusts_replays:
             self._set_bounds(*(x + abs(x) if spike else math.inf for x in (result.loss, result.grad_norm)))
         self.trainer.take_back(result)
         replayed = again()
@@ -210,17 +210,16 @@ class BadSteps:
         """Handle a bad step that the data or the model caused as `faults.action` says: skip, roll back or stop."""
         where = f", {place.words}" if place.found else ""
         text = f"{text}{where}{self._samples(result, place)}"
-        action = self.config.action
-        if action == "rollback" and self.went_back == self.config.max_skips:
-            text = f"{text}; the run has gone back {self.went_back} times since"
-            action = "stop"
-        if action == "stop":
+        goes_back, stops = self.config.goes_back, self.config.stops
+        if goes_back and self.went_back == self.config.max_skips:
+            text, stops = f"{text}; the run has gone back {self.went_back} times since", True
+        if stops:
             self.notes.add(BAD_STEP, f"{text}; the run stops", result.step, layer=_layer(place))
             self._stop(result, f"{text}: look at the samples and the learning rate, or set faults.action=skip")
-        if action == "rollback" and self._has_checkpoint():
+        if goes_back and self._has_checkpoint():
             self._roll_back(result, text, place)
             raise RolledBack
-        nowhere = " (there is no checkpoint to go back to)" if action == "rollback" else ""
+        nowhere = " (there is no checkpoint to go back to)" if goes_back else ""
         self.notes.add(BAD_STEP, f"{text}; skipped{nowhere}", result.step, layer=_layer(place))
         return result
 
@@ -289,7 +288,7 @@ class BadSteps:
         samples, or if no rank's result is bad then.
         """
         batches = self.trainer.train_batches
-        if self.config.replay != "elsewhere" or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
+        if not self.config.exchanges_samples or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
             return False
         batches.exchange(1)  # Each rank takes the samples of its neighbour.
         moved = self._diagnose(result)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group
+from meshwright.config.memory import Place
 from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
-from meshwright.engine.sharding.buffers import FlatBuffer, State
+from meshwright.engine.sharding.buffers import PARAM, FlatBuffer, State
 from meshwright.engine.sharding.remainders import tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
@@ -79,14 +80,14 @@ def held_alike(trainer: Trainer) -> Iterator[ReplicatedTensors]:
                 for axis in slot.record.copies:
                     if (exact or axis in slot.record.partial) and mesh.rank in mesh.layout.group(axis, mesh.rank):
                         yield ReplicatedTensors(axis, slot.record.name, [slot.view])
-    if trainer.ctx.config.zero.offload.optimizer == "disk":
+    if trainer.ctx.config.zero.offload.optimizer_at is Place.DISK:
         return
     masters = {id(state.buffer) for state in trainer.optimizer.states if not state.in_place}
     for state in trainer.optimizer.tensors():
         replicas = parallel.groups(state.buffer).replicas
         # A state "param" without separate master weights is the weights, which are compared above.
         compared = state.buffer.split.stage < 3
-        if replicas.alone or (state.name == "param" and compared and id(state.buffer) not in masters):
+        if replicas.alone or (state.name == PARAM and compared and id(state.buffer) not in masters):
             continue
         stored = [tensor for values in state.tensors for tensor in tensors_of(values)]
         yield ReplicatedTensors(replicas.axis, state.name, stored, state=state)

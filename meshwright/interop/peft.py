@@ -104,7 +104,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
             if changes:
                 tensors |= {f"{PREFIX}{module}.{key}": value for key, value in _stacked(changes, runs).items()}
                 ranks[module] = config.rank * len(changes)
-                if config.kind == "dora":
+                if config.trains_norms:
                     tensors[f"{PREFIX}{module}.{NORMS}"] = _norms(base, own, name, changes, runs)
 
     # The parameters that are trained whole, beside the adapters.
@@ -118,7 +118,7 @@ def export_adapters(checkpoint: Path, to: Path) -> dict[str, Any]:
     written: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.base, "inference_mode": True,
         "r": config.rank, "lora_alpha": config.scale * (math.sqrt(config.rank) if config.rslora else config.rank),
-        "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.kind == "dora", "bias": "none",
+        "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.trains_norms, "bias": "none",
         "fan_in_fan_out": bool(family.transposed), "target_modules": sorted(set(_suffixes(ranks, linears))),
         "modules_to_save": sorted(
             {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.map_tensor(model, r))}

@@ -11,6 +11,8 @@ from functools import cache
 
 from torch import Tensor
 
+from meshwright.device import kind_of
+
 
 @cache
 def triton_works() -> bool:
@@ -24,4 +26,4 @@ def triton_works() -> bool:
 
 def kernels_take(*tensors: Tensor) -> bool:
     """Return whether the kernels take these tensors: on CUDA, and no wider than float32, in which kernels compute."""
-    return all(x.is_cuda and x.element_size() < 8 for x in tensors) and triton_works()
+    return all(kind_of(x.device).runs_triton and x.element_size() < 8 for x in tensors) and triton_works()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.spec.layout.layout import mesh_width
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 Pieces = tuple[int, ...]
 
@@ -127,7 +128,7 @@ def rounds_of(
     order = order or range(size)
     rounds = ALGORITHMS[kind](size, order.index(place), on_node)
     yield from ((_in_group_order(round_, order), True) for round_ in rounds.reduce)
-    if op == "all_reduce":
+    if OPERATIONS[op].rounds == 2:
         yield from ((_in_group_order(round_, order), False) for round_ in rounds.gather)
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import EmulateConfig
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 
 def hops(op: str, size: int) -> float:
@@ -165,7 +166,7 @@ class EmulatedLinks:
             return wire / link
         network = c.network_gb_s * 1e9
         # An all_to_all sends to each rank separately, so only the messages to other nodes use the adapters.
-        if op == "all_to_all":
+        if OPERATIONS[op].is_exchange:
             to_one_rank = wire / (len(ranks) - 1)
             outside = to_one_rank * (len(ranks) - on_node)
             return max(to_one_rank * (on_node - 1) / link, outside / (network / self.node_size))

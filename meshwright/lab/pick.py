@@ -12,7 +12,7 @@ from functools import lru_cache
 from meshwright.config.comm import LinkConfig
 from meshwright.engine.sharding.reducers import Links
 from meshwright.lab.algorithms import ALGORITHMS, rounds_of
-from meshwright.spec.traffic.ledger import bus_factor
+from meshwright.spec.traffic.ledger import OPERATIONS, bus_factor
 
 # One of our algorithms is chosen if it takes at most this fraction of torch's time. torch's sums overlap with backward
 # and ours do not, so a small gain is not worth it.
@@ -44,11 +44,11 @@ def algorithm_seconds(links: Links, kind: str, op: str, payload: float, size: in
     if size <= 1 or payload <= 0:
         return 0.0
     on_node = min(on_node, size)
-    if kind == "torch":
+    if kind not in ALGORITHMS:
         # A ring is as slow as its slowest link, and each of its rounds waits for one message.
         across = size > on_node
         rate, latency = (min(links.link, links.network), links.network_s) if across else (links.link, links.link_s)
-        trips = 2 if op == "all_reduce" else 1
+        trips = OPERATIONS[op].rounds
         return links.extra + bus_factor(op, size) * payload / rate + trips * (size - 1) * latency
     total = 0.0
     chunk = payload / size

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.engine.sharding.reducers import PlainReducer
-from meshwright.lab.algorithms import Pieces, ring_order, rounds_of
+from meshwright.lab.algorithms import ALGORITHMS, Pieces, ring_order, rounds_of
 from meshwright.lab.pick import algorithm_seconds, fastest, links_of
 from meshwright.spec.layout.layout import neighbours_on_node
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,13 +52,13 @@ class AlgorithmReducer(PlainReducer):
             return []
         slice_bytes = elements // ranks * element_bytes
         kind = self.chosen(op, elements * element_bytes, ranks, on_node)
-        if kind == "torch":
+        if kind not in ALGORITHMS:
             return super().calls(op, elements, element_bytes, ranks, records, on_node)
         return [("send", len(step.sent) * slice_bytes) for step, _ in rounds_of(kind, ranks, 0, op, on_node)]
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
         """Return True only for torch's collective (see `ReducerPlan`): the other algorithms sum after backward."""
-        return self.chosen(op, payload, ranks, on_node) == "torch"
+        return self.chosen(op, payload, ranks, on_node) not in ALGORITHMS
 
     def seconds(
         self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
@@ -65,17 +66,17 @@ class AlgorithmReducer(PlainReducer):
     ) -> float:  # fmt: skip
         payload = elements * element_bytes
         kind = self.chosen(op, payload, ranks, on_node)
-        if kind == "torch":
+        if kind not in ALGORITHMS:
             return network.collective(op, payload, ranks, on_node)
         return algorithm_seconds(network.links(ranks, on_node), kind, op, payload, ranks, on_node)
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         rounds = Rounds(self, "all_reduce", grads, grads, group)
-        return rounds if rounds.kind != "torch" else super().all_reduce(bucket, grads, group)
+        return rounds if rounds.kind in ALGORITHMS else super().all_reduce(bucket, grads, group)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         rounds = Rounds(self, "reduce_scatter", out, grads, group)
-        return rounds if rounds.kind != "torch" else super().reduce_scatter(bucket, out, grads, group)
+        return rounds if rounds.kind in ALGORITHMS else super().reduce_scatter(bucket, out, grads, group)
 
 
 class GatherToOne(PlainReducer):
@@ -164,7 +165,7 @@ class Rounds:
                 group.exchange(_take_slices(pieces, step.sent), step.to, received, step.source).wait()
                 if not direct:
                     _put_slices(pieces, step.received, received, step.adds)
-        if self._op == "reduce_scatter":
+        if OPERATIONS[self._op].rounds == 1:
             self._out.copy_(pieces[max(0, group.index)])
 
     def _steps(self, device: Any) -> list[Step]:

@@ -171,7 +171,7 @@ def making_work(trainer: Trainer) -> float:
     """
     parallel, ctx = trainer.data_parallel, trainer.ctx
     reducer = parallel.reducer
-    if ctx.config.comm.reduce.kind == "plain" or not reducer.mixes:
+    if not ctx.config.comm.reduce.facts.compresses or not reducer.mixes:
         return 0.0
     buckets = [bucket for bucket in parallel.buckets if bucket.buffer.key.compressed]
     # Draw the gradients before the clock starts: in a real step, backward provides them.

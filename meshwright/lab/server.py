@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.engine.sharding.reducers import PlainReducer
 from meshwright.spec.layout.params import stream_seed
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,7 @@ class ServerReducer(PlainReducer):
         return [("all_to_all", elements * element_bytes)] * 2
 
     def of_rank(self, op: str, sent: tuple[int, int], ranks: int, index: int) -> tuple[int, int]:
-        return rank_bytes(self.servers, ranks, index, sent[0] // 2) if op == "all_to_all" else sent
+        return rank_bytes(self.servers, ranks, index, sent[0] // 2) if OPERATIONS[op].is_exchange else sent
 
     def overlaps(self, op: str, payload: int, ranks: int, on_node: int) -> bool:
         return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.config.comm import (
-    KINDS,
+    REDUCE_KINDS,
     AlgorithmConfig,
     CommConfig,
     EmulateConfig,
@@ -94,9 +94,9 @@ def techniques(config: Config, job: Job) -> list[Technique]:
             add(f"gather {kind}", replace(plain, gather=GatherConfig(kind=kind)))  # type: ignore[arg-type]
         if job.node_size < job.world:
             add("copy in the node", replace(plain, gather=replace(c.gather, node_copy=True)))
-        for kind in KINDS:
-            if kind != "plain":
-                add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))  # type: ignore[arg-type]
+        for kind, facts in REDUCE_KINDS.items():
+            if facts.compresses:
+                add(f"reduce {kind}", replace(plain, reduce=ReduceConfig(kind=kind)))
     if job.layout.dp > 1 and job.layout.replicas == 1:
         # One fragment is synchronised in every step, so that all steps are alike.
         for steps in LOCAL_STEPS:

@@ -195,20 +195,20 @@ class Elastic:
         return None
 
     def _leads(self, nodes: list[LauncherNote]) -> bool:
-        return next(node.name for node in nodes if node.state != "left") == self.board.me.name
+        return next(node.name for node in nodes if not node.has_left) == self.board.me.name
 
     def _has_ended(self, nodes: list[LauncherNote]) -> bool:
         """Return True if the last generation finished the run or was stopped while this node waited."""
         assert self.last is not None
         number = self.last.number
-        ended = any(n.state == "left" and n.code == 0 and n.generation == number for n in nodes)
+        ended = any(n.ended_well and n.generation == number for n in nodes)
         return ended and not self.board.is_reshaped(number)
 
     def _lead(self, nodes: list[LauncherNote], waited: float) -> Generation | None:
         """Make and return the next generation if no node still runs ranks and enough nodes are ready; else None."""
         wishes, first = self.wishes, self.last is None
-        ready = self._reachable([node for node in nodes if node.state == "ready"])
-        if any(node.state == "running" for node in nodes) or len(ready) < wishes.least:
+        ready = self._reachable([node for node in nodes if node.is_ready])
+        if any(node.is_running for node in nodes) or len(ready) < wishes.least:
             return None
         # At the first start, more nodes may still be about to join.
         if len(ready) < wishes.most and first and waited < JOIN_S:
@@ -319,7 +319,7 @@ class Elastic:
             name = f"node {share.name}"
             fault = node.fault if node is not None and node.generation == generation.number else ""
             # A node that is in a later generation, or has left, will not report on this one.
-            past = node is not None and (node.generation > generation.number or node.state == "left")
+            past = node is not None and (node.generation > generation.number or node.has_left)
             if node is None or fault in ("own", "unsure") or (name in watch.lost and fault != "others"):
                 failed.append(name)
             elif not fault and not past:
@@ -375,21 +375,21 @@ class Elastic:
         for share in generation.shares:
             node = present.get(share.name)
             # A node whose ranks ended well is not lost.
-            if share.name == self.board.me.name or (node and node.state == "left" and node.code == 0):
+            if share.name == self.board.me.name or (node and node.ended_well):
                 continue
             if node is not None and share.port and knock(share.address, share.port) == "open":
                 last_heard[share.name] = now
             is_silent = now - last_heard.setdefault(share.name, now) > self.wishes.lost_after
-            running = node is not None and node.state == "running" and node.generation == generation.number
+            running = node is not None and node.is_running and node.generation == generation.number
             # It has not read this generation's file yet.
-            starting = node is not None and node.state == "ready" and node.generation < generation.number
+            starting = node is not None and node.is_ready and node.generation < generation.number
             if is_silent and share.port or not (running or starting):
                 lost.append(f"node {share.name}")
         return lost
 
     def _grows(self, generation: Generation, nodes: list[LauncherNote]) -> bool:
         """Return True if more ranks could train now than this generation has."""
-        offered = self._reachable([node for node in nodes if node.state in ("ready", "running")])[: self.wishes.most]
+        offered = self._reachable([node for node in nodes if node.is_ready or node.is_running])[: self.wishes.most]
         total = sum(len(node.places) for node in offered)
         # The planner raises this error if it has no layout for that many ranks.
         with contextlib.suppress(UserError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.yaml_text import dump_yaml
+from meshwright.device_kinds import DEVICE_KINDS, resource_of
 
 STOPPED = 85  # The exit code of a container whose run was stopped before it was complete.
 PORT = 29500
@@ -21,7 +22,6 @@ ELASTIC_STEP = "--no-kill --kill-on-bad-exit=0"  # The loss of a node ends neith
 CORES = '--cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cores}}}"'
 SHM = "/dev/shm"  # noqa: S108
 CONFIG_AT = "/etc/meshwright"
-GPU_RESOURCES = {"auto": "nvidia.com/gpu", "cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class JobFile:
 
     @property
     def has_accelerators(self) -> bool:
-        return self.device != "cpu"
+        return self.device not in DEVICE_KINDS or DEVICE_KINDS[self.device].is_accelerator
 
     def train(self, config: str | None = None) -> str:
         """Return the command of a rank or, in an elastic run, of a node's launcher."""
@@ -210,7 +210,7 @@ def _pod_spec(job: JobFile, pods: Pods) -> dict[str, Any]:
         ],
     }  # fmt: skip
     if job.has_accelerators:
-        container["resources"] = {"limits": {GPU_RESOURCES[job.device]: job.per_node}}
+        container["resources"] = {"limits": {resource_of(job.device): job.per_node}}
     apart = {"matchLabels": {"job-name": job.name}}
     return {
         "restartPolicy": "Never", "subdomain": job.name, "terminationGracePeriodSeconds": job.lead_s,

@@ -52,6 +52,22 @@ class LauncherNote:
     beat: int = 0  # Increases with every write.
     fault: str = ""  # A Fault, or empty.
 
+    @property
+    def has_left(self) -> bool:
+        return self.state == "left"
+
+    @property
+    def ended_well(self) -> bool:
+        return self.has_left and self.code == 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "running"
+
 
 @dataclass(frozen=True)
 class NodeShare:

@@ -40,7 +40,7 @@ def on_cpu(config: Config) -> bool:
     """Return True if ranks of this machine compute on its CPUs."""
     from meshwright.device import accelerator_count
 
-    return config.run.device == "cpu" or not accelerator_count()
+    return config.run.on_cpu or not accelerator_count()
 
 
 def here(config: Config, ranks: int) -> Job:
@@ -100,11 +100,11 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
     c = config
     for stage in range(max(1, c.zero.stage + 1), 4):
         yield {"zero.stage": stage}
-    if c.recompute.mode != "full":
+    if c.recompute.blocks != 1:
         yield {"recompute.mode": "full"}
     if c.train.micro_batch > 1:
         yield {"train.micro_batch": 1}
-    if c.train.precision in ("fp32", "fp64"):
+    if c.train.precision_facts.is_wide:
         yield {"train.precision": "bf16"}
     for tp in (2, 4, 8):
         if tp > c.layout.tp and ranks % tp == 0:

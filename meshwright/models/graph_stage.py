@@ -280,7 +280,7 @@ class GraphStage(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run a stack in runs of blocks that are recomputed in backward. Return the same as `_run_stack`."""
         memory, total, last = self.parallel.offload, None, None
-        offloaded = self.parallel.recompute.offloaded_runs(len(runs), self.stage.first, self.stage.last)
+        offloaded = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
         for number, layers in enumerate(runs):
             # Wait, on the device, until the input of the previous run is in host memory, and free its device memory.
             if memory is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.comm.registered import effectful_operator, pure_operator, shapes_of
 from meshwright.config.sections import FP8_UNIT
-from meshwright.device import scaled_rows_are_wide
+from meshwright.device import kind_of, scaled_rows_are_wide
 from meshwright.kernels import kernels_take
 from meshwright.nn.weight_grad import Sink, sink_of
 
@@ -100,9 +100,8 @@ def _multiply(
 ) -> Tensor:
     by_rows = a_scale.dim() > 0
     if by_rows:
-        a_scale = a_scale[:, None]
-        b_scale = b_scale[None, :]
-    if not a.is_cuda:
+        a_scale, b_scale = a_scale[:, None], b_scale[None, :]
+    if not kind_of(a.device).has_scaled_products:
         wide = (a.float() * a_scale) @ (b.t().float() * b_scale)
         return wide.to(dtype) if out is None else out.copy_(wide)
     # Not every GPU's product with row scales can write float32, so the result may have to pass through bf16.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.registered import pure_operator, shapes_of
+from meshwright.device import kind_of
 from meshwright.kernels import kernels_take
 
 
@@ -52,7 +53,7 @@ def norm_of_product(x: Tensor, weight: Tensor, eps: float, plain: bool) -> tuple
     Otherwise the plain definition is used, which torch's compiler fuses with the sum that produced x. A dry run takes
     the one-pass operator, because a compiled norm has no intermediate results that would count as memory.
     """
-    one_pass = x.is_meta or (x.is_cuda and plain)
+    one_pass = x.is_meta or (plain and kind_of(x.device).runs_triton)
     results: tuple[Tensor, Tensor] = (rms_norm_in_one_pass if one_pass else rms_norm)(x, weight, eps)
     return results
 

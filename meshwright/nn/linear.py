@@ -273,7 +273,7 @@ class Linear(AdaptedLayer):
         """Return x and the product of norm(x). All further uses of x must take the returned one, so that their gradient
         is added in this layer's backward."""
         if self.adapters and norm.fuses:
-            x, y = self.product_with_adapters(x, self.sides, InputFunction("norm", norm.weight, norm.eps))
+            x, y = self.product_with_adapters(x, self.sides, InputFunction(norm.weight, norm.eps))
         elif self.adapters:
             return x, self(norm(x))
         else:
@@ -284,7 +284,7 @@ class Linear(AdaptedLayer):
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
         if self.adapters:
-            return self.add_bias(self.product_with_adapters(x, self.sides, InputFunction("swiglu"))[1])
+            return self.add_bias(self.product_with_adapters(x, self.sides, InputFunction(swiglu=True))[1])
         return self.add_bias(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property

@@ -48,7 +48,7 @@ class MLP(nn.Module):
     def __init__(self, parallel: Parallel, part: MLPPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         self.up, self.down = self.products(parallel, part.first, records)
-        self.activation = None if part.kind == "swiglu" else ACTIVATIONS[part.kind]
+        self.activation = None if part.is_swiglu else ACTIVATIONS[part.kind]
         self.chunks = parallel.recompute.pieces
         self.chunk = _TokenChunk(self)
 

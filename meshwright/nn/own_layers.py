@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, last_dim, reduce_from, slice_rows
+from meshwright.device import is_host
 from meshwright.errors import UserError, divisors, either
 from meshwright.nn.embedding import TableRows
 from meshwright.nn.grid.sides import PLAIN, Sides
@@ -97,9 +98,8 @@ class _ParallelLinear(TensorRegion):
         super().join(parallel)
         self.kind = parallel.products
         if self.tp is not None:
-            side = (self.tp.name, self.tp.size)
             # All ranks hold all tokens here.
-            self.sides = Sides(x=side, all_rows=True) if self.cut == "column" else Sides(summed=side, all_rows=True)
+            self.sides = Sides.of_group(self.tp.name, self.tp.size, self.cut, all_rows=True)
 
     def separate_bias(self) -> Tensor | None:
         """Return a copy of the bias, which is still there when ZeRO 3 has freed the layer's weights."""
@@ -232,12 +232,13 @@ class ParallelCrossEntropy(ParallelLayer):
         wanted = labels.reshape(-1)
         width = flat.shape[1]
         first, name = (0, "") if self.tp is None else (self.tp.index * width, self.tp.name)
-        vocabulary = Vocabulary(first, width, name, self.ranks, flat.device.type == "cpu")
+        vocabulary = Vocabulary(first, width, name, self.ranks, is_host(flat.device))
         mask = wanted != self.ignore_index
         losses: Tensor = _TokenLosses.apply(flat, torch.where(mask, wanted, 0), mask, vocabulary)
         return losses.view(labels.shape)
 
 
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu}  # on a gate beside the first product
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
@@ -249,10 +250,10 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, activation: str = "swiglu", bias: bool = False) -> None:
         super().__init__()
-        if activation != "swiglu" and activation not in ACTIVATIONS:
-            raise UserError(f"activation={activation!r} is not known: try {either(['swiglu', *ACTIVATIONS])}")
-        self.activation = ACTIVATIONS.get(activation, F.silu)
-        self.gate = ColumnParallelLinear(hidden, ffn, bias) if activation == "swiglu" else None
+        if activation not in {**GATED, **ACTIVATIONS}:
+            raise UserError(f"activation={activation!r} is not known: try {either([*GATED, *ACTIVATIONS])}")
+        self.activation = {**GATED, **ACTIVATIONS}[activation]
+        self.gate = ColumnParallelLinear(hidden, ffn, bias) if activation in GATED else None
         self.up = ColumnParallelLinear(hidden, ffn, bias)
         self.down = RowParallelLinear(ffn, hidden, bias)
 

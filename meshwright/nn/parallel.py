@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.by_node import NodeGroups
 from meshwright.comm.group import Group
-from meshwright.config.sections import RecomputeConfig
+from meshwright.config.memory import RecomputeConfig
 from meshwright.nn.adapters.nf4 import pack
 from meshwright.nn.offload import HostActivations
 from meshwright.nn.random import Streams

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.registered import effectful_operator
+from meshwright.device import is_host, kind_of
 from meshwright.kernels import kernels_take
 
 
@@ -259,7 +260,7 @@ def write_product(out: Tensor, grad: Tensor, x: Tensor, add: bool) -> None:
     left = grad.t()
     if out.dtype == x.dtype:
         out.addmm_(left, x) if add else torch.mm(left, x, out=out)
-    elif x.is_cuda and out.dtype == torch.float32:
+    elif kind_of(x.device).has_wide_products and out.dtype == torch.float32:
         if add:
             torch.ops.aten.addmm.dtype_out(out, left, x, torch.float32, out=out)
         else:
@@ -323,7 +324,7 @@ def _add_rows(slot: Sink, grad: Tensor, rows: Tensor) -> None:
         return
     kernel = sink.dtype == torch.float32 and (kernels_take(sink, grad) or sink.is_meta)
     # On an accelerator, index_add_ is not deterministic.
-    if not kernel and sink.device.type != "cpu":
+    if not kernel and not is_host(sink.device):
         slot.add(dense_rows_grad(grad, rows, sink.shape[0]))
         return
     slot.prepare()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from meshwright.config.memory import Recomputed
 from meshwright.config.sections import Config
 from meshwright.errors import plural
 from meshwright.plan.communication import Traffic, mean_of_all_ranks
@@ -16,6 +17,7 @@ from meshwright.plan.rank import bytes_at_peak, rank_json
 from meshwright.plan.reduction import AxisTime
 from meshwright.show.terminal import table
 from meshwright.show.units import count, percent, seconds, size
+from meshwright.spec.layout.layout import whole_axis
 from meshwright.spec.layout.rows import balance, causal_pairs
 from meshwright.spec.model.graph import active_parameters, parameter_count
 from meshwright.spec.schedule.kinds import default_kind
@@ -68,7 +70,7 @@ def plain_words(config: Config, ranks: int) -> str:
     if not clauses:
         clauses.append("one rank computes everything")
     clauses.append(f"{plural(config.train.micro_batch, 'sequence')} at a time (micro-batch)")
-    if config.recompute.mode != "none":
+    if config.recompute.part is not Recomputed.NOTHING:
         clauses.append(f"backward computes activations again (recompute {config.recompute.mode})")
     return "; ".join(clauses)
 
@@ -245,7 +247,7 @@ def report(cost: Cost, tokens: float | None = None) -> str:
 
 def _about_ep(cost: Cost) -> list[str]:
     """State the assumption behind the bytes over ep."""
-    if not any(axis.split(".")[0] == "ep" for axis in cost.traffic):
+    if not any(whole_axis(axis) == "ep" for axis in cost.traffic):
         return []
     if cost.job.config.model.experts.capacity is not None:
         return ["  The capacity fixes the bytes over ep."]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from meshwright.config.memory import Place, Recomputed
 from meshwright.plan.job import Job, remember, saved_together
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.graph import Stage
@@ -30,34 +31,34 @@ class UnitSavedBytes:
 
 @lru_cache(maxsize=50_000)
 def saved_by_unit(
-    unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, mode: str, selective: tuple[float, bool],
+    unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, again: Recomputed, selective: tuple[float, bool],
     splits: bool = False,
 ) -> UnitSavedBytes:  # fmt: skip
-    """Return the bytes of a unit under a recompute mode.
+    """Return the bytes of a unit of which backward computes a part again.
 
-    `selective` describes the mode of that name: the share of a block's linear products that it recomputes, and whether
-    it recomputes the attention core. `splits` says that the schedule defers weight gradients.
+    `selective` describes the recompute mode of that name: the share of a block's linear products that it recomputes,
+    and whether it recomputes the attention core. `splits` says that the schedule defers weight gradients.
     """
     if splits:
         factors, working = unit.factors(at, batch, kernels), unit.split_workspace(at, batch, kernels)
-        plain = saved_by_unit(unit, at, batch, kernels, mode, selective)
+        plain = saved_by_unit(unit, at, batch, kernels, again, selective)
         return replace(plain, factors=factors, split_working=working)
     declared, working = unit.saved(at, batch, kernels), unit.workspace(at, batch, kernels)
     kept = [each for each in declared if not each.passing]
     everything = sum(each.size for each in kept)
     passing = sum(each.size for each in declared if each.passing)
-    if not isinstance(unit, BlockUnit) or mode == "none":
+    if not isinstance(unit, BlockUnit) or again is Recomputed.NOTHING:
         return UnitSavedBytes(everything, passing, working)
     stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
-    if mode == "selective" and core:
+    if again is Recomputed.CORE and core:
         dropped = sum(each.size for each in kept if each.core)
         return UnitSavedBytes(
             everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working
         )
-    if mode == "selective" and not share:
+    if again is Recomputed.CORE and not share:
         return UnitSavedBytes(everything, passing, working)
-    if mode == "selective":
+    if again is Recomputed.CORE:
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
         scattered = unit.rows.of(batch).rows(at) / unit.rows.of(batch).tokens(at)
@@ -91,13 +92,12 @@ class ChunkBytes:
 
 def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     """Return the bytes of one chunk. `fields` is the number of elements of a micro-batch that the rank reads."""
-    together, mode = job.config.recompute.blocks, job.config.recompute.mode
-    held = [node.unit for node in job.model.nodes_of(stage)]
-    first = int(stage.first)
+    together, part = job.config.recompute.blocks, job.config.recompute.part
+    held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
     units = [
-        saved_by_unit(unit, unit.seen_by(job.at), job.batch, job.kernels, mode, selective, splits) for unit in held
+        saved_by_unit(unit, unit.seen_by(job.at), job.batch, job.kernels, part, selective, splits) for unit in held
     ]
     streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
 
@@ -107,7 +107,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     for number, (begin, end) in enumerate(runs, start=-first):
         inside, stream = units[begin:end], streams[begin]
         if together and held[begin].stackable:
-            kept.append(0.0 if number in offloaded or job.states.checkpoints_on != "device" else stream)
+            kept.append(0.0 if number in offloaded or job.states.checkpoints_at is not Place.DEVICE else stream)
             again.append(sum(each.lasting for each in inside) + inside[0].again + stream * (number in offloaded))
         else:
             kept.append(inside[0].lasting)
@@ -144,7 +144,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
 
 def _offloaded_runs(job: Job, stage: Stage, runs: int) -> range:
     """Return the numbers of a chunk's recomputed runs whose input is in host memory. A CPU offloads nothing."""
-    return range(0) if job.host else job.config.recompute.offloaded_runs(runs, stage.first, stage.last)
+    return range(0) if job.host else job.config.recompute.offloaded(runs, stage.first, stage.last)
 
 
 def chunks_of(job: Job, pp_rank: int) -> list[ChunkBytes]:

@@ -19,12 +19,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.config.comm import GatherConfig
-from meshwright.config.sections import Config, ZeroConfig
+from meshwright.config.memory import ZeroConfig
+from meshwright.config.sections import Config
 from meshwright.engine.sharding.compression.sizes import gathered_bytes
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, LinkCost, ReducerPlan
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.matrices import matrix_calls
+from meshwright.plan.stack import NF4
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS, neighbours_on_node
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, ParamRecord
@@ -75,6 +77,11 @@ class RepeatedCall:
     wire: int | None = None  # Bytes that leave the rank, if they don't follow from the op and the payload.
 
     @property
+    def of_weights(self) -> bool:
+        """True if the calls gather or update weights, instead of summing gradients."""
+        return self.source == "weights"
+
+    @property
     def line(self) -> Line:
         return Line(self.phase, self.axis, self.op)
 
@@ -121,7 +128,7 @@ def units(job: Job, stage: Stage) -> Iterator[RepeatedCall]:
         again = unit.stackable and job.config.recompute.blocks > 0
         for call in (*unit_collectives(unit, job.at, job.batch), *answer_collectives(job, unit)):
             times = count * call.times * job.micro_batches
-            repeats = again and call.phase == "forward" and not call.replayed
+            repeats = again and call.forward and not call.replayed
             for phase in (call.phase, "backward") if repeats else (call.phase,):
                 yield _over(job.layout, "units", phase, call.axis, call.op, call.payload, times)
 
@@ -143,7 +150,7 @@ def answer_collectives(job: Job, unit: Unit) -> Iterator[Collective]:
         return
     at, batch = unit.seen_by(job.at), unit.rows.of(job.batch)
     for part in (innermost(each.part) for each in unit.parts):
-        forward = [call for call in part.collectives(at, batch) if call.phase == "forward" and at.size(call.axis) > 1]
+        forward = [call for call in part.collectives(at, batch) if call.forward and at.size(call.axis) > 1]
         if job.config.compares:
             yield from (replace(call, replayed=True) for call in forward)
         if isinstance(part, OutputLayerPart):
@@ -186,8 +193,9 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     divided = job.layout.tp if job.scatters_sends else 1
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
-        for phase, sends, taker in zip(("forward", "backward"), crosses, (stage.index + 1, stage.index), strict=True):
-            sizes = passed_bytes(job, stages[taker], phase == "backward") if sends else ()
+        ways = (("forward", stage.index + 1, False), ("backward", stage.index, True))
+        for (phase, taker, back), sends in zip(ways, crosses, strict=True):
+            sizes = passed_bytes(job, stages[taker], back) if sends else ()
             payloads.update((phase, size) for size in sizes)
     for (phase, payload), count in payloads.items():
         yield _over(job.layout, "pipeline", phase, "pp", "send", payload // divided, count * job.micro_batches)
@@ -307,7 +315,7 @@ def _gathers(
     times, forwards = (micro_batches * fetched, micro_batches) if stage == 3 else (1, 1)
     how = gather if gather and stage == 3 else GatherConfig()
     # nf4 weights already have few bits and are not compressed further.
-    how = replace(how, kind="plain") if buffer.dtype == "nf4" else how
+    how = replace(how, kind="plain") if buffer.dtype == NF4 else how
     if node := copy_axis(layout, zero, how, buffer.data_axes):
         inside = _over(layout, "weights", "gather", node, "all_gather", size * buffer.weight, count * (times - 1))
         yield replace(inside, forwards=count * (forwards - 1), ends=end)

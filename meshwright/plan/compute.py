@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from meshwright.config.memory import Recomputed
+from meshwright.config.precision import PRECISIONS
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import unit_collectives
 from meshwright.plan.efficiency import ALIGNED, collective_seconds, product_seconds
@@ -18,10 +20,11 @@ from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.grid import GRID_AXES
+from meshwright.spec.layout.layout import CUT_EXPERTS, whole_axis
 from meshwright.spec.layout.params import EP_ACROSS, EP_NODE
 from meshwright.spec.model.part import Coordinate, Kernels, MicroBatch, Product, Unit, Work, hash_once
 from meshwright.spec.model.pieces import TP_CHUNKS
-from meshwright.spec.traffic.ledger import WIRE, wire_bytes
+from meshwright.spec.traffic.ledger import OPERATIONS, wire_bytes
 
 ATTENTION_BACKWARD = 2.5  # The backward of a fused attention core has five products, its forward two.
 EXCHANGE_AXES = ("ep", EP_NODE, EP_ACROSS)
@@ -78,7 +81,7 @@ class Setting:
     cluster: Cluster
     stack: Stack
     precision: str
-    recompute: str
+    recompute: Recomputed
     per_node: tuple[tuple[str, int], ...]  # The ranks of a group on one node, by axis.
     # The share of the adapters' rate that switches leave, by (axis, op). Missing ones are 1.
     left: tuple[tuple[tuple[str, str], float], ...] = ()
@@ -89,8 +92,8 @@ class Setting:
     @cached_property
     def dense(self) -> Setting:
         """The same setting without the axes of experts, on which no other unit depends."""
-        axes = tuple(each for each in self.per_node if each[0].split(".")[0] not in ("ep", "etp"))
-        left = tuple(each for each in self.left if each[0][0].split(".")[0] not in ("ep", "etp"))
+        axes = tuple(each for each in self.per_node if whole_axis(each[0]) not in CUT_EXPERTS)
+        left = tuple(each for each in self.left if whole_axis(each[0][0]) not in CUT_EXPERTS)
         return self if self.at.dense is self.at else replace(self, at=self.at.dense, per_node=axes, left=left)
 
     def on_node(self, axis: str) -> int:
@@ -98,13 +101,14 @@ class Setting:
         return next((count for name, count in self.per_node if name == axis), 1)
 
 
-def setting_of(job: Job, cluster: Cluster, recompute: str | None = None) -> Setting:
-    """Return the setting of a job's units on a cluster, with the job's recompute mode unless another is given."""
+def setting_of(job: Job, cluster: Cluster, recompute: Recomputed | None = None) -> Setting:
+    """Return the setting of a job's units on a cluster. They recompute the same parts as the job, or else
+    `recompute`."""
     c = job.config
     axes = [axis for axis in UNIT_AXES if job.at.size(axis) > 1]
     return Setting(
         job.at, job.batch, job.kernels, cluster, job.stack, c.train.precision,
-        c.recompute.mode if recompute is None else recompute,
+        c.recompute.part if recompute is None else recompute,
         tuple((axis, ranks_per_node(job.layout, axis)) for axis in axes), _rates_left(cluster, job, axes),
         1 + c.compares,
     )  # fmt: skip
@@ -114,7 +118,7 @@ def _rates_left(cluster: Cluster, job: Job, axes: list[str]) -> tuple[tuple[tupl
     """Return the shares of the adapters' rate that switches leave, by (axis, op), where they take any."""
     if not cluster.network.is_oversubscribed:
         return ()
-    shares = {(axis, op): adapter_rate_left(cluster, job, axis, op) for axis in axes for op in WIRE}
+    shares = {(axis, op): adapter_rate_left(cluster, job, axis, op) for axis in axes for op in OPERATIONS}
     return tuple((key, share) for key, share in shares.items() if share < 1.0)
 
 
@@ -143,15 +147,15 @@ def _unit_time(unit: Unit, where: Setting) -> UnitTime:
     backward = max(gradients + attention * core + rest * MOVED_BACKWARD, 2 * launch) + 2 * calls
 
     again = share = 0.0
-    if block and where.recompute == "selective":
+    if block and where.recompute is Recomputed.CORE:
         again = (attention if stack.selective_core else 0.0) + stack.selective * (linear + rest)
         share = stack.selective
-    elif block and where.recompute != "none":
+    elif block and where.recompute is Recomputed.BLOCK:
         again, share = forward, 1.0
     again += sum(_product_seconds(p, where) for p in work.products if p.again)
     axes = (
         _tensor_parallel(unit, where, linear, share),
-        _context_parallel(unit, where, attention, share if where.recompute != "selective" else 0.0),
+        _context_parallel(unit, where, attention, share if where.recompute is not Recomputed.CORE else 0.0),
         *_expert_parallel(unit, where, share),
     )
     uses = tuple(use._replace(forward=use.forward * where.forwards) for use in axes if any(use[1:]))
@@ -169,7 +173,7 @@ def _forward(work: Work, where: Setting) -> tuple[float, float, float]:
         else:
             attention += seconds
     if work.attention_flops:
-        rate = device.rate("bf16" if where.precision == "fp8" else where.precision)
+        rate = device.rate(PRECISIONS[where.precision].stored)
         attention += work.attention_flops / (rate * e.attention * where.stack.attention)
     attention += work.softmax / where.cluster.memory_rate
     return linear, attention, work.moved * where.stack.passes / where.cluster.memory_rate
@@ -182,8 +186,9 @@ def _product_seconds(p: Product, where: Setting, gradient: int = 0) -> float:
     several weights, counts as one smaller product per weight.
     """
     cluster = where.cluster
-    fp8 = where.precision == "fp8" and p.linear and not p.precise
-    precision = "bf16" if where.precision == "fp8" and not fp8 else where.precision
+    facts, plain = PRECISIONS[where.precision], p.precise or not p.linear
+    fp8 = facts.scales_products and not plain
+    precision = facts.stored if plain else where.precision
     share = cluster.efficiency.product * (cluster.efficiency.fp8 if fp8 else 1.0)
     m, count = p.m, p.count
     # A weight may get any number of rows, and kernels pad them to an aligned number.
@@ -213,7 +218,7 @@ def _seconds(unit: Unit, where: Setting, axes: tuple[str, ...], with_repeated: b
             left = dict(where.left).get((call.axis, call.op), 1.0) if where.left else 1.0
             seconds = call.times * collective_seconds(where.cluster, call.op, payload, size, per_node, left)
             times[call.phase] += seconds
-            again += seconds if call.phase == "forward" and not call.replayed else 0.0
+            again += seconds if call.forward and not call.replayed else 0.0
     return _Phases(times["forward"], times["backward"], again)
 
 
@@ -251,7 +256,7 @@ def _in_pieces(unit: Unit, where: Setting) -> float:
     """
     calls = [call for call in unit_collectives(unit, where.at, where.batch) if call.axis == "tp"]
     hides = [
-        call.op == "send" if where.at.splits_tokens else call.times > 1 or call.phase == "backward" for call in calls
+        OPERATIONS[call.op].is_message if where.at.splits_tokens else call.times > 1 or call.backward for call in calls
     ]
     wire = [call.times * wire_bytes(call.op, call.payload, where.at.size("tp")) for call in calls]
     return sum(each for each, hidden in zip(wire, hides, strict=True) if hidden) / max(1, sum(wire))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from meshwright.config.memory import Place
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import Traffic, crossings, mean_traffic, passed_bytes
 from meshwright.plan.compute import Setting, setting_of, unit_time
@@ -286,7 +287,7 @@ def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
     The states move at the rate of the device's memory or, if they are offloaded, at that of the host's CPUs.
     """
     mine = [(sum(one.buckets) / one.shards, one.update) for one in buffer_sizes(job, pp_rank) if one.trained]
-    if job.states.optimizer_on != "device":
+    if job.states.optimizer_at is not Place.DEVICE:
         return sum(size for size, _ in mine) * min(job.node_size, job.world) / cluster.node.host_params_s
     return sum(size * optimizer_bytes(job.states, update) for size, update in mine) / cluster.optimizer_rate
 

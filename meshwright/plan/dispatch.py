@@ -46,7 +46,7 @@ def _calls(
             yield "forward", axis, counts, wire_bytes("all_to_all", counts, at.size(axis))
     there, back = hops(at, rows, rank)
     for exchange in part.exchanges(batch):
-        again = recomputed and exchange.phase == "forward"
+        again = recomputed and exchange.forward
         for phase in (exchange.phase, "backward") if again else (exchange.phase,):
             for axis, sent, stays in back if exchange.back else there:
                 yield phase, axis, sent * exchange.row_bytes, (sent - stays) * exchange.row_bytes
@@ -64,7 +64,7 @@ def hops(at: Coordinate, rows: Rows, rank: int) -> tuple[Hops, Hops]:
     sent = sum(rows[rank])
     received = sum(each[rank] for each in rows)
     here = at.size(EP_NODE)
-    if exchange_axes(at) == ("ep",):
+    if len(exchange_axes(at)) == 1:
         return [("ep", sent, rows[rank][rank])], [("ep", received, rows[rank][rank])]
     first = rank // here * here
     near = range(first, first + here)

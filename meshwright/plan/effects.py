@@ -40,7 +40,7 @@ def without_effect(config: Config, world: int, node_size: int = 0) -> list[str]:
 def _sums(c: Config, layout: Layout) -> Iterator[str]:
     """Yield sentences about the algorithm that sums gradients."""
     kind = c.comm.algorithm.dp
-    if kind == "torch":
+    if not c.comm.algorithm.sums_itself:
         return
     axes = (DATA_AXES, *([EXPERT_DATA_AXES] if c.model.experts.count else []))
     groups = [group for group in (layout.group(each, 0) for each in axes) if len(group) > 1]
@@ -60,7 +60,7 @@ def _one_ring(group: tuple[int, ...], layout: Layout) -> bool:
 def _exchanges(config: Config, layout: Layout) -> Iterator[str]:
     """Yield sentences about the algorithm that exchanges rows among experts."""
     kind = config.comm.algorithm.ep
-    if kind == "torch":
+    if not config.comm.algorithm.exchanges_by_node:
         return
     key = f"comm.algorithm.ep={kind} has no effect, since"
     if layout.ep == 1:
@@ -80,8 +80,8 @@ def _places(group: tuple[int, ...], layout: Layout) -> str:
 
 def _links(config: Config) -> Iterator[str]:
     """Yield sentences about the descriptions of links and switches."""
-    kind = config.comm.algorithm.dp
-    if config.comm.links.on and (kind != "auto" or config.comm.emulate.on):
+    algorithm = config.comm.algorithm
+    if config.comm.links.on and (not algorithm.chooses or config.comm.emulate.on):
         yield "comm.links has no effect, since only comm.algorithm=auto without emulated links reads it"
-    if config.comm.switches and kind == "torch":
+    if config.comm.switches and not algorithm.sums_itself:
         yield "comm.switches has no effect with comm.algorithm.dp=torch: it orders our own rings"

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from meshwright.engine.sharding.reducers import Links
 from meshwright.plan.cluster import Cluster, DeviceSpec
-from meshwright.spec.traffic.ledger import bus_factor
+from meshwright.spec.traffic.ledger import OPERATIONS, bus_factor
 
 # The tiles of product kernels (rows, columns, share of the best rate). Smaller tiles read their factors more often from
 # shared memory and reach a smaller share.
@@ -81,7 +81,7 @@ def adapter_share(op: str, size: int, per_node: int) -> float:
     The group spans several nodes. A ring crosses from node to node once and uses the shares of all its ranks on a node.
     In an all_to_all, every rank sends its own rows for other nodes.
     """
-    return (size - per_node) / size if op == "all_to_all" else bus_factor(op, size) / per_node
+    return (size - per_node) / size if OPERATIONS[op].is_exchange else bus_factor(op, size) / per_node
 
 
 def hop_seconds(cluster: Cluster, size: int, per_node: int) -> float:
@@ -110,12 +110,13 @@ def _bare_seconds(cluster: Cluster, op: str, payload: float, size: int, per_node
     """Return the seconds of a collective that follows right after another one."""
     rate = wire_rate(cluster, size, per_node, left) * cluster.ops.get(op, 1.0)
     ring, once = hop_seconds(cluster, size, per_node), payload * (size - 1) / size / rate
-    if op == "send":
+    facts = OPERATIONS[op]
+    if facts.is_message:
         latency = cluster.network.latency_us if per_node < size else cluster.node.link_latency_us
         return START + latency * 1e-6 + payload / rate
-    if op == "all_to_all":
+    if facts.is_exchange:
         return START + ring / size * math.log2(size) + _exchange_seconds(cluster, payload, size, per_node, left)
-    if op != "all_reduce":
+    if facts.rounds == 1:
         return START + ring + once
     # An all_reduce takes the faster of a ring and a tree over nodes, which has less latency but moves more bytes.
     nodes = max(1, -(-size // per_node))

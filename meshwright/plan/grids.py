@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.config.memory import Recomputed
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.errors import UserError, divisors
 from meshwright.plan.activations import saved_by_unit
@@ -93,14 +94,14 @@ def block_cost(name: str, job: Job, cluster: Cluster | None = None) -> BlockCost
         wire_bytes("all_reduce", numel * job.states.grad, at.size(axis)) for axis, numel in copied.items() if numel
     )
     selective = (job.stack.selective, job.stack.selective_core)
-    kept = saved_by_unit(block, block.seen_by(at), job.batch, job.kernels, "none", selective)
+    kept = saved_by_unit(block, block.seen_by(at), job.batch, job.kernels, Recomputed.NOTHING, selective)
     weights = sum(record.numel for record in records) * job.states.param
     took = _seconds(block, job, cluster) if cluster is not None else 0.0
     return BlockCost(name, job, sent["products"], sent["norms"], gradients, weights, kept.lasting, took)
 
 
 def _seconds(block: BlockUnit, job: Job, cluster: Cluster) -> float:
-    time = unit_time(block, setting_of(job, cluster, recompute="none"))
+    time = unit_time(block, setting_of(job, cluster, Recomputed.NOTHING))
     return time.whole_forward + time.whole_backward
 
 

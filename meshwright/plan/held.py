@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.config.sections import ZeroConfig
+from meshwright.config.memory import ZeroConfig
+from meshwright.config.precision import PRECISIONS
 from meshwright.plan.job import Job, remember, saved_together
-from meshwright.plan.stack import BYTES
+from meshwright.plan.stack import BYTES, NF4
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.part import Coordinate, Unit
@@ -199,5 +200,5 @@ def _unit_records(unit: Unit, at: Coordinate) -> tuple[ParamRecord, ...]:
 def dtype_of(record: ParamRecord, precision: str) -> str:
     """Return the dtype of a parameter: the run's precision, unless it must be wider or is packed into bytes."""
     if record.packs is not None:
-        return "nf4"
-    return "fp32" if record.wide and precision != "fp64" else precision
+        return NF4
+    return "fp32" if record.wide and not PRECISIONS[precision].is_double else precision

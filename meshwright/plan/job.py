@@ -21,7 +21,7 @@ from meshwright.errors import UserError
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.context import CONTEXT_PLANS, WHOLE_SEQUENCES
-from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS
+from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS, ONLY_EXPERTS
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
 from meshwright.spec.model.graph import Model, Stage
@@ -185,7 +185,8 @@ class Job:
     @cached_property
     def kernels(self) -> Kernels:
         """The kernels of the stack, and the tensors that they save for backward."""
-        return self.stack.kernels(self.host, self.config.recompute.pieces, self.config.train.precision == "fp8")
+        fp8 = self.config.train.precision_facts.scales_products
+        return self.stack.kernels(self.host, self.config.recompute.pieces, fp8)
 
     @cached_property
     def states(self) -> States:
@@ -303,7 +304,7 @@ def saved_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]
 
 def job_of(config: Config, world: int, stack: Stack | None = None, **more: Any) -> Job:
     """Return the job of a config, by default on our own stack. Refuse a step that `world` ranks can't divide."""
-    host = more.pop("host", config.run.device == "cpu")
+    host = more.pop("host", config.run.on_cpu)
     job = Job(config, world, stack or own_stack(config, host), host=host, **more)
     c = config.layout
     if world < 1 or world % c.least_world:
@@ -351,7 +352,7 @@ def _groups_align_with_nodes(layout: Layout, node_size: int, axis: str = "pp") -
 
     Then all groups are alike, and one of them stands for all.
     """
-    expert = axis in ("ep", "etp", "edp")
+    expert = axis in ONLY_EXPERTS
     words = [EXPERT_WORDS.get(word, word) if expert else word for word in layout.order.split("-")]
     span = 1
     for word in words:

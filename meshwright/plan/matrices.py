@@ -125,8 +125,8 @@ def matrix_seconds(job: Job, cluster: Cluster) -> float:
 
 def _stage_seconds(job: Job, cluster: Cluster, rule: MatrixRule, pp_rank: int, group: int) -> float:
     """Return the seconds of `matrix_seconds` for one pipeline rank."""
-    layout, precision = job.layout, job.config.train.precision
-    rate = cluster.device.rate("bf16" if precision == "fp8" else precision) * cluster.efficiency.product
+    layout, precision = job.layout, job.config.train.precision_facts
+    rate = cluster.device.rate(precision.stored) * cluster.efficiency.product
     mean = largest = 0.0
     sent = dict[str, float]()
     for record, count, ranks in _shared_records(job, pp_rank, group):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.config.memory import Place
+from meshwright.config.precision import PRECISIONS
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.gathered import UnitBytes, whole_bytes
@@ -137,9 +139,9 @@ def copied_bytes(job: Job) -> int:
     return sum(record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records)
 
 
-def is_offloaded(job: Job, place: str) -> bool:
+def is_offloaded(job: Job, place: Place) -> bool:
     """Return True if states kept in `place` are off the device. For a CPU, host memory is the device."""
-    return place == "disk" or (place == "cpu" and not job.host)
+    return place is Place.DISK or (place is Place.HOST and not job.host)
 
 
 def ring_bytes(job: Job, sizes: BufferSizes) -> int:
@@ -149,14 +151,14 @@ def ring_bytes(job: Job, sizes: BufferSizes) -> int:
     accelerator's fused kernel takes any precision and needs no chunks.
     """
     s, wide = job.states, max(4, job.states.param)
-    elsewhere = is_offloaded(job, s.optimizer_on)
-    if s.fused and wide == 4 and s.params_on == "device" and not (job.host or elsewhere):
+    elsewhere = is_offloaded(job, s.optimizer_at)
+    if s.fused and wide == 4 and s.params_at is Place.DEVICE and not (job.host or elsewhere):
         return 0
     kinds = [*[s.master] * (s.master > 0 and not s.paired), *s.of_rule(sizes.update)]
     brought = sum(elsewhere or size != wide for size in kinds)
     # Without masters the weights themselves are updated. A CPU reads them in place, even from a file.
     if not s.master:
-        brought += s.param != wide or (s.params_on != "device" and not job.host)
+        brought += s.param != wide or (s.params_at is not Place.DEVICE and not job.host)
     shares = [n // sizes.shards for n in sizes.buckets]
     return brought * RING * piece_size(int(job.config.zero.offload.buffer_mib * 2**20 // wide), shares) * wide
 
@@ -178,12 +180,12 @@ def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.update)) + outer_bytes(job, sizes)
-    if is_offloaded(job, s.optimizer_on):
+    if is_offloaded(job, s.optimizer_at):
         master = optimizer = 0.0
         if s.buckets and zero >= 2:
             # DeepSpeed copies gradients to the host in the precision of the parameters.
             gradients = own * s.param
-    if is_offloaded(job, s.params_on) and zero == 3:
+    if is_offloaded(job, s.params_at) and zero == 3:
         parameters = 0.0
     return (parameters, gradients, master, optimizer) if sizes.trained else (parameters, 0.0, 0.0, 0.0)
 
@@ -201,7 +203,7 @@ def outer_bytes(job: Job, sizes: BufferSizes) -> int:
     padded = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares)
     wide = max(4, job.states.param)
     kept = job.outer_sums.state_bytes(padded, wide) if sizes.outer_mixed else 0
-    return (sum(shares) * (1 + (local.outer == "nesterov")) + padded * (local.delay > 0)) * wide + kept
+    return (sum(shares) * (1 + local.has_momentum) + padded * (local.delay > 0)) * wide + kept
 
 
 def rank_states(job: Job, pp_rank: int) -> tuple[float, float, float, float]:
@@ -265,7 +267,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
 
 def _rows_gradient(job: Job) -> float:
     """Return the bytes of the embedding's whole gradient, which is a temporary if gradients are not summed in fp32."""
-    if job.config.train.grad_dtype == "fp32":
+    if PRECISIONS[job.config.train.grad_dtype].is_wide:
         return 0.0
     return float(max(record.numel for record in unit_records(job.model.embedding, job.at)) * job.states.param)
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.communication import GradientSum, RepeatedCall, rank_sums, round_calls
-from meshwright.plan.compute import Setting, unit_time
+from meshwright.plan.compute import TENSOR_AXES, Setting, unit_time
 from meshwright.plan.efficiency import ClusterNetwork, collective_seconds
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.stack import Stack
 from meshwright.plan.switches import adapter_rate_left
-from meshwright.spec.layout.grid import GRID_AXES
-from meshwright.spec.layout.layout import REPLICAS
+from meshwright.spec.layout.layout import REPLICAS, whole_axis
 
 
 @dataclass
@@ -81,7 +80,7 @@ class RankSums:
                 seconds = call.times * each.seconds(network, on_node)
                 overlaps = each.reducer.overlaps(call.op, call.payload, call.size, on_node)
                 sums[call.source][call.ends][axis].add(seconds, job.hides_gradients * overlaps * seconds)
-            elif call.source == "weights":
+            elif call.of_weights:
                 # Other programs gather a block's weights one by one.
                 parts = 1 if call.ends or job.config.zero.stage < 3 else job.stack.gathers
                 seconds = parts * network.collective(call.op, call.payload / parts, call.size, on_node)
@@ -91,7 +90,7 @@ class RankSums:
                 ):
                     side[call.ends][axis].add(times * seconds, times * job.hides_weights * seconds)
             else:
-                axis = "tp" if call.axis.split(".")[0] in ("tp", *GRID_AXES) else "embedding"
+                axis = "tp" if whole_axis(call.axis) in TENSOR_AXES else "embedding"
                 seconds = network.collective(call.op, call.payload, call.size, on_node)
                 self.shared[axis].add(call.times * seconds)
 
@@ -113,7 +112,7 @@ def _in_few_calls(job: Job, calls: Iterable[RepeatedCall | GradientSum]) -> Iter
             key = replace(each.asked, payload=0)
             before = sums.setdefault(key, each._replace(elements=0))
             sums[key] = before._replace(elements=before.elements + each.elements)
-        elif each.source == "weights":
+        elif each.of_weights:
             payloads[replace(each, payload=0)] += each.payload
         else:
             yield replace(each, payload=each.payload * job.sharding_over()[1])

@@ -22,8 +22,9 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
+from meshwright.config.memory import Place, RecomputeConfig, Recomputed
 from meshwright.config.rules import EXPERT_RULES, RULES, TENSOR_PARALLEL_RULES, first_broken_rule
-from meshwright.config.sections import Config, RecomputeConfig
+from meshwright.config.sections import Config
 from meshwright.errors import UserError, divisors
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
@@ -32,6 +33,7 @@ from meshwright.plan.flops import best_split
 from meshwright.plan.grids import PLAIN, grids_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import GIB, largest, needed_gib, states_gib
+from meshwright.spec.layout.layout import CUT_EXPERTS
 from meshwright.spec.schedule.kinds import KINDS, default_kind, training_kinds
 from meshwright.spec.schedule.table import PhaseTimes
 
@@ -269,7 +271,7 @@ def _powers(number: int) -> tuple[int, ...]:
 
 def _mixture_seconds(job: Job, cluster: Cluster) -> float:
     """Return the seconds of one micro-batch in all blocks with experts, including exposed communication."""
-    where = setting_of(job, cluster, recompute="none")
+    where = setting_of(job, cluster, Recomputed.NOTHING)
     times = ((count, unit_time(block, where)) for block, count in job.model.kinds if block.has_experts)
     return sum(count * (time.whole_forward + time.whole_backward) for count, time in times)
 
@@ -363,7 +365,7 @@ def _stages(shape: Job, space: SearchSpace) -> tuple[int, ...]:
     """Return the ZeRO stages to try. A single replica has nothing to shard, but offloaded weights need stage 3."""
     if shape.layout.dp * shape.layout.cp > 1 or (shape.config.model.experts.count and shape.layout.edp > 1):
         return space.zero
-    return (3,) if shape.states.params_on != "device" and 3 in space.zero else (0,)
+    return (3,) if shape.states.params_at is not Place.DEVICE and 3 in space.zero else (0,)
 
 
 def _promise(shape: Job) -> tuple[int, int, int]:
@@ -374,12 +376,12 @@ def _promise(shape: Job) -> tuple[int, int, int]:
 
 def _least_seconds(shape: Job, cluster: Cluster) -> float:
     """Return a lower bound for a step of the shape: the compute of its blocks, evenly divided, with its bubble."""
-    where = setting_of(shape, cluster, recompute="none")
+    where = setting_of(shape, cluster, Recomputed.NOTHING)
     forward = whole = weights = 0.0
     for block, count in shape.model.kinds:
         time = unit_time(block, where)
         # Exchanges with the ranks of other experts are never hidden.
-        exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in ("ep", "etp"))
+        exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in CUT_EXPERTS)
         forward, weights = forward + count * time.forward, weights + count * time.weights
         whole += count * (time.compute_seconds + exchanged)
     pp, m, closed = shape.layout.pp, shape.micro_batches, KINDS[shape.config.pipeline.schedule].seconds

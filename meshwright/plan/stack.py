@@ -12,13 +12,16 @@ from pathlib import Path
 
 import yaml
 
+from meshwright.config.memory import Place
+from meshwright.config.precision import PRECISIONS
 from meshwright.config.sections import Config
 from meshwright.engine.optim.rule import Rule, rules_of
 from meshwright.spec.model.part import Kernels
 from meshwright.spec.traffic.placement import UpdateKind
 
+NF4 = "nf4"
 # Bytes per element of an activation, or of a parameter that a product reads. The elements of packed nf4 are bytes.
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nf4": 1}
+BYTES = {**{name: each.bytes for name, each in PRECISIONS.items()}, NF4: 1}
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class States:
     grad_copy: int = 0  # Bytes per parameter of a second gradient in another precision.
     step_copy: int = 0  # Temporary bytes per owned parameter during the update.
     buckets: bool = False  # True for DeepSpeed's fixed buckets and live parameters.
-    optimizer_on: str = "device"  # device, cpu or disk
-    params_on: str = "device"
-    checkpoints_on: str = "device"  # The place of the inputs of recomputed blocks.
+    optimizer_at: Place = Place.DEVICE
+    params_at: Place = Place.DEVICE
+    checkpoints_at: Place = Place.DEVICE  # The place of the inputs of recomputed blocks.
 
     def of_rule(self, kind: UpdateKind) -> tuple[int, ...]:
         """Return the bytes per element of each state of the rule that updates some parameters."""
@@ -50,22 +53,19 @@ def states_of(config: Config, own: bool = True) -> States:
 
     Other programs (not `own`) store whole masters in addition to the weights.
     """
-    precision = config.train.precision
-    master = config.optimizer.master_dtype
-    rules = rules_of(config.optimizer)
+    precision, master, rules = config.train.precision_facts, config.optimizer.master_dtype, rules_of(config.optimizer)
     all_rules = [rule for group in rules for rule in group if rule is not None]
-    param = BYTES[precision]
+    param = precision.bytes
 
     def wide(name: str) -> int:
-        return max(BYTES.get(name, 4), 8 if precision == "fp64" else 0)
+        return max(BYTES.get(name, 4), 8 if precision.is_double else 0)
 
     def kept(rule: Rule) -> tuple[int, ...]:
         return tuple(wide("fp32" if state.wide else config.optimizer.state_dtype) for state in rule.states)
 
-    places = {"none": "device", "cpu": "cpu", "disk": "disk"}
     offload = config.zero.offload
     has_master = param < 4 and BYTES[master] > param
-    paired = own and has_master and precision in ("bf16", "fp8") and offload.optimizer == offload.params == "none"
+    paired = own and has_master and precision.cuts_fp32 and set(offload.places) == {Place.DEVICE}
     master_bytes = 2 if paired else wide(master)
     return States(
         param=param, grad=wide(config.train.grad_dtype), master=master_bytes if has_master else 0,
@@ -74,7 +74,7 @@ def states_of(config: Config, own: bool = True) -> States:
             (UpdateKind(number, rule is group.matrices), kept(rule))
             for number, group in enumerate(rules) for rule in group if rule not in (None, rules[0].elements)
         ),
-        optimizer_on=places[offload.optimizer], params_on=places[offload.params],
+        optimizer_at=offload.optimizer_at, params_at=offload.params_at,
     )  # fmt: skip
 
 
@@ -139,5 +139,5 @@ COMPILED, EAGER, CPU = STACKS["compiled"], STACKS["eager"], STACKS["cpu"]
 def own_stack(config: Config, host: bool = False) -> Stack:
     """Return Meshwright's stack for this config on an accelerator, or on a CPU, which compiles only on request."""
     if host:
-        return replace(CPU, compiled=config.train.compile == "true")
+        return replace(CPU, compiled=config.train.compiles_on_host)
     return COMPILED if config.compiles else EAGER

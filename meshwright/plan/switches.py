@@ -12,6 +12,7 @@ from itertools import pairwise
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
 from meshwright.spec.layout.layout import Layout
+from meshwright.spec.traffic.ledger import OPERATIONS
 
 # Our algorithms visit the nodes of one switch after another, if `comm.switches` names the switches.
 OWN_ORDER = frozenset({"dp", "edp"})
@@ -23,9 +24,9 @@ def adapter_rate_left(cluster: Cluster, job: Job, axis: str, op: str) -> float:
     if not network.is_oversubscribed or not layout.node_size:
         return 1.0
     comm = job.config.comm
-    is_sorted = bool(comm.switches) and axis in OWN_ORDER and comm.algorithm.dp != "torch"
+    is_sorted = bool(comm.switches) and axis in OWN_ORDER and comm.algorithm.sums_itself
     crossing = _crossing(layout, axis, network.switch_nodes, tuple(comm.switches), is_sorted)
-    share = crossing.rows if op == "all_to_all" else crossing.hops
+    share = crossing.rows if OPERATIONS[op].is_exchange else crossing.hops
     return min(1.0, 1.0 / (share * network.oversubscription)) if share else 1.0
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.config.rules import batch_unit
 from meshwright.errors import UserError, nearest, plural
@@ -15,7 +16,6 @@ from meshwright.spec.schedule.simulate import Simulation
 from meshwright.spec.schedule.trace import REDUCED, UPDATED, Span, spans_of
 
 WHOLE_TABLE = 10**9  # A table of any size is simulated, since it is drawn.
-CHANGE_KINDS = ("slow-link", "slow-network", "slow-rank", "fewer-nodes", "imbalance")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,72 @@ class Change:
     rank: int = -1  # The slow pipeline rank.
 
     def __str__(self) -> str:
-        if self.kind == "fewer-nodes":
-            return f"{plural(round(self.factor), 'node')} fewer"
-        if self.kind == "imbalance":
-            return f"the busiest rank's experts have {self.factor:g} x the mean rows"
-        what = {"slow-link": "the links inside nodes", "slow-network": "the network between nodes"}
-        return f"{what.get(self.kind, f'pipeline rank {self.rank}')} at {100 * self.factor:.0f} % speed"
+        return CHANGES[self.kind].words(self)
+
+
+class ChangeKind(NamedTuple):
+    """One kind of change: its value in an example, its words, its check and its effect on the job or the cluster.
+
+    `check` gets the words that an error message begins with. A kind that `slows_rank` changes the timeline alone.
+    """
+
+    example: str
+    words: Callable[[Change], str]
+    check: Callable[[str, Change], None]
+    apply: Callable[[Change, Job, Cluster], tuple[Job, Cluster]]
+    slows_rank: bool = False
+
+
+def _slowed(name: str) -> Callable[[Change], str]:
+    return lambda change: f"{name.format(rank=change.rank)} at {100 * change.factor:.0f} % speed"
+
+
+def _is_share(given: str, change: Change) -> None:
+    if not 0 < change.factor <= 1:
+        raise UserError(f"{given}: the share of the speed that is left must be above 0 and at most 1")
+
+
+def _names_rank(given: str, change: Change) -> None:
+    if change.rank < 0:
+        raise UserError(f"{given} must name the pipeline rank, e.g. slow-rank=3:0.7")
+    _is_share(given, change)
+
+
+def _counts_nodes(given: str, change: Change) -> None:
+    if not 1 <= change.factor < math.inf or change.factor != int(change.factor):
+        raise UserError(f"{given}: give a whole number of nodes, at least 1")
+
+
+def _slow_link(change: Change, job: Job, cluster: Cluster) -> tuple[Job, Cluster]:
+    rate = cluster.node.link_gb_s * change.factor
+    return job, replace(cluster, node=replace(cluster.node, link_gb_s=rate))
+
+
+def _slow_network(change: Change, job: Job, cluster: Cluster) -> tuple[Job, Cluster]:
+    rate = cluster.network.node_gb_s * change.factor
+    return job, replace(cluster, network=replace(cluster.network, node_gb_s=rate))
+
+
+def _slow_rank(change: Change, job: Job, cluster: Cluster) -> tuple[Job, Cluster]:
+    if change.rank >= job.layout.pp:
+        raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {job.layout.pp - 1}")
+    return job, cluster
+
+
+CHANGES = {
+    "slow-link": ChangeKind("0.5", _slowed("the links inside nodes"), _is_share, _slow_link),
+    "slow-network": ChangeKind("0.5", _slowed("the network between nodes"), _is_share, _slow_network),
+    "slow-rank": ChangeKind("3:0.7", _slowed("pipeline rank {rank}"), _names_rank, _slow_rank, slows_rank=True),
+    "fewer-nodes": ChangeKind(
+        "1", lambda change: f"{plural(round(change.factor), 'node')} fewer", _counts_nodes,
+        lambda change, job, cluster: (without_nodes(job, int(change.factor)), cluster),
+    ),
+    "imbalance": ChangeKind(
+        "1.3", lambda change: f"the busiest rank's experts have {change.factor:g} x the mean rows",
+        lambda given, change: check_imbalance(given, change.factor),
+        lambda change, job, cluster: (with_imbalance(job, change.factor), cluster),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,26 +113,18 @@ class SimulatedStep:
 def parse_change(text: str) -> Change:
     """Parse `slow-link=0.5`, `slow-network=0.5`, `slow-rank=3:0.7`, `fewer-nodes=1` or `imbalance=1.3`."""
     kind, _, value = text.partition("=")
-    if kind not in CHANGE_KINDS:
+    if kind not in CHANGES:
         raise UserError(
-            f"--what-if '{text}'{nearest(kind, CHANGE_KINDS)}: "
+            f"--what-if '{text}'{nearest(kind, CHANGES)}: "
             "write slow-link=0.5, slow-network=0.5, slow-rank=3:0.7, fewer-nodes=1 or imbalance=1.3"
         )
-    rank, _, factor = value.rpartition(":") if kind == "slow-rank" else ("", "", value)
+    facts = CHANGES[kind]
+    rank, _, factor = value.rpartition(":") if facts.slows_rank else ("", "", value)
     try:
         change = Change(kind, float(factor), int(rank) if rank else -1)
     except ValueError:
-        example = {"slow-rank": "3:0.7", "fewer-nodes": "1", "imbalance": "1.3"}.get(kind, "0.5")
-        raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}={example}") from None
-    if kind == "slow-rank" and change.rank < 0:
-        raise UserError(f"--what-if '{text}' must name the pipeline rank, e.g. slow-rank=3:0.7")
-    if kind == "fewer-nodes":
-        if not 1 <= change.factor < math.inf or change.factor != int(change.factor):
-            raise UserError(f"--what-if '{text}': give a whole number of nodes, at least 1")
-    elif kind == "imbalance":
-        check_imbalance(f"--what-if '{text}'", change.factor)
-    elif not 0 < change.factor <= 1:
-        raise UserError(f"--what-if '{text}': the share of the speed that is left must be above 0 and at most 1")
+        raise UserError(f"--what-if '{text}' needs a number after '=', e.g. {kind}={facts.example}") from None
+    facts.check(f"--what-if '{text}'", change)
     return change
 
 
@@ -80,19 +132,9 @@ def step_of(job: Job, cluster: Cluster, changes: Sequence[Change] = ()) -> Simul
     """Simulate the step with all `changes` applied."""
     slow: dict[int, float] = {}
     for change in changes:
-        if change.kind == "slow-link":
-            cluster = replace(cluster, node=replace(cluster.node, link_gb_s=cluster.node.link_gb_s * change.factor))
-        elif change.kind == "slow-network":
-            rate = cluster.network.node_gb_s * change.factor
-            cluster = replace(cluster, network=replace(cluster.network, node_gb_s=rate))
-        elif change.kind == "slow-rank":
-            if change.rank >= job.layout.pp:
-                raise UserError(f"there is no pipeline rank {change.rank}: choose 0 to {job.layout.pp - 1}")
+        job, cluster = CHANGES[change.kind].apply(change, job, cluster)
+        if CHANGES[change.kind].slows_rank:
             slow[change.rank] = change.factor
-        elif change.kind == "imbalance":
-            job = with_imbalance(job, change.factor)
-        else:
-            job = without_nodes(job, int(change.factor))
     cost = predict_cost(job, cluster, largest=WHOLE_TABLE)
     # A slow rank changes the timeline alone, so the step grows by the difference of the makespans.
     timeline = _timeline(cost, slow)

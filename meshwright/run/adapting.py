@@ -102,13 +102,13 @@ class ReducerChoice(Hook):
             times *= self.trainer.micro_batches if largest.stage >= 2 else 1
 
         reducer: Reducer = PLAIN_REDUCER
-        if config.kind != "plain":
+        if config.compresses:
             # A separate reducer with empty residuals, so that the measurement does not change those of the run.
             reducer = tried = ExchangeReducer(replace(config, error_feedback="true"), 0)
             if largest is not None:
                 tried.residuals = {largest: torch.zeros_like(self.reducer.residuals[largest])}
         seconds = self._measure_sum(reducer, largest, times, links=True)
-        making = self._measure_sum(reducer, largest, times, links=False) if config.kind != "plain" else 0.0
+        making = self._measure_sum(reducer, largest, times, links=False) if config.compresses else 0.0
         return Trial(config, seconds, min(making, seconds))
 
     def _measure_sum(self, reducer: Reducer, bucket: Bucket | None, times: float, links: bool) -> float:
@@ -147,7 +147,7 @@ class ReducerChoice(Hook):
 
 
 def name_of(config: ReduceConfig) -> str:
-    return f"{config.kind} {config.ratio:g}" if config.kind == "topk" else config.kind
+    return f"{config.kind} {config.ratio:g}" if "ratio" in config.facts.keys else config.kind
 
 
 def words(trial: Trial, plain: Trial, room: float) -> str:
@@ -157,7 +157,7 @@ def words(trial: Trial, plain: Trial, room: float) -> str:
     take 0.1 s, and 0.02 s to be made and read`.
     """
     before = f"plain sums take {plain.seconds:.3g} s of a step, of which {min(room, plain.seconds):.3g} s can be hidden"
-    if trial.config.kind == "plain":
+    if not trial.config.compresses:
         return f"gradients are sent as they are: {before}"
     these = f"these take {trial.seconds - trial.making:.3g} s, and {trial.making:.3g} s to be made and read"
     return f"gradients are sent as {name_of(trial.config)}: {before}; {these}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
-from meshwright.engine.sharding.buffers import Bucket, Slot, State
+from meshwright.engine.sharding.buffers import PARAM, Bucket, Slot, State
 from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
@@ -119,7 +119,7 @@ class LayerNorms(Hook):
 def _pieces(trainer: Trainer) -> Iterator[ParameterRange]:
     parallel = trainer.data_parallel
     for state in trainer.optimizer.tensors():
-        if state.name != "param" or not state.buffer.key.trained:
+        if state.name != PARAM or not state.buffer.key.trained:
             continue
         for slot in state.buffer.slots:
             low, high = state.holds(slot)

@@ -148,8 +148,8 @@ class SaveHook(Hook):
 
     def __init__(self, saver: Saver, config: CheckpointConfig) -> None:
         self.saver, self.steps, self.seconds = saver, config.every_steps, config.every_seconds
-        self.share = SAVING_SHARE if config.every == "auto" else math.inf
-        writes = config.every == "auto" and saver.trainer.writes
+        self.share = SAVING_SHARE if config.chooses_times else math.inf
+        writes = config.chooses_times and saver.trainer.writes
         self.between_failures = time_between_failures(saver.trainer.ctx.config.run.dir) if writes else math.inf
         self.saved_at = time.monotonic()
         self.noted_step: int | None = None  # The last save that has an event.

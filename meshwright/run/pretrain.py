@@ -21,6 +21,7 @@ from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.blocks import seconds_of
+from meshwright.config.memory import Place
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
@@ -258,7 +259,7 @@ def run_in_owned_folder(trainer: Trainer, source: str | None, about: Observers, 
         watcher.started(ctx)
     c, offload = config.checkpoint, config.zero.offload
     # An asynchronous save copies the states into host memory. States that live on disk do not fit there.
-    asynchronous = c.asynchronous and "disk" not in (offload.optimizer, offload.params)
+    asynchronous = c.asynchronous and Place.DISK not in offload.places
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
     saver.companions = Path(config.run.dir) / companions.FOLDER
     saving = SaveHook(saver, c)

@@ -281,7 +281,7 @@ class RunReport:
         figures: dict[str, Any] = {}
         traced, step = self._trace(), None
         try:
-            host = cluster.device.units == 1 if cluster else config.run.device == "cpu"
+            host = cluster.device.units == 1 if cluster else config.run.on_cpu
             figures["memory"] = planned.planned_memory(job_of(config, world, host=host))
             if cluster:
                 node = min(cluster.node.devices, world)

@@ -9,7 +9,6 @@ import pytest
 
 from meshwright.bench.models import BENCH_MODELS, bench_config, flops, parameters
 from meshwright.cli.main import main
-from meshwright.engine.context import products_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, split_layers
 from meshwright.spec.model.part import coordinate_of
@@ -64,8 +63,8 @@ def test_flops_of_a_model_by_hand() -> None:
     weights = 28 * (5120 * 3072 + 3072 * 3072 + 16384 * 3072 + 3072 * 8192) + 128256 * 3072
     assert flops(config, 10) == 10 * (6 * weights + 6 * 28 * 3072 * 4096)
     assert parameters(config) == 3_606_752_256
-    assert products_of(bench_config("3b", "fp8")) == "fp8" and products_of(config) == ""
-    assert products_of(bench_config("3b", "fp8", train={"fp8_scale": "row"})) == "fp8-row"
+    assert bench_config("3b", "fp8").train.products == "fp8" and config.train.products == ""
+    assert bench_config("3b", "fp8", train={"fp8_scale": "row"}).train.products == "fp8-row"
 
 
 @pytest.mark.parametrize(

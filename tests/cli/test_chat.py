@@ -17,30 +17,12 @@ from meshwright.infer.generate import Generator, generate, generate_all
 from tests.interop.hf_models import save
 from tests.support.oracle import make_trainer, small_config
 from tests.support.waiting import HANG_S
-
-TEMPLATE = (
-    "{% for m in messages %}{{ {'user': 'w5', 'assistant': 'w6', 'system': 'w7'}[m.role] }} {{ m.content }} <e> "
-    "{% endfor %}{% if add_generation_prompt %}w6 {% endif %}"
-)
+from tests.support.word_model import make_word_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a Llama with a tokenizer of words and a chat template in which <e> ends a turn."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    transformers.logging.disable_progress_bar()
-    found = tmp_path_factory.mktemp("chat") / "hf"
-    save("llama2", found, std=0.5)
-    made = Tokenizer(models.WordLevel({"<e>": 0, **{f"w{n}": n for n in range(1, 60)}, "</s>": 60}, unk_token="w1"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
-    made.add_special_tokens(["<e>", "</s>"])
-    made.save(str(found / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (found / "tokenizer_config.json").write_text(json.dumps(settings))
-    (found / "generation_config.json").write_text(json.dumps({"eos_token_id": 60}))
-    return found
+    return make_word_model(tmp_path_factory.mktemp("chat") / "hf")
 
 
 OPTIONS = ("--temperature", "0", "--max-tokens", "7", "--json")

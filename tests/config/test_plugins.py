@@ -5,6 +5,7 @@ tests/docs/test_commands.py executes docs/plugins.md as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,8 +16,14 @@ from unittest import mock
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.config.comm import REDUCE_KINDS
 from meshwright.config.load import config_from
+from meshwright.config.lr import LR_SCHEDULES
 from meshwright.config.rules import first_broken_rule
+from meshwright.config.step_schedules import learning_rate
+from meshwright.device import Device
+from meshwright.device_kinds import DEVICE_KINDS, resource_of
+from meshwright.engine.sharding.compression.make import gradient_sums
 from meshwright.errors import UserError
 from meshwright.plugins import load_plugins, loaded_plugins
 from meshwright.spec.layout.norms import NORMS, NormKind
@@ -43,7 +50,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
-    with mock.patch.dict(NORMS), mock.patch.dict(KINDS):
+    registries = (NORMS, KINDS, LR_SCHEDULES, REDUCE_KINDS, DEVICE_KINDS)
+    with contextlib.ExitStack() as stack:
+        for registry in registries:
+            stack.enter_context(mock.patch.dict(registry))
         yield tmp_path
     for name in set(sys.modules) - before:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
@@ -60,6 +70,70 @@ def test_a_config_names_what_a_plugin_brings(folder: Path) -> None:
     assert norms == [(1,)] * 4 and config.pipeline.schedule == "mine" and "plugin_a" in loaded_plugins()
     # Loading a plugin again changes nothing.
     load_plugins(["plugin_a"])
+
+
+def test_a_plugin_brings_a_schedule_of_the_learning_rate(folder: Path) -> None:
+    text = "from meshwright.config.lr import LR_SCHEDULES, LRSchedule\n"
+    text += "LR_SCHEDULES.register('steps', LRSchedule(lambda peak, low, share: peak if share < 0.5 else low))\n"
+    (folder / "plugin_c.py").write_text(text)
+    sections = {"lr": {"schedule": "steps", "min": 1e-5}, "train": {"steps": 8}, "optimizer": {"lr": 1e-3}}
+    with pytest.raises(UserError, match="lr.schedule=steps is not one of cosine, linear, constant, wsd"):
+        small_config(**sections)
+    config = small_config(**sections, run={"plugins": ["plugin_c"]})
+    assert [learning_rate(config, step) for step in range(1, 9)] == [1e-3] * 3 + [1e-5] * 5
+
+
+def test_a_plugin_brings_a_compression_that_is_planned(folder: Path) -> None:
+    text = "from meshwright.config.comm import REDUCE_KINDS, ReduceKind\n"
+    text += "REDUCE_KINDS.register('halves', ReduceKind('nowhere:Halves', lambda c, n, size: 2 * n, ('block',)))\n"
+    (folder / "plugin_d.py").write_text(text)
+    with pytest.raises(UserError, match="comm.reduce.kind=halves is not one of plain, bf16"):
+        small_config(comm={"reduce": {"kind": "halves"}})
+    config = small_config(comm={"reduce": {"kind": "halves", "block": 32}}, run={"plugins": ["plugin_d"]})
+    plan = gradient_sums(config, 1).plan
+    assert plan.calls("all_reduce", 1024, 4, 2) == [("all_to_all", 2048), ("all_gather", 2048)] and plan.align == 32
+    with pytest.raises(UserError, match="comm.reduce.rank has no effect with comm.reduce.kind=halves"):
+        small_config(comm={"reduce": {"kind": "halves", "rank": 2}})
+
+
+def test_a_plugin_brings_a_reducer_with_its_plan(folder: Path) -> None:
+    (folder / "plugin_f.py").write_text(
+        "from meshwright.config.comm import REDUCE_KINDS, ReduceKind\n"
+        "from meshwright.engine.sharding.reducers import PlainReducer\n"
+        "REDUCE_KINDS.register('twice', ReduceKind(reducer='plugin_f:made', plan='plugin_f:Twice'))\n"
+        "class Twice(PlainReducer):\n"
+        "    def __init__(self, config):\n"
+        "        self.config = config\n"
+        "    def calls(self, op, elements, element_bytes, ranks, records=(), on_node=1):\n"
+        "        return [(op, elements * element_bytes)] * 2\n"
+        "def made(asked):\n"
+        "    return Twice(asked.reduce)\n"
+    )
+    asked = gradient_sums(small_config(comm={"reduce": {"kind": "twice"}}, run={"plugins": ["plugin_f"]}), 1)
+    for reducer in (asked.plan, asked.make()):
+        assert type(reducer).__name__ == "Twice"
+        assert reducer.calls("all_reduce", 8, 4, 2) == [("all_reduce", 32)] * 2
+
+
+def test_a_plugin_brings_a_kind_of_device(folder: Path) -> None:
+    (folder / "plugin_e.py").write_text(
+        "from meshwright.device import Host\n"
+        "from meshwright.device_kinds import DEVICE_KINDS, DeviceEntry\n"
+        "DEVICE_KINDS.register('toy', DeviceEntry('plugin_e:Toy', 'gloo', is_accelerator=False))\n"
+        "class Toy(Host):\n"
+        "    def why_not(self, precision, index):\n"
+        "        return 'is too slow: use fp32' if precision == 'fp64' else ''\n"
+    )
+    with pytest.raises(UserError, match="run.device=toy is not one of auto, cpu, cuda, npu"):
+        small_config(run={"device": "toy"})
+    config = small_config(run={"device": "toy", "plugins": ["plugin_e"]})
+    device = Device.choose(config.run.device)
+    assert (device.kind, device.torch.type, device.is_cpu, device.backend()) == ("toy", "cpu", True, "gloo")
+    assert config.run.on_cpu and resource_of("toy") == ""
+    with pytest.raises(UserError, match="train.precision=fp64 is too slow: use fp32"):
+        device.check_precision("fp64")
+    with pytest.raises(UserError, match="comm.backend=nccl needs an accelerator"):
+        device.check_backend("nccl")
 
 
 def test_unknown_norms_are_refused_wherever_they_appear() -> None:

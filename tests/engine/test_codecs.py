@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.config.comm import KINDS, LOW_RANK, ReduceConfig
+from meshwright.config.comm import REDUCE_KINDS, ReduceConfig
 from meshwright.engine.sharding.compression.exchange import codec_of
-from meshwright.engine.sharding.compression.sizes import message_bytes, sent_elements
+from meshwright.engine.sharding.compression.sizes import chosen_elements, message_bytes
 
 BLOCK = 32
-CODED = [kind for kind in KINDS if kind not in ("plain", *LOW_RANK)]
+CODED = [kind for kind in REDUCE_KINDS if kind not in ("plain", "powersgd")]
 SPARSE = ("topk", "threshold")
 WIDTHS = [16, 48, 320]  # Less than a block, one and a half blocks, and ten blocks.
 
@@ -103,7 +103,7 @@ def test_places_in_large_blocks_take_two_bytes() -> None:
 
 def test_about_as_many_reach_a_threshold_that_a_sample_gives() -> None:
     x = torch.randn(2, 1 << 16, generator=torch.Generator().manual_seed(5))
-    found, count = through("threshold", x), sent_elements(config_of("threshold"), 1 << 16)
+    found, count = through("threshold", x), chosen_elements(config_of("threshold"), 1 << 16)
     for sent in (found != 0).sum(1).tolist():
         assert 0.8 * count <= sent <= count
     assert found[found != 0].abs().min() > 1.5, "the largest tenth of normal numbers is above 1.64"

@@ -12,14 +12,14 @@ import pytest
 
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
-from meshwright.config.comm import KINDS
+from meshwright.config.comm import REDUCE_KINDS
 from meshwright.engine.step import Trainer
 from tests.engine.sums import added, kept_of, trainer_of
 from tests.engine.test_compression import EIGHT, FEW, Sections, Whole, compressed
 from tests.support.oracle import load_into, make_trainer, small_config
 from tests.support.ranks import run_ranks
 
-LOSSY = [kind for kind in KINDS if kind != "plain"]
+LOSSY = [kind for kind in REDUCE_KINDS if kind != "plain"]
 SMALL = {"model": FEW["model"] | {"tied_embeddings": True}}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.config.comm import KINDS
+from meshwright.config.comm import REDUCE_KINDS
 from meshwright.engine.sharding.compression.exchange import gaps_of
 from meshwright.engine.sharding.compression.sizes import WarmUpPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER
@@ -164,7 +164,7 @@ EXPERTS = {"model": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 53, "seq": 
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "plain"])
+@pytest.mark.parametrize("kind", [kind for kind in REDUCE_KINDS if kind != "plain"])
 def test_nothing_is_lost_on_many_layouts(kind: str) -> None:
     check_nothing_is_lost(8, [compressed(kind, sections) for sections in EIGHT])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.config.memory import Place
 from meshwright.config.rules import check
 from meshwright.engine.sharding.offload import Prefetcher, StateFile, StateStore, cut_pieces
 from meshwright.errors import UserError
@@ -26,8 +27,8 @@ def test_every_element_is_brought_once_and_taken_back(dtype: torch.dtype, most: 
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     cpu = torch.device("cpu")
-    kinds = [StateStore(SIZES, dtype, cpu, "disk", tmp_path), StateStore(SIZES, torch.bfloat16, cpu, "none"),
-             StateStore(SIZES, compute, cpu, "none")]  # fmt: skip
+    kinds = [StateStore(SIZES, dtype, cpu, Place.DISK, tmp_path), StateStore(SIZES, torch.bfloat16, cpu, Place.DEVICE),
+             StateStore(SIZES, compute, cpu, Place.DEVICE)]  # fmt: skip
     size = piece_size(most, SIZES)
     order = cut_pieces(SIZES, [2, 1, 0], size)
     brought = Prefetcher(kinds, cpu, compute, size)

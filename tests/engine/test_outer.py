@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.dryrun import compare
-from meshwright.config.comm import KINDS
+from meshwright.config.comm import REDUCE_KINDS
 from meshwright.config.replicas import LocalConfig
 from meshwright.config.rules import check
 from meshwright.device import Device
@@ -146,7 +146,7 @@ def bytes_of_kinds(rank: int, world: int, cases: list[Sections], steps: int) -> 
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "powersgd"])
+@pytest.mark.parametrize("kind", [kind for kind in REDUCE_KINDS if kind != "powersgd"])
 def test_what_replicas_send_is_planned_and_all_have_the_same_weights(kind: str) -> None:
     """They agree at the end of a round with every kind of compression, also in fragments, and after plain warm-up
     steps.

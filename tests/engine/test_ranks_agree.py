@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
-from meshwright.config.sections import ZeroConfig
+from meshwright.config.memory import ZeroConfig
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.record import checkpoint_format as fmt
 from meshwright.spec.layout import Layout

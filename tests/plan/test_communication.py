@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from meshwright.config.load import config_from
-from meshwright.config.sections import Config, ZeroConfig
+from meshwright.config.memory import ZeroConfig
+from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.plan import communication, held
 from meshwright.plan.communication import Line, Traffic, predict_step

@@ -13,7 +13,7 @@ import yaml
 
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
-from meshwright.config.sections import RecomputeConfig
+from meshwright.config.memory import RecomputeConfig
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job, job_of

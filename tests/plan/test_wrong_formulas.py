@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meshwright.config.comm import ReduceConfig
-from meshwright.engine.sharding.compression.quantised import Rounding
-from meshwright.engine.sharding.compression.sparse import TopKCodec
+from meshwright.engine.sharding.compression.quantised import Int8
+from meshwright.engine.sharding.compression.sparse import TopK
 from meshwright.lab.algorithms import rounds_of
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.communication import stage_calls, unit_collectives
@@ -96,7 +96,7 @@ def test_column_parallel_outputs_are_gathered_along_features() -> None:
 
 def test_quantised_codes_are_decoded_before_they_are_summed() -> None:
     """Each rank has its own scale, and a sum of two codes leaves int8."""
-    codec, elements = Rounding("int8", 4), 4
+    codec, elements = Int8(ReduceConfig(kind="int8", block=16)), 4
     ranks = [torch.tensor([[1.0, -0.5, 0.25, 1.0]]), torch.tensor([[100.0, 50.0, -25.0, 100.0]])]
     messages = [codec.encode(x, None) for x in ranks]
     decoded = sum(codec.decode(message, elements, torch.float32) for message in messages)
@@ -111,7 +111,7 @@ def test_quantised_codes_are_decoded_before_they_are_summed() -> None:
 def test_top_k_sends_k_elements_even_if_several_are_equal() -> None:
     """`x > kth largest` drops the k-th element itself and, of equal elements, all of them."""
     block, x = 16, torch.tensor([[3.0] + 15 * [1.0]])
-    codec = TopKCodec(ReduceConfig(kind="topk", ratio=0.5, block=block))
+    codec = TopK(ReduceConfig(kind="topk", ratio=0.5, block=block))
     kept = codec.decode(codec.encode(x, None), block, torch.float32)
     threshold = x.topk(block // 2).values[0, -1]
     assert int((kept != 0).sum()) == block // 2 and int((x > threshold).sum()) == 1

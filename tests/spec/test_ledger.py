@@ -13,18 +13,18 @@ from meshwright.comm.flight import FlightRecord, RecordedCall
 from meshwright.comm.group import DONE, CommError, Group
 from meshwright.comm.mesh import Mesh
 from meshwright.spec.layout import Layout
-from meshwright.spec.traffic.ledger import WIRE, CallTotals, Ledger, LedgerEntry, wire_bytes
+from meshwright.spec.traffic.ledger import OPERATIONS, CallTotals, Ledger, LedgerEntry, wire_bytes
 from tests.support.ranks import run_ranks
 
 
 def test_wire_of_a_thousand_bytes_over_four() -> None:
-    assert {op: wire_bytes(op, 1000, 4) for op in WIRE} == {
+    assert {op: wire_bytes(op, 1000, 4) for op in OPERATIONS} == {
         "all_reduce": 1500, "all_gather": 750, "reduce_scatter": 750, "all_to_all": 750, "broadcast": 1000,
         "send": 1000,
     }  # fmt: skip
 
 
-@given(st.sampled_from(sorted(WIRE)), st.integers(0, 1 << 40), st.integers(2, 4096))
+@given(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 1 << 40), st.integers(2, 4096))
 def test_wire_is_between_half_and_twice_the_payload(op: str, shares: int, size: int) -> None:
     payload = shares * size
     assert payload // 2 <= wire_bytes(op, payload, size) < max(1, 2 * payload)

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.config.memory import OffloadConfig, Place
 from meshwright.config.optimizer import OptimizerConfig
-from meshwright.config.sections import OffloadConfig
-from meshwright.device import PRECISION_DTYPES
+from meshwright.device import PRECISION_DTYPES, accelerator
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.rule import MatrixRule, Rule, UpdateStep, rules_of
 from meshwright.engine.optim.scaling import Scaling
-from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, State
+from meshwright.engine.sharding.buffers import PARAM, Bucket, FlatBuffer, State
 from meshwright.engine.sharding.offload import Prefetcher, StateStore, cut_pieces
 from meshwright.engine.sharding.remainders import PairedTensor, Values
 from meshwright.kernels import kernels_take
@@ -98,12 +98,12 @@ class FlatState:
         self.in_place = buffer.key.dtype == master_dtype or buffer.key.dtype.itemsize > master_dtype.itemsize
 
         def new(dtype: torch.dtype) -> StateStore:
-            return StateStore(sizes, dtype, buffer.device, offload.optimizer, Path(offload.path))
+            return StateStore(sizes, dtype, buffer.device, offload.optimizer_at, Path(offload.path))
 
         halves = (buffer.key.dtype, master_dtype) == (torch.bfloat16, torch.float32)
-        self.paired = halves and offload.optimizer == offload.params == "none"
-        dtype = torch.int16 if self.paired else master_dtype
-        masters = StateStore.existing(own) if self.in_place else new(dtype)
+        self.paired = halves and set(offload.places) == {Place.DEVICE}
+        new_dtype = torch.int16 if self.paired else master_dtype
+        masters = StateStore.existing(own) if self.in_place else new(new_dtype)
         if not self.in_place and not self.paired:
             for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)
@@ -112,7 +112,7 @@ class FlatState:
         copied = self.stores[1:] if self.paired else self.stores
         all_in_place = all(store.ready_in_place(buffer.device, self.dtype) for store in copied)
         kernel_fits = kernels and not double if own[0].is_meta else kernels_take(*masters.shares, *own, buffer.grads)
-        on_device = offload.params == "none" and all(store.on_device for store in copied)
+        on_device = offload.params_at is Place.DEVICE and all(store.on_device for store in copied)
         self.fused = fused and kernel_fits and on_device
         self.ready = self.fused or (all_in_place and buffer.grads.dtype == self.dtype)
         self._ranges = list(self._find_ranges())
@@ -297,11 +297,11 @@ class FlatOptimizer:
     def tensors(self) -> Iterator[State]:
         """Yield every state that a checkpoint must hold, the parameters included."""
         for state in self.states:
-            yield State("param", state.buffer, state.master)
+            yield State(PARAM, state.buffer, state.master)
             for spec, store in zip(state.rule.states, state.stores[1:], strict=True):
                 yield State(spec.name, state.buffer, store.shares)
         for buffer in self.frozen:
-            yield State("param", buffer, [bucket.own_params for bucket in buffer.buckets])
+            yield State(PARAM, buffer, [bucket.own_params for bucket in buffer.buckets])
 
     def publish(self) -> None:
         """Bring the model's weights up to date after other code, such as a load, has set the masters."""
@@ -315,7 +315,8 @@ class FlatOptimizer:
     @property
     def on_device(self) -> bool:
         """True if `step_on_device` can run, which is a fused pass with numbers from the device."""
-        return bool(self.states) and all(state.fused and state.buffer.grads.is_cuda for state in self.states)
+        on_host = any(accelerator(state.buffer.device) is None for state in self.states)
+        return bool(self.states) and not on_host and all(state.fused for state in self.states)
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:

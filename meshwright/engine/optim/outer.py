@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
-from meshwright.engine.sharding.buffers import OUTER, REPLICA_STATE, Bucket, BufferKey, Slot, State, StateRows
+from meshwright.engine.sharding.buffers import OUTER, PARAM, REPLICA_STATE, Bucket, BufferKey, Slot, State, StateRows
 from meshwright.engine.sharding.compression.make import replica_sums
 from meshwright.engine.sharding.compression.residual import CompressingReducer
 from meshwright.engine.sharding.data_parallel import DataParallel
@@ -72,7 +72,7 @@ class OuterState:
     def __init__(self, inner: FlatState, config: LocalConfig, replicas: Group) -> None:
         self.inner, self.buffer = inner, inner.buffer
         self.params = [as_tensor(master).to(inner.dtype, copy=True) for master in inner.master]
-        self.momentum = [torch.zeros_like(x) for x in self.params] if config.outer == "nesterov" else []
+        self.momentum = [torch.zeros_like(x) for x in self.params] if config.has_momentum else []
         self.pieces: list[list[Piece]] = []
         self.arriving: list[Tensor] = []
         self.residuals: list[Tensor] = []
@@ -234,7 +234,7 @@ class OuterOptimizer:
         sums = state.arriving[bucket.index][piece.low :] if state.arriving else self._scratch
         mean = sums[: piece.high - piece.low]
         # The two copies of tied embeddings may get sums that differ in the last bit, so they are averaged.
-        for axis in (axis for axis in bucket.buffer.key.partial if axis == "embedding"):
+        for axis in {"embedding"} & set(bucket.buffer.key.partial):
             group = self.mesh.group(axis)
             group.all_reduce(mean)
             mean.div_(group.size)
@@ -262,7 +262,7 @@ class OuterOptimizer:
         for own in inner:
             yield own._replace(name=REPLICA_STATE + own.name, replica=rows) if own.buffer.key.trained else own
         for state in self.states.values():
-            yield State("param", state.buffer, state.params)
+            yield State(PARAM, state.buffer, state.params)
             sizes = [x.numel() for x in state.params]
             if state.momentum:
                 yield State(MOMENTUM, state.buffer, state.momentum)

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.config.memory import Place
+from meshwright.device import is_host
 from meshwright.engine.sharding.offload import StateStore
 from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
@@ -103,7 +105,7 @@ class ReleasableTensor:
     @classmethod
     def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
         """Return a new tensor, filled with zeros."""
-        if device.type != "cpu":
+        if not is_host(device):
             return cls(torch.zeros(size, dtype=dtype, device=device))
         pages = mmap.mmap(-1, max(1, size * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Not every system has huge pages.
@@ -190,7 +192,7 @@ class FlatBuffer:
         split: Split,
         bucket_mib: float,
         grad_dtype: torch.dtype,
-        params_at: tuple[str, Path],
+        params_at: tuple[Place, Path],
         seed: int,
         releases_grads: bool,
         align: int = ALIGN,
@@ -312,6 +314,9 @@ class StateRows(NamedTuple):
         so on, so that together they fill all.
         """
         yield from (StateRows(row, rows) for row in range(self.row, rows, self.rows))
+
+
+PARAM = "param"  # the state of master weights or, without them, of the weights
 
 
 class State(NamedTuple):
@@ -449,7 +454,7 @@ def build_buffers(
     bucket_mib: float,
     units: dict[int, int] | None = None,
     grad_dtype: torch.dtype = torch.float32,
-    params_at: tuple[str, Path] = ("none", Path()),
+    params_at: tuple[Place, Path] = (Place.DEVICE, Path()),
     seed: int = 0,
     mixed_in: tuple[Layout, int] | None = None,
     releases_grads: bool = False,

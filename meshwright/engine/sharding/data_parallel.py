@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.comm.mesh import Mesh
 from meshwright.config.comm import GatherConfig, OverlapConfig
-from meshwright.config.sections import ZeroConfig
+from meshwright.config.memory import ZeroConfig
+from meshwright.device import is_host, is_meta
 from meshwright.engine.sharding.buffers import (
     REDUCER,
     Bucket,
@@ -93,7 +94,7 @@ class DataParallel:
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         units = find_units(modules)
-        params_at = (self._zero.offload.params, Path(self._zero.offload.path))
+        params_at = (self._zero.offload.params_at, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
             (mesh.layout, align) if (align := mixing_alignment(reducer, outer)) else None, releases_grads,
@@ -253,7 +254,7 @@ class DataParallel:
     def _check_ties(self) -> None:
         """Refuse tied weights that are trained on one stage and frozen on the other: the all-reduce would hang."""
         for record in (slot.record for buffer in self.buffers for slot in buffer.slots):
-            if record.tied and "embedding" in record.copies and self._device.type != "meta":
+            if record.tied and "embedding" in record.copies and not is_meta(self._device):
                 frozen = self.mesh.group("embedding").max_over_ranks(float(not record.trained), self._device)
                 if frozen and record.trained:
                     raise UserError(
@@ -320,7 +321,7 @@ def _wait(works: Sequence[PendingReduction]) -> None:
 
 
 def _square_sum(tensors: list[Tensor], wide: torch.dtype | None) -> Tensor:
-    if tensors[0].device.type == "cpu":
+    if is_host(tensors[0].device):
         # The CPU kernel adds element by element in float32, so short chunks keep the error small.
         chunks = [chunk for tensor in tensors for chunk in tensor.split(NORM_PIECE)]
         norms = list(torch._foreach_norm(chunks, dtype=wide))

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.device import accelerator, pin
+from meshwright.config.memory import Place
+from meshwright.device import accelerator, is_host, is_meta, pin
 from meshwright.errors import UserError
 from meshwright.spec.traffic.placement import PAGE, RING
 
@@ -120,20 +121,18 @@ class StateFile:
 class StateStore:
     """One kind of state of one buffer: a tensor of `dtype` for each shard.
 
-    `place` is none (the device), cpu or disk. `on_device` is true if the state uses the device's memory, which includes
-    host memory if the device is a CPU.
+    `on_device` is true if the state uses the device's memory, which includes host memory if the device is a CPU.
     """
 
     def __init__(
-        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: str, folder: Path = Path()
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, place: Place, folder: Path = Path()
     ) -> None:
         self.file: StateFile | None = None
-        self.dtype = dtype
-        self.on_device = place == "none" or (place, device.type) == ("cpu", "cpu")
-        if place == "disk" and device.type != "meta":
+        self.dtype, self.on_device = dtype, place is Place.DEVICE or (place is Place.HOST and is_host(device))
+        if place is Place.DISK and not is_meta(device):
             self.file = StateFile(folder, sizes, dtype)
             self.shares = self.file.shares
-        elif place == "none" or accelerator(device) is None:
+        elif place is Place.DEVICE or accelerator(device) is None:
             self.shares = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(list(sizes)))
         else:
             flat = page_tensor(sum(sizes), dtype)
@@ -201,7 +200,7 @@ class Prefetcher:
         landing = None
         if store.file is not None:
             landing = page_tensor(self._limit, store.dtype)
-            if self.device.type == "cpu" and store.dtype == self.dtype:
+            if is_host(self.device) and store.dtype == self.dtype:
                 return landing, landing
         return landing, torch.empty(self._limit, dtype=self.dtype, device=self.device)
 

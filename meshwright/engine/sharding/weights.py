@@ -123,8 +123,7 @@ class WeightGatherer:
 
     def begin(self, chunk: int, work: str) -> None:
         """Begin to gather the unit that a chunk's forward or backward will open first. Call it before the pass."""
-        self._action = (chunk, work, self.ledger.current_phase == "validation")
-        self._opened = []
+        self._action, self._opened = (chunk, work, self.ledger.validating), []
         order = self._orders.get(self._action)
         # The order is empty in the backward of a frozen chunk, which opens no units.
         if order:
@@ -176,7 +175,7 @@ class WeightGatherer:
                 self._gather(bucket)
 
     def _gather(self, bucket: Bucket) -> None:
-        phase = "validation" if self.ledger.current_phase == "validation" else "gather"
+        phase = self.ledger.current_phase if self.ledger.validating else "gather"
         if (pending := self.copies.begin_gather(bucket, self.ledger, phase)) is not None:
             self._gathering[id(bucket)] = pending
             return
@@ -188,7 +187,7 @@ class WeightGatherer:
         with self.ledger.phase(phase), self.ledger.layer(None):
             group = self._shards_of(bucket.buffer)
             # Integer tensors are packed weights of few bits, which need no further rounding.
-            rounds = self.gather.kind != "plain" and whole.is_floating_point()
+            rounds = self.gather.rounds and whole.is_floating_point()
             if bucket.stage == 3 and rounds and not group.alone:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:

@@ -272,11 +272,9 @@ def _calls(module: nn.Module, style: str, text: Any) -> list[PlannedCall]:
     out = getattr(module, "embedding_dim", out)
     calls = {
         "copy": [PlannedCall("backward", "all_reduce", wide)], "slice": [PlannedCall("backward", "all_gather", wide)],
-        "experts": [PlannedCall("backward", "all_reduce", text.hidden_size)],
+        "experts": [PlannedCall("backward", "all_reduce", width)
+                    for width in (text.hidden_size, getattr(text, "num_experts_per_tok", 1))],
         "sum": [PlannedCall("forward", "all_reduce", out)], "gather": [PlannedCall("forward", "all_gather", out)],
+        "rotary": [PlannedCall("backward", "all_reduce", getattr(text, "qk_rope_head_dim", 0))],
     }  # fmt: skip
-    if after == "rotary":
-        calls["rotary"] = [PlannedCall("backward", "all_reduce", text.qk_rope_head_dim)]
-    if before == "experts":
-        calls["experts"].append(PlannedCall("backward", "all_reduce", getattr(text, "num_experts_per_tok", 1)))
     return calls.get(after, []) + calls.get(before, [])

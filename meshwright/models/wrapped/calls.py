@@ -49,6 +49,27 @@ def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[
     return args, {**kwargs, name: change(kwargs[name])}
 
 
+# The operation on the input by `Style.before`. The others act on several tensors, or in place of the module's forward.
+BEFORE: dict[str, Callable[[Any, Group], Any]] = {
+    "copy": copy_to,
+    "slice": lambda x, tp: last_dim(slice_rows, x, tp),
+    "share": lambda x, tp: x / tp.size,
+}
+
+
+def _copy_rotary(y: Tensor, tp: Group, rotary: int) -> Tensor:
+    rest, turned = y.split([y.shape[-1] - rotary, rotary], dim=-1)
+    return torch.cat([rest, copy_to(turned, tp)], dim=-1)
+
+
+# The operation on the output by `Style.after`; the last argument is `rotary` of `place`.
+AFTER: dict[str, Callable[[Tensor, Group, int], Tensor]] = {
+    "sum": lambda y, tp, rotary: reduce_from(y, tp),
+    "gather": lambda y, tp, rotary: last_dim(gather_rows, y, tp),
+    "rotary": _copy_rotary,
+}
+
+
 def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
     """Put a style's collectives around the forward of one module, whose parameters are this rank's shards already.
 
@@ -57,32 +78,21 @@ def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
     _, before, after, _, _ = STYLES[style]
     if tp.alone or not (before or after):
         return
-    if before == "ids":
+    if STYLES[style].looks_up:
         module.forward = _sharded_lookup(module, tp)
         return
-    bias_after = after == "sum" and STYLES[style].cut == "in"
+    bias_after = STYLES[style].sums_products
+    prepare, finish = BEFORE.get(before), AFTER.get(after)
     original: Forward = module.forward
 
-    def prepare_input(x: Any) -> Any:
-        if before == "slice":
-            return last_dim(slice_rows, x, tp)
-        if before == "share":
-            return x / tp.size
-        return copy_to(x, tp) if before == "copy" else x
-
     def finish_output(y: Tensor) -> Tensor:
-        if after == "rotary":
-            rest, turned = y.split([y.shape[-1] - rotary, rotary], dim=-1)
-            return torch.cat([rest, copy_to(turned, tp)], dim=-1)
-        if after == "gather":
-            return last_dim(gather_rows, y, tp)
-        return reduce_from(y, tp) if after == "sum" else y
+        return y if finish is None else finish(y, tp, rotary)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if before == "experts":
-            args, kwargs = map_tensors((args, kwargs), lambda xs: [copy_to(x, tp) for x in xs])
+        if prepare is not None:
+            args, kwargs = with_first(args, kwargs, lambda x: prepare(x, tp))
         elif before:
-            args, kwargs = with_first(args, kwargs, prepare_input)
+            args, kwargs = map_tensors((args, kwargs), lambda xs: [copy_to(x, tp) for x in xs])
         bias = module._parameters.get("bias") if bias_after else None
         if bias is None:
             return finish_output(original(*args, **kwargs))

@@ -70,7 +70,7 @@ class PlannedStage(ForeignStage):
         cut_ends(net, plan, stage, self._table)
         place_all(net, plan.plan, parallel.tp, partial(rotary_elements, hf))
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
-        if config.recompute.mode == "full":
+        if config.recompute.blocks:
             for block in blocks:
                 recompute_in_backward(block)
 

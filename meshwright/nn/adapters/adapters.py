@@ -74,14 +74,12 @@ class RowAdapter(NamedTuple):
 
 
 class InputFunction(NamedTuple):
-    """The function that a product applies to its input: none, SwiGLU, or an RMS norm. Only the input itself is saved,
-    and backward applies the function again."""
+    """The function that a product applies to its input: none, SwiGLU, or the RMS norm whose weight and epsilon it has.
+    Only the input itself is saved, and backward applies the function again."""
 
-    # "", "swiglu" or "norm".
-    kind: str = ""
-    # The weight and epsilon of the norm.
     gain: Tensor | None = None
     eps: float = 0.0
+    swiglu: bool = False
 
 
 NOTHING = InputFunction()
@@ -108,9 +106,9 @@ def adapted_product(
     spans = tuple([(change.start, change.stop) for change in changes])
     factors = [part for change in changes for part in (change.adapter.down, change.adapter.up)]
     # All adapters of a weight have the same scale.
-    how = (sides, kind, first.scale, spans, before.kind, before.eps)
+    how = (sides, kind, first.scale, spans, before.swiglu, before.eps)
     result = _AdaptedProduct.apply(x, before.gain, weight, bias, ratio, keep, how, *factors)
-    return result if before.kind == "norm" else (x, result)
+    return result if before.gain is not None else (x, result)
 
 
 def _ratio(weight: Tensor, changes: Sequence[RowAdapter], sides: Sides) -> Tensor:
@@ -166,12 +164,11 @@ class _AdaptedProduct(torch.autograd.Function):
         # The arguments have no names, because torch.compile, without gradients, omits ctx if it counts as many
         # arguments as names.
         x, gain, weight, bias, ratio, keep, how, *factors = given
-        ctx.how = sides, kind, scale, spans, before, eps = how
+        ctx.how = sides, kind, scale, spans, after_swiglu, eps = how
         rstd, inner = None, x
-        if before == "norm":
-            assert gain is not None
+        if gain is not None:
             inner, rstd = norm_of_product(x, gain, eps, sides.x[1] * sides.summed[1] == 1 and not kind)
-        elif before == "swiglu":
+        elif after_swiglu:
             inner = swiglu(x)
         full = gather_input(inner, sides)
         y = products.forward(full, weight_values(weight, x.dtype), None, kind)
@@ -184,12 +181,12 @@ class _AdaptedProduct(torch.autograd.Function):
         if bias is not None:
             y = y + bias
         y = sum_output(y, sides)
-        return (x.view_as(x), y) if before == "norm" else y
+        return (x.view_as(x), y) if gain is not None else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, gain, weight, keep, short, ratio, unscaled, *factors = ctx.saved_tensors
-        sides, kind, scale, spans, before, _ = ctx.how
+        sides, kind, scale, spans, after_swiglu, _ = ctx.how
         grad = gather_output_grad(grads[-1], sides)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
         grad_ratio = None
@@ -203,7 +200,7 @@ class _AdaptedProduct(torch.autograd.Function):
         back = scale * torch.cat([some @ up for some, up in zip(columns, ups, strict=True)], 1)
         grad_ups = [scale * (some.t() @ part) for some, part in zip(columns, parts, strict=True)]
         grad_x = grad_gain = None
-        if ctx.needs_input_grad[0] or before:
+        if ctx.needs_input_grad[0] or gain is not None or after_swiglu:
             weight = weight_values(weight, grad.dtype, again=True)
             prepared = products.prepare_grad(grad, weight, kind, for_weight=False)
             grad_x = products.input_grad(prepared, weight, kind)
@@ -213,10 +210,10 @@ class _AdaptedProduct(torch.autograd.Function):
                 grad_x = grad_x + (back @ downs) * keep
             grad_x = scatter_input_grad(grad_x, sides)
         inner = x
-        if before == "norm":
+        if gain is not None:
             grad_x, inner, grad_gain = rms_norm_backward(x, rstd, gain, grad_x, grads[0])
             grad_gain = grad_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None
-        elif before == "swiglu":
+        elif after_swiglu:
             grad_x, inner = swiglu_backward(x, grad_x)
         full = gather_input(inner, sides, again=True)
         grad_downs = (back.t() @ (full if keep is None else full * keep)).chunk(len(ups))

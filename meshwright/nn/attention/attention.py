@@ -56,7 +56,7 @@ class QKV(nn.Module):
             settings = (first.sides, first.kind)
             stream = first.stream if self.training else None
             if norm.fuses:
-                before = InputFunction("norm", norm.weight, norm.eps)
+                before = InputFunction(norm.weight, norm.eps)
                 return adapted_product(x, weight, bias, changes, settings, stream, before)
             return x, adapted_product(norm(x), weight, bias, changes, settings, stream)[1]
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))

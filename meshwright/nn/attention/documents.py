@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.registered import pure_operator, shapes_of
-from meshwright.device import upload
+from meshwright.device import kind_of, upload
 from meshwright.nn.attention.pieces import (
     PartialAttention,
     RowPositions,
@@ -173,7 +173,7 @@ def _one_per_sample(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window:
 
 
 def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
-    return q.is_cuda and has_fused_kernel(q) and prefixes is None
+    return kind_of(q.device).has_flash_attention and has_fused_kernel(q) and prefixes is None
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.device import cudnn_attends, upload
+from meshwright.device import cudnn_attends, kind_of, upload
 from meshwright.kernels import kernels_take
 from meshwright.spec.layout.pieces import VisibleBlock, pieces, rounds
 
@@ -312,7 +312,7 @@ def _chosen(qkv: list[Tensor], call: KernelCall) -> Iterator[Tensor]:
 
 def has_fused_kernel(q: Tensor) -> bool:
     """Return whether a fused kernel takes queries of this dtype and width."""
-    if q.is_cuda:
+    if kind_of(q.device).has_flash_attention:
         return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return (q.is_cpu or q.is_meta) and q.dtype != torch.float16
 
@@ -323,7 +323,7 @@ def _in_rounds(q: Tensor, sight: Sight) -> bool:
     That pays off if there are many pieces. It also does if samples have documents, whose lengths differ in every
     micro-batch, because cuDNN takes long to prepare each new shape.
     """
-    return q.is_cuda and (not sight.alike or len(sight.split) >= GROUPED_CALL_PIECES)
+    return kind_of(q.device).has_flash_attention and (not sight.alike or len(sight.split) >= GROUPED_CALL_PIECES)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

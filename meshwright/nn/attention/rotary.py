@@ -45,7 +45,7 @@ class Rotary(nn.Module):
 def rotary_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     """Return the angle by which each pair turns per position, and the factor for cosines and sines."""
     scaling, width, theta = model.rope_scaling, model.rotary_dim, model.rope_theta
-    if scaling.kind == "dynamic" and model.seq > scaling.original:
+    if scaling.raises_theta and model.seq > scaling.original:
         longer = scaling.factor * model.seq / scaling.original - (scaling.factor - 1)
         theta *= longer ** (width / (width - 2))
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm.registered import effectful_operator, operator, shapes_of
+from meshwright.device import kind_of
 from meshwright.kernels import kernels_take
 from meshwright.nn.fused import swiglu, swiglu_backward
 from meshwright.nn.mlp import ACTIVATIONS
@@ -34,7 +35,7 @@ def _in_one_call(x: Tensor, width: int) -> bool:
     It needs at least one row, and rows of a multiple of 16 bytes.
     """
     fits = x.shape[0] > 0 and x.shape[1] % 8 == 0 and width % 8 == 0
-    return x.is_cuda and x.dtype == torch.bfloat16 and fits
+    return kind_of(x.device).has_grouped_products and x.dtype == torch.bfloat16 and fits
 
 
 @operator("meshwright::grouped_product")
@@ -118,13 +119,14 @@ def weighted_activation(inner: Tensor, weights: Tensor, kind: str) -> Tensor:
 
     The second product is linear, so its result is weighted as well.
     """
-    if kind == "swiglu" and inner.is_meta:
+    other = ACTIVATIONS.get(kind)  # none: SwiGLU
+    if other is None and inner.is_meta:
         return inner.new_empty((inner.shape[0], inner.shape[1] // 2))
-    if kind == "swiglu" and kernels_take(inner):
+    if other is None and kernels_take(inner):
         from meshwright.kernels.experts import weighted_swiglu
 
         return weighted_swiglu(inner, weights)
-    value = swiglu(inner) if kind == "swiglu" else ACTIVATIONS[kind](inner)
+    value = swiglu(inner) if other is None else other(inner)
     return (value * weights[:, None]).to(inner.dtype)
 
 
@@ -135,21 +137,22 @@ def weighted_activation_backward(
 
     On CUDA the first two overwrite `inner` and `grad`, so neither may be used afterwards.
     """
+    other = ACTIVATIONS.get(kind)  # none: SwiGLU
     # A dry run counts the same memory as the kernel.
-    if kind == "swiglu" and inner.is_meta:
+    if other is None and inner.is_meta:
         return inner, grad, torch.empty_like(weights)
-    if kind == "swiglu" and kernels_take(inner, grad):
+    if other is None and kernels_take(inner, grad):
         from meshwright.kernels.experts import weighted_swiglu_backward_
 
         grad_weights = weighted_swiglu_backward_(inner, weights, grad)
         return inner, grad, grad_weights
     passed = (grad * weights[:, None]).to(grad.dtype)
-    if kind == "swiglu":
+    if other is None:
         grad_inner, value = swiglu_backward(inner, passed)
     else:
         with torch.enable_grad():
             source = inner.detach().requires_grad_()
-            value = ACTIVATIONS[kind](source)
+            value = other(source)
         (grad_inner,) = torch.autograd.grad(value, source, passed)
         value = value.detach()
     grad_weights = (grad.to(weights.dtype) * value).sum(1)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.device import kind_of
 from meshwright.kernels import kernels_take
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.weight_grad import add_product_grad
@@ -32,7 +33,7 @@ class _WideProduct(torch.autograd.Function):
         ctx.sink = sink
         wide = torch.promote_types(x.dtype, torch.float32)
         # Products of two bf16 numbers are exact in float32, so the factors need not be converted.
-        if x.is_cuda and x.dtype != wide:
+        if kind_of(x.device).has_wide_products and x.dtype != wide:
             return torch.mm(x, weight.t(), out_dtype=wide)
         return F.linear(x.to(wide), weight.to(wide))
 
@@ -41,7 +42,7 @@ class _WideProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         # In bf16 the products run on tensor cores. The gradient of x is rounded to bf16 in any case. A dry run takes
         # the same branch.
-        if (x.is_cuda or x.is_meta) and x.dtype == torch.bfloat16:
+        if (kind_of(x.device).has_wide_products or x.is_meta) and x.dtype == torch.bfloat16:
             grad = grad.to(x.dtype)
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.needs_input_grad[1]:

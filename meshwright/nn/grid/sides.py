@@ -65,11 +65,15 @@ class Sides(NamedTuple):
     def over_tp(parallel: Parallel, cut: str) -> Sides:
         """Return the sides of a layer that is sharded over tp by its output features (`column`) or its input features
         (`row`), or that every rank holds whole (`whole`)."""
-        if parallel.tp.alone or cut == "whole":
+        if parallel.tp.alone:
             return PLAIN
-        side = (parallel.tp.name, parallel.tp.size)
-        all_rows = not parallel.splits_tokens
-        return Sides(x=side, all_rows=all_rows) if cut == "column" else Sides(summed=side, all_rows=all_rows)
+        return Sides.of_group(parallel.tp.name, parallel.tp.size, cut, not parallel.splits_tokens)
+
+    @staticmethod
+    def of_group(name: str, size: int, cut: str, all_rows: bool) -> Sides:
+        side = (name, size)
+        sides = {"column": Sides(x=side, all_rows=all_rows), "row": Sides(summed=side, all_rows=all_rows)}
+        return sides.get(cut, PLAIN)
 
 
 # The sides of a product that does not communicate.

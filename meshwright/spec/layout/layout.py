@@ -23,10 +23,13 @@ from meshwright.spec.layout.params import EP_ACROSS, EP_NODE, REPLICA, SHARD
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+ONLY_EXPERTS, ONLY_DENSE = ("ep", "edp", "etp"), ("dp", "cp")  # the axes that only one of the views has
+CUT_EXPERTS = ("ep", "etp")  # the axes that divide experts and their weights
+WORLD = "world"
 EXPERT_WORDS = {"tp": "etp", "dp": "edp"}  # the expert view's axes, by the dense axis whose position they take
 # The most ranks of a layout. Layouts list ranks one by one, so a mistyped size would exhaust memory.
 LARGEST_WORLD = 2**20
-SPECIAL_GROUPS = ("embedding", "position_embedding", "world")
+SPECIAL_GROUPS = ("embedding", "position_embedding", WORLD)
 
 GROUP_KINDS = (
     *("tp", "cp", "ep", "dp", "pp", "dp-cp", "tp-cp", "tp-dp", "tp-dp-cp", "tp-pp"),
@@ -41,6 +44,11 @@ axes and replicas where a layout has them."""
 REPLICAS, INNER = "replicas", "tp-cp-dp-pp"  # ranks with the same coordinate in every replica; the ranks of one replica
 
 Parts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+
+def whole_axis(axis: str) -> str:
+    """Return the axis that a part such as `tp.q` belongs to, or the axis itself."""
+    return axis.partition(".")[0]
 
 
 class Atom(NamedTuple):
@@ -109,6 +117,11 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
+    def cuts_dp(self) -> bool:
+        """True if dp is a product of parts: states are sharded inside nodes, or weights are copied there."""
+        return "dp" in dict(self.parts)
+
+    @property
     def first_and_last(self) -> tuple[int, int]:
         """The pipeline ranks that hold the model's first and its last stage."""
         return (0, self.pp - 1) if self.ends is None else self.ends
@@ -141,7 +154,7 @@ class Layout:
         Ranks in a group ascend and groups ascend by their first rank. Names with ep, etp or edp belong to
         the expert view, in which "tp" means etp. All other names belong to the dense view.
         """
-        if name == "world":
+        if name == WORLD:
             return (tuple(range(self.world)),)
         if name in self.holders:
             return tuple(_holders_of(self, name, stages) for stages in self.groups("pp"))
@@ -151,7 +164,7 @@ class Layout:
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the group of `name` that contains `rank`, or () if the rank holds none of the group's parameters."""
         self._check_rank(rank)
-        if name == "world":
+        if name == WORLD:
             return tuple(range(self.world))
         if name in self.holders:
             holding = _holders_of(self, name, self.group("pp", rank))
@@ -163,7 +176,7 @@ class Layout:
 
     def size(self, name: str) -> int:
         """Return the number of ranks in a group of `name`."""
-        if name == "world":
+        if name == WORLD:
             return self.world
         if name in self.holders:
             return len(set(self.holders[name]))
@@ -409,8 +422,8 @@ def _view_of(layout: Layout, name: str, words: list[str]) -> tuple[str, ...]:
                 f"several joined by '-', or {', '.join(SPECIAL_GROUPS)}"
             )
     axes = [axis_of[word] for word in words]
-    expert = [word for word, axis in zip(words, axes, strict=True) if axis in ("ep", "edp", "etp")]
-    dense = [word for word, axis in zip(words, axes, strict=True) if axis in ("dp", "cp")]
+    expert = [word for word, axis in zip(words, axes, strict=True) if axis in ONLY_EXPERTS]
+    dense = [word for word, axis in zip(words, axes, strict=True) if axis in ONLY_DENSE]
     if expert and dense:
         raise UserError(
             f"group '{name}' mixes {dense[0]} of the dense view with {expert[0]} of the expert view: "

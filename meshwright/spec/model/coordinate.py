@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.context import WHOLE_SEQUENCES, ContextPlan
 from meshwright.spec.layout.grid import DEPTH, ROW
+from meshwright.spec.layout.layout import CUT_EXPERTS, whole_axis
 
 
 def hash_once(self: Any) -> int:
@@ -55,7 +56,7 @@ class Coordinate:
     @cached_property
     def dense(self) -> Coordinate:
         """The coordinate without the axes that only cut experts (ep and etp)."""
-        axes = tuple(axis for axis in self.axes if axis[0].split(".")[0] not in ("ep", "etp"))
+        axes = tuple(axis for axis in self.axes if whole_axis(axis[0]) not in CUT_EXPERTS)
         return self if len(axes) == len(self.axes) else replace(self, axes=axes)
 
     @property

@@ -140,7 +140,7 @@ def t5(model: ModelConfig) -> Model:
 
     tokens = TokenEmbeddingPart(model.vocab, h, first["table"], True, model.embedding_dropout or 0.0)
     table = (NamedPart("tokens", "embedding", tokens),)
-    output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scale_output == "true" else 1.0)
+    output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scales_output else 1.0)
     head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
             NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
     rows = Rows(own.decoder_seq)
@@ -188,7 +188,7 @@ def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
         model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
     )
     parts = [NamedPart("tokens", "embedding", tokens)]
-    if model.position == "learned":
+    if model.has_position_table:
         positions = PositionEmbeddingPart(model.seq, h, normal, model.position_offset)
         parts.append(NamedPart("positions", "position", positions))
     if model.token_types:
@@ -204,18 +204,17 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
     The weights of projections back into the residual stream start smaller, as in GPT-2, unless a norm follows each sum.
     With DeepNorm, the weights of values and of the MLP's first product start smaller too.
     """
-    normal = Init("normal", model.init_std)
-    place = model.norm_place
-    small = normal if place == "post" else Init("normal", model.init_std / math.sqrt(2 * model.layers))
+    normal, starts_small = Init("normal", model.init_std), model.norm_first or model.scales_residual
+    small = normal if not starts_small else Init("normal", model.init_std / math.sqrt(2 * model.layers))
     qkv_init = inner = normal
-    if place == "deep":
+    if model.scales_residual:
         inner = small
         # The rows of queries and keys precede those of values, and only values start smaller.
         qkv_init = replace(small, first=(model.heads + model.kv_heads) * model.head_dim, first_std=normal.std)
     norm = norm_part(model)
     whole = attention_part(model, qkv_init, small)
     mlp = MLPPart(model.mlp, model.hidden, model.ffn, inner, small, model.bias)
-    residual = math.sqrt(2 * model.layers) if place == "deep" else 1.0
+    residual = math.sqrt(2 * model.layers) if model.scales_residual else 1.0
 
     @lru_cache
     def block(mixed: bool, window: int) -> BlockUnit:
@@ -225,12 +224,11 @@ def block_units(model: ModelConfig) -> tuple[BlockUnit, ...]:
         first = replace(norm, keeps_output=False) if model.latent.kv_rank else norm
         second = replace(norm, keeps_output=False) if mixed else replace(norm, of_mlp=True)
         parts: list[tuple[str, Part]] = [("norm1", first), ("attention", attention), ("norm2", second), last]
-        if place == "sandwich":
+        if model.norms_results:
             parts.insert(2, ("norm1_after", ended_norm(model)))
             parts.append(("norm2_after", ended_norm(model)))
         named = tuple(NamedPart(key, key, part) for key, part in parts)
-        post = not model.norm_first
-        both = place == "sandwich"
+        post, both = not model.norm_first, model.norms_results
         return BlockUnit(named, Rows(), model.hidden, model.parallel_residual, model.dropout, post, residual, both)
 
     layers = range(model.layers)
@@ -247,9 +245,9 @@ def attention_part(model: ModelConfig, normal: Init, output: Init) -> Part:
             model.rope_scaling.attention_factors(latent=True)[1],
         )  # fmt: skip
     return AttentionPart(
-        model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.position == "rope", model.bias,
+        model.hidden, model.heads, model.kv_heads, model.head_dim, normal, output, model.has_rope, model.bias,
         model.qkv_bias, model.qk_norm_over if model.qk_norm else "", model.norm_eps,
-        model.attention_dropout or 0.0, model.position == "alibi", model.kind_facts.causal,
+        model.attention_dropout or 0.0, model.has_alibi, model.kind_facts.causal,
     )  # fmt: skip
 
 
@@ -257,7 +255,7 @@ def experts(model: ModelConfig, mlp: MLPPart) -> ExpertsPart:
     """Describe the mixture of experts that replaces an MLP. Its products have no biases."""
     e = model.experts
     routing = Routing(
-        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias, e.bias_balance,
+        e.count, e.top_k, e.router, e.normalise, e.scale, e.groups, e.groups_used, e.has_bias,
         e.aux_loss, e.aux_level, e.z_loss, e.capacity,
     )  # fmt: skip
     shared = replace(mlp, ffn=e.shared * e.ffn, bias=False) if e.shared else None
@@ -297,9 +295,9 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 @lru_cache(maxsize=256)
 def _with_tuning(model: Model, tune: TuneConfig, compared: bool) -> Model:
     tuning = Tuning(
-        tune.rank, tune.scale, norms=tune.kind == "dora", dropout=tune.dropout,
+        tune.rank, tune.scale, norms=tune.trains_norms, dropout=tune.dropout,
         targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
-        whole=tune.modules_to_save, packs=tune.quantise == "nf4",
+        whole=tune.modules_to_save, packs=tune.packs,
     )  # fmt: skip
     return replace(with_tuning(model, tuning), compared=compared)
 
@@ -395,7 +393,7 @@ def layout_of(config: Config, world: int, node_size: int = 0) -> Layout:
         ends=ends_of(config.pipeline.schedule, c.pp, c.chunks), etp=c.etp, shared=shared_parameters(config),
         replicas=c.replicas,
     )  # fmt: skip
-    if config.comm.algorithm.ep == "hierarchical" and c.ep > 1:
+    if config.comm.algorithm.exchanges_by_node and c.ep > 1:
         layout = replace(layout, parts=(*layout.parts, *exchange_parts(layout)))
     if config.zero.stage and config.zero.stays_in_node:
         return replace(layout, parts=(*layout.parts, *node_parts(layout)))

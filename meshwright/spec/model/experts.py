@@ -46,7 +46,6 @@ class Routing:
     groups: int = 1
     groups_used: int = 1
     bias: bool = False
-    bias_step: float = 0.0
     aux_loss: float = 0.0
     aux_level: str = "sequence"
     z_loss: float = 0.0
@@ -84,6 +83,10 @@ class RowExchange(NamedTuple):
     phase: str
     row_bytes: int
     back: bool = False
+
+    @property
+    def forward(self) -> bool:
+        return self.phase == "forward"
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,16 @@ class AttentionPart(Part):
         return (self.biased,) if self.biased else ()
 
     @property
+    def norms_heads(self) -> bool:
+        """True if each head of the queries and keys is normed."""
+        return self.qk_norm == "head"
+
+    @property
+    def norms_tokens(self) -> bool:
+        """True if queries and keys are normed over all heads of a token."""
+        return bool(self.qk_norm) and not self.norms_heads
+
+    @property
     def core_dim(self) -> int:
         """The width of heads in the attention core."""
         return self.head_dim + ALIBI_WIDTH * self.alibi
@@ -199,14 +209,14 @@ class AttentionPart(Part):
         records = cut("weight", (self.hidden,), self.init, True)
         if self.bias or self.qkv_bias:
             records |= cut("bias", (), ZEROS, False)
-        if self.qk_norm == "head":
+        if self.norms_heads:
             # One weight serves all heads, and each tp rank has the gradient from its heads. Each copy of a key-value
             # head has the gradient from its queries only, so the sum over tp is complete in that case too.
             axes = ("tp",) if tp > 1 else ()
             for key in ("q_norm", "k_norm"):
                 weight = whole(f"{name}.{key}.weight", (d,), ONES, decay=False, copies=axes, partial=axes)
                 records[f"{key}.weight"] = weight
-        elif self.qk_norm:
+        elif self.norms_tokens:
             # The weights are cut like the heads.
             axes = (KV_COPIES,) if tp > self.kv_heads else ()
             q = f"{name}.q_norm.weight"
@@ -247,7 +257,7 @@ class AttentionPart(Part):
         yield from column_calls(at, batch, self.hidden, (heads + 2 * kv) * d)
         yield from row_calls(at, batch, self.hidden, heads * d)
         # The sums of squares of a token's queries and of its keys, and their gradients.
-        if self.qk_norm == "all":
+        if self.norms_tokens:
             for phase in ("forward", "backward"):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
@@ -262,13 +272,13 @@ class AttentionPart(Part):
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
             yield SavedTensor("joined weight", self.hidden * (h + 2 * k) * d * e)
-        if self.qk_norm == "head":
+        if self.norms_heads:
             # A CPU saves a head's input and normed input in float32, or one copy if the input is float32 already.
             copies = 0
             if host:
                 copies = 1 if e >= 4 else 2
             yield SavedTensor("head norms", tokens * (h + k) * (copies * d * wide + wide))
-        elif self.qk_norm:
+        elif self.norms_tokens:
             yield SavedTensor("token norms", 2 * tokens * wide)
         yield SavedTensor("attention output", tokens * h * d * e)
         # A CPU has no fused kernel with a bias: it saves copies in float32 and tensors of scores.

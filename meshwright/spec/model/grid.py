@@ -130,7 +130,7 @@ class GridAttentionPart(Part):
         for key, record in self.part.records(self._heads(at), name).items():
             if key == "qkv.weight":
                 records[key] = cut_weight(record, at, first, whole=False)
-            elif key == "qkv.bias" or (key.endswith("_norm.weight") and self.part.qk_norm == "all"):
+            elif key == "qkv.bias" or (key.endswith("_norm.weight") and self.part.norms_tokens):
                 records[key] = held_by(record, at, inner.rows)
             elif key.endswith("_norm.weight"):
                 # One weight serves all heads, and every rank of the grid has some heads of some rows.
@@ -151,7 +151,7 @@ class GridAttentionPart(Part):
         for product in self.products:
             yield from product.collectives(at, batch)
         place, own = inside_attention(at, batch, self.grid)
-        if self.part.qk_norm == "all":
+        if self.part.norms_tokens:
             for phase in ("forward", "backward"):
                 yield Collective(phase, self.grid.inner.features, "all_reduce", 2 * own.tokens(place) * batch.wide)
         for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):

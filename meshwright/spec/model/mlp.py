@@ -39,6 +39,11 @@ class MLPPart(Part):
         return self.kind.endswith("glu")
 
     @property
+    def is_swiglu(self) -> bool:
+        """True if the activation is SwiGLU, which has its own operators (`nn/fused.py`)."""
+        return self.kind == "swiglu"
+
+    @property
     def first(self) -> str:
         """The name of the first projection. In a gated MLP it computes both the gate and the up projection."""
         return "gate_up" if self.is_gated else "up"
@@ -97,7 +102,7 @@ class MLPPart(Part):
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Return whether the second product recomputes SwiGLU in backward. It does not if it adds a bias itself."""
-        return kernels.fused and self.fuses and self.kind == "swiglu" and not (self.bias and at.size("tp") == 1)
+        return kernels.fused and self.fuses and self.is_swiglu and not (self.bias and at.size("tp") == 1)
 
     def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""

@@ -138,6 +138,14 @@ class Collective:
     replayed: bool = False
     routed: bool = False
 
+    @property
+    def forward(self) -> bool:
+        return self.phase == "forward"
+
+    @property
+    def backward(self) -> bool:
+        return self.phase == "backward"
+
 
 class LossTerm(NamedTuple):
     """A term that a part adds to the loss: `weight` times its mean over the tokens that count in the loss."""
@@ -160,6 +168,14 @@ class LinearPieces(NamedTuple):
     cut: str
     pieces: tuple[tuple[str, int], ...]
     experts: bool = False
+
+    @property
+    def cuts_outputs(self) -> bool:
+        return self.cut == "column"
+
+    @property
+    def cuts_inputs(self) -> bool:
+        return self.cut == "row"
 
 
 class SavedTensor(NamedTuple):

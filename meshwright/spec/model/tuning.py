@@ -155,15 +155,15 @@ class TunedPart(Part):
         frozen embedding has no backward. DoRA sums the squared norms of the rows of each product whose inputs are cut,
         for W and for the changed W.
         """
-        columns = iter([linear for linear in self.part.linears() if linear.cut == "column" and not linear.experts])
+        columns = iter([linear for linear in self.part.linears() if linear.cuts_outputs and not linear.experts])
         frozen_table, has_experts = isinstance(self.part, TokenEmbeddingPart), isinstance(self.part, ExpertsPart)
         for call in self.part.collectives(at, batch):
             linear = next(columns, None) if call.repeated else None
             used = self._is_adapted(linear) if linear is not None else not (call.repeated and has_experts)
-            if used and not (frozen_table and call.phase == "backward"):
+            if used and not (frozen_table and call.backward):
                 yield call
         for linear in self.part.linears():
-            if self.tuning.norms and linear.cut == "row" and self._is_adapted(linear):
+            if self.tuning.norms and linear.cuts_inputs and self._is_adapted(linear):
                 rows = sum(count for _, count in linear.pieces)
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
@@ -195,7 +195,7 @@ class TunedPart(Part):
         """Return the number of rows of the input of a linear layer."""
         if isinstance(self.part, ExpertsPart) and linear.experts:
             return self.part.computed_rows(at, batch)
-        return batch.rows(at) if linear.cut == "whole" else batch.tokens(at)
+        return batch.tokens(at) if linear.cuts_outputs or linear.cuts_inputs else batch.rows(at)
 
     def _unpacked_counts(self, at: Coordinate) -> list[int]:
         """Return the number of values of each packed weight."""
@@ -273,13 +273,12 @@ def _expert_adapters(
         (expert, row, column), (held, count, width), start = box.start, box.shape, box.local_start[1]
         downs = Box((expert, 0, column), (held, rank, width), (0, 0, 0))
         ups = Box((expert, row - first, 0), (held, count, rank), (0, 0, 0))
-        shared = axes if linear.cut == "column" else ()
-        named = f"{name}.{piece}"
+        shared, named = axes if linear.cuts_outputs else (), f"{name}.{piece}"
         down = ParamRecord(
             f"{named}.lora_a", (experts, rank, inputs), downs.shape, (downs,), _first_values(inputs),
             data_axes=weight.data_axes, partial=shared, copies=shared,
         )  # fmt: skip
-        shared = axes if linear.cut == "row" else ()
+        shared = axes if linear.cuts_inputs else ()
         up = ParamRecord(
             f"{named}.lora_b", (experts, rows, rank), ups.shape, (ups,), ZEROS,
             data_axes=weight.data_axes, partial=shared, copies=shared,

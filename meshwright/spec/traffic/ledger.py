@@ -14,15 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-# The fraction of the payload, as (numerator, denominator), that each of n ranks puts on the wire. Integers keep the
-# byte counts exact.
-WIRE: dict[str, Callable[[int], tuple[int, int]]] = {
-    "all_reduce": lambda n: (2 * (n - 1), n),
-    "all_gather": lambda n: (n - 1, n),
-    "reduce_scatter": lambda n: (n - 1, n),
-    "all_to_all": lambda n: (n - 1, n),
-    "broadcast": lambda n: (1, 1),
-    "send": lambda n: (1, 1),
+
+class Operation(NamedTuple):
+    """The facts about a collective or a send that its bytes and its seconds depend on."""
+
+    # The fraction of the payload, as (numerator, denominator), that each of n ranks puts on the wire. Integers keep the
+    # byte counts exact.
+    wire: Callable[[int], tuple[int, int]]
+    rounds: int = 1  # the times that data go round a ring of the ranks
+    is_message: bool = False  # one rank sends to one other
+    is_exchange: bool = False  # every rank sends a different message to every other
+    is_sum: bool = False
+
+
+OPERATIONS = {
+    "all_reduce": Operation(lambda n: (2 * (n - 1), n), rounds=2, is_sum=True),
+    "all_gather": Operation(lambda n: (n - 1, n)),
+    "reduce_scatter": Operation(lambda n: (n - 1, n), is_sum=True),
+    "all_to_all": Operation(lambda n: (n - 1, n), is_exchange=True),
+    "broadcast": Operation(lambda n: (1, 1)),
+    "send": Operation(lambda n: (1, 1), is_message=True),
 }
 
 PHASES_OUTSIDE_STEPS = ("startup", "validation")
@@ -30,12 +41,12 @@ PHASES_OUTSIDE_STEPS = ("startup", "validation")
 
 def bus_factor(op: str, size: int) -> float:
     """Return the bytes on the wire per byte of payload. Payload per second times this factor is the link's rate."""
-    over, under = WIRE[op](size)
+    over, under = OPERATIONS[op].wire(size)
     return over / under
 
 
 def wire_bytes(op: str, payload: int, size: int) -> int:
-    over, under = WIRE[op](size)
+    over, under = OPERATIONS[op].wire(size)
     return payload * over // under
 
 
@@ -88,6 +99,10 @@ class Ledger:
         self.stream_waits: StreamWaits | None = None  # set only in steps in which a device's waits are timed
         self.current_phase = "startup"
         self.current_layer: int | None = None
+
+    @property
+    def validating(self) -> bool:
+        return self.current_phase == "validation"
 
     def totals_of(self, axis: str, op: str, crosses_node: bool = False) -> CallTotals:
         """Return the totals to which a call made now is added. They belong to its entry until the next `clear`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from meshwright.config.comm import GatherConfig
-from meshwright.config.sections import ZeroConfig
+from meshwright.config.memory import Place, ZeroConfig
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import DATA_AXES, REPLICA, SHARD, ParamRecord
 
@@ -136,10 +136,9 @@ def shard_axes(layout: Layout, zero: ZeroConfig, data_axes: str = DATA_AXES, tra
     """
     words = data_axes.split("-")
     shards, replicas = data_axes, ""
-    if zero.stays_in_node and "dp" in words and any(axis == "dp" for axis, _ in layout.parts):
-        shards = SHARD
-        replicas = "-".join(REPLICA if word == "dp" else word for word in words)
-    alone = layout.size(shards) == 1 and zero.offload.params == "none"
+    if zero.stays_in_node and "dp" in words and layout.cuts_dp:
+        shards, replicas = SHARD, "-".join(REPLICA if word == "dp" else word for word in words)
+    alone = layout.size(shards) == 1 and zero.offload.params_at is Place.DEVICE
     if zero.stage == 0 or alone or (zero.stage < 3 and not trained):
         return Division(0, None, data_axes)
     return Division(zero.stage, shards, replicas or None)
@@ -150,9 +149,8 @@ def copy_axis(layout: Layout, zero: ZeroConfig, gather: GatherConfig, data_axes:
 
     Experts are sharded over edp and have no such copy.
     """
-    parted = any(axis == "dp" for axis, _ in layout.parts)
     copies = gather.node_copy and zero.stage == 3 and not zero.stays_in_node
-    return SHARD if copies and parted and "dp" in data_axes.split("-") else None
+    return SHARD if copies and layout.cuts_dp and "dp" in data_axes.split("-") else None
 
 
 def place(

@@ -70,13 +70,13 @@ class AdaptiveReducer(ExchangeReducer):
 
     def choose(self, choice: ReduceConfig) -> None:
         self.choice = choice
-        if choice.kind != "plain":
+        if choice.compresses:
             self.codec = codec_of(choice)
             assert not self.codec.fills_gaps
             self._owed.clear()
 
     def is_plain(self, bucket: Bucket, group: Group) -> bool:
-        return super().is_plain(bucket, group) or self.choice is None or self.choice.kind == "plain"
+        return super().is_plain(bucket, group) or self.choice is None or not self.choice.compresses
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         if not bucket.stage:

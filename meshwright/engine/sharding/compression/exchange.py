@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.group import Group, Pending
-from meshwright.config.comm import ROUNDED, SPARSE, ReduceConfig
+from meshwright.config.comm import GatherConfig, ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-from meshwright.engine.sharding.compression.quantised import Rounding, SignCodec
 from meshwright.engine.sharding.compression.residual import CompressingReducer, finite, wide
-from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.engine.sharding.reducers import PendingReduction
+from meshwright.plugins import load_object
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 
 CHUNK_ELEMENTS = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
@@ -38,10 +37,9 @@ class Codec(Protocol):
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor: ...
 
 
-def codec_of(config: ReduceConfig) -> Codec:
-    if config.kind in SPARSE:
-        return TopKCodec(config)
-    return SignCodec(config.block) if config.kind == "onebit" else Rounding(config.kind, config.block)
+def codec_of(config: ReduceConfig | GatherConfig) -> Codec:
+    codec: Codec = load_object(config.facts.codec)(config)
+    return codec
 
 
 class ExchangeReducer(CompressingReducer):
@@ -145,7 +143,7 @@ class ExchangeReducer(CompressingReducer):
         They are keyed by seed, step, rank and bucket, never by the order of execution. With error feedback the nearest
         code is used: no error is lost, so rounding need not be unbiased.
         """
-        if self.config.feeds_back or self.config.kind not in ROUNDED:
+        if self.config.feeds_back or not self.config.facts.rounds:
             return None
         self._asked[bucket] += 1
         first, split = bucket.slots[0].record, bucket.buffer.split

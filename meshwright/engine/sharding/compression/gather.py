@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.comm.group import Group, Pending
 from meshwright.config.comm import GatherConfig
-from meshwright.engine.sharding.compression.quantised import Rounding
+from meshwright.engine.sharding.compression.exchange import codec_of
 from meshwright.engine.sharding.compression.residual import wide
 
 
@@ -19,9 +19,7 @@ class GatheredCodes:
     """A gather in flight. The decoded weights can be used after `wait`."""
 
     def __init__(self, config: GatherConfig, group: Group, whole: Tensor, share: Tensor) -> None:
-        self._codec = Rounding(config.kind, config.block)
-        self._whole = whole
-        self._group = group
+        self._codec, self._whole, self._group = codec_of(config), whole, group
         self._message = self._codec.encode(share.detach().to(wide(share.dtype))[None], None)
         self._received = torch.empty(
             (group.size, self._message.shape[1]), dtype=self._message.dtype, device=self._message.device

@@ -1,14 +1,14 @@
-"""The reducers by name, with the plan that the planner uses for each. Torch is imported only to make a reducer."""
+"""Makes the reducer that a config asks for, and the plan of it that the planner uses. Torch is imported only to make a
+reducer that needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.config.comm import LOW_RANK, CommConfig, ReduceConfig
+from meshwright.config.comm import CommConfig, ReduceConfig
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.compression.sizes import CompressionPlan, UndecidedPlan
+from meshwright.engine.sharding.compression.sizes import UndecidedPlan
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerPlan
 from meshwright.plugins import load_object
 
@@ -24,70 +24,57 @@ class ReducerRequest(NamedTuple):
     node_size: int = 1
 
     @property
-    def name(self) -> str:
-        """The name of the reducer in `REDUCERS`."""
-        if self.server.ranks:
-            return "server"
-        if self.comm.algorithm.sums_itself:
-            return "algorithm"
-        if self.reduce.adaptive:
-            return "adaptive"
-        if self.reduce.kind == "plain":
-            return "plain"
-        return "low rank" if self.reduce.kind in LOW_RANK else "exchange"
-
-    @property
     def plan(self) -> ReducerPlan:
-        return REDUCERS[self.name].plan(self)
+        """The part of the reducer that the planner uses."""
+        if (own := self._of_lab()) is not None:
+            return own
+        if self.reduce.adaptive:
+            return UndecidedPlan(self.reduce)
+        if not self.reduce.compresses:
+            return PLAIN_REDUCER
+        plan: ReducerPlan = load_object(self.reduce.facts.plan)(self.reduce)
+        return plan
 
     def make(self) -> Reducer:
-        return REDUCERS[self.name].reducer(self)
+        if (own := self._of_lab()) is not None:
+            return own
+        if self.reduce.adaptive:
+            return adaptive(self)
+        if not self.reduce.compresses:
+            return PLAIN_REDUCER
+        reducer: Reducer = load_object(self.reduce.facts.reducer)(self)
+        return reducer
+
+    def _of_lab(self) -> Reducer | None:
+        """Return the reducer of `lab` that the config asks for, if any. It is its own plan and needs no torch."""
+        made: Reducer | None = None
+        if self.server.ranks:
+            made = load_object("meshwright.lab.server:ServerReducer")(
+                self.server.ranks, self.server.staleness, self.seed
+            )
+        elif self.comm.algorithm.sums_itself:
+            comm = self.comm
+            make = load_object("meshwright.lab.reducers:AlgorithmReducer")
+            made = make(comm.algorithm.dp, self.node_size, comm.known_links, comm.switches)
+        return made
 
 
-class ReducerEntry(NamedTuple):
-    """A way to sum gradients. Both functions return the same type of object if it works without torch."""
-
-    plan: Callable[[ReducerRequest], ReducerPlan]
-    reducer: Callable[[ReducerRequest], Reducer]
-
-
-def _server(asked: ReducerRequest) -> Reducer:
-    make: Callable[..., Reducer] = load_object("meshwright.lab.server:ServerReducer")
-    return make(asked.server.ranks, asked.server.staleness, asked.seed)
-
-
-def _algorithm(asked: ReducerRequest) -> Reducer:
-    comm = asked.comm
-    make: Callable[..., Reducer] = load_object("meshwright.lab.reducers:AlgorithmReducer")
-    return make(comm.algorithm.dp, asked.node_size, comm.known_links, comm.switches)
-
-
-def _adaptive(asked: ReducerRequest) -> Reducer:
+def adaptive(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer
 
     return AdaptiveReducer(asked.reduce, asked.seed)
 
 
-def _low_rank(asked: ReducerRequest) -> Reducer:
+def low_rank(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.low_rank import LowRankReducer
 
     return LowRankReducer(asked.reduce, asked.seed)
 
 
-def _exchange(asked: ReducerRequest) -> Reducer:
+def exchange(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.exchange import ExchangeReducer
 
     return ExchangeReducer(asked.reduce, asked.seed, asked.keeps_sums)
-
-
-REDUCERS: dict[str, ReducerEntry] = {
-    "server": ReducerEntry(_server, _server),
-    "algorithm": ReducerEntry(_algorithm, _algorithm),
-    "plain": ReducerEntry(lambda asked: PLAIN_REDUCER, lambda asked: PLAIN_REDUCER),
-    "adaptive": ReducerEntry(lambda asked: UndecidedPlan(asked.reduce), _adaptive),
-    "low rank": ReducerEntry(lambda asked: CompressionPlan(asked.reduce), _low_rank),
-    "exchange": ReducerEntry(lambda asked: CompressionPlan(asked.reduce), _exchange),
-}
 
 
 def gradient_sums(config: Config, node_size: int) -> ReducerRequest:

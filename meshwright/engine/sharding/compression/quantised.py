@@ -7,28 +7,56 @@ finite either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.engine.sharding.compression.sizes import BITS, SCALE_BYTES
+from meshwright.engine.sharding.compression.sizes import SCALE_BYTES
 
-# The largest code of each kind. A block's largest element is scaled to it.
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
-# The number of mantissa bits of a float32 that the narrower format drops.
-DROPPED = {"bf16": 16, "fp8": 20}
 FP8_EVEN = 2.0**-6  # the smallest normal number of float8_e4m3fn; below it, codes are evenly spaced
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """The codec of bf16, fp8, int8 or int4 (`kind`). `block` elements share a scale."""
+class Blocked(Protocol):
+    """A section of a config that says how many elements share a scale."""
 
-    kind: str
-    block: int
+    @property
+    def block(self) -> int: ...
+
+
+class UpperHalves:
+    """The codec of bf16, which needs no scales."""
+
     fills_gaps = False
+
+    def __init__(self, config: Blocked) -> None:
+        del config  # It has no settings.
+
+    def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        return round_to(x.float(), torch.bfloat16, 16, noise).view(torch.uint8)
+
+    def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        return aligned(message).view(torch.bfloat16).to(dtype)
+
+
+class Scaled:
+    """A codec of few bits. `config.block` elements share a scale, which brings the largest of them to `largest`."""
+
+    largest: float
+    bits = 8
+    fills_gaps = False
+
+    def __init__(self, config: Blocked) -> None:
+        self.block = config.block
+
+    def codes(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Return the codes of scaled numbers."""
+        raise NotImplementedError
+
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the scaled numbers that codes stand for."""
+        raise NotImplementedError
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Return the messages [slices, bytes] of `x` [slices, elements].
@@ -36,35 +64,50 @@ class Rounding:
         Numbers are rounded to the nearest code. With `noise`, uniform in [0, 1), they are rounded up or down at random
         so that they are unbiased.
         """
-        if self.kind == "bf16":
-            return round_to(x.float(), torch.bfloat16, DROPPED["bf16"], noise).view(torch.uint8)
-        scales = self._scales(x)
+        scales = (blocks(x.abs(), self.block).amax(-1) / self.largest).float()
         scaled = x / spread(torch.where(scales == 0, 1, scales), self.block, x.shape[1])
-        if self.kind == "fp8":
-            scaled = scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"])
-            codes = round_to(scaled.float(), torch.float8_e4m3fn, DROPPED["fp8"], noise).view(torch.uint8)
-        else:
-            whole = scaled.round() if noise is None else (scaled + noise).floor()
-            codes = whole.clamp(-LARGEST[self.kind], LARGEST[self.kind]).to(torch.int8).view(torch.uint8)
-            codes = pack_halves(codes) if self.kind == "int4" else codes
-        return torch.cat([codes, scales.view(torch.uint8)], dim=1)
-
-    def _scales(self, x: Tensor) -> Tensor:
-        return (blocks(x.abs(), self.block).amax(-1) / LARGEST[self.kind]).float()
+        return torch.cat([self.codes(scaled, noise), scales.view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """Return the numbers [slices, elements] of messages."""
-        codes = message[:, : elements * BITS[self.kind] // 8]
-        if self.kind == "bf16":
-            return aligned(codes).view(torch.bfloat16).to(dtype)
-        if self.kind == "fp8":
-            numbers = aligned(codes).view(torch.float8_e4m3fn).to(dtype)
-        else:
-            numbers = (unpack_halves(codes) if self.kind == "int4" else aligned(codes).view(torch.int8)).to(dtype)
-        return numbers * spread(scales_of(message, codes), self.block, elements)
+        codes = message[:, : elements * self.bits // 8]
+        return self.numbers(codes, dtype) * spread(scales_of(message, codes), self.block, elements)
 
 
-@dataclass(frozen=True)
+class Float8(Scaled):
+    largest = 448.0
+
+    def codes(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        # Of a float32's 23 bits of mantissa, 20 are dropped.
+        x = x.clamp(-self.largest, self.largest).float()
+        return round_to(x, torch.float8_e4m3fn, 20, noise).view(torch.uint8)
+
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return aligned(codes).view(torch.float8_e4m3fn).to(dtype)
+
+
+class Int8(Scaled):
+    largest = 127.0
+
+    def codes(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        whole = x.round() if noise is None else (x + noise).floor()
+        return whole.clamp(-self.largest, self.largest).to(torch.int8).view(torch.uint8)
+
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return aligned(codes).view(torch.int8).to(dtype)
+
+
+class Int4(Int8):
+    largest = 7.0
+    bits = 4
+
+    def codes(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        return pack_halves(super().codes(x, noise))
+
+    def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return unpack_halves(codes).to(dtype)
+
+
 class SignCodec:
     """The codec of signs: the sign of each element, and the mean absolute value of each block as its scale.
 
@@ -72,8 +115,10 @@ class SignCodec:
     between parameters must be set to zero again.
     """
 
-    block: int
     fills_gaps = True
+
+    def __init__(self, config: Blocked) -> None:
+        self.block = config.block
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         sums = blocks(x.abs(), self.block).sum(-1)

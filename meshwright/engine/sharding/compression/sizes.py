@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.config.comm import LOW_RANK, SPARSE, GatherConfig, ReduceConfig
+from meshwright.config.comm import GatherConfig, ReduceConfig
 from meshwright.engine.sharding.reducers import CollectiveSums, PlainReducer, ReducerPlan
+from meshwright.plugins import load_object
 from meshwright.spec.layout.params import ParamRecord
+from meshwright.spec.traffic.ledger import OPERATIONS
 
-BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
+BITS = {"fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
 RATIOS = (0.1, 0.05, 0.02)  # the top-k ratios that an adaptive run tries in addition to the configured minimum
 BYTE_POSITIONS = 256  # the number of positions that one byte can address
@@ -39,32 +41,44 @@ def blocks_of(config: ReduceConfig, elements: int) -> Blocks:
     return Blocks(-(-elements // size), size, math.ceil(config.ratio * size))
 
 
+def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
+    """Return the bytes of one compressed slice of a sum, or of one rank's rounded weights."""
+    size = config.facts.message_bytes
+    found: int = (load_object(size) if isinstance(size, str) else size)(config, elements, element_bytes)
+    return found
+
+
+def upper_half_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
+    return 2 * elements
+
+
+def scaled_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
+    return elements * BITS[config.kind] // 8 + -(-elements // config.block) * SCALE_BYTES
+
+
 def place_bytes(config: ReduceConfig) -> int:
-    """Return the bytes of an element's position in its block or, for `threshold`, in its slice."""
-    if config.kind == "threshold":
-        return INDEX_BYTES
+    """Return the bytes of an element's position in its block."""
     return 1 if config.block <= BYTE_POSITIONS else 2
 
 
-def sent_elements(config: ReduceConfig, elements: int) -> int:
-    """Return the number of elements of a slice that are sent, each as a position and a value."""
-    if config.kind == "topk":
-        blocks = blocks_of(config, elements)
-        return blocks.number * blocks.sent
+def topk_bytes(config: ReduceConfig, elements: int, element_bytes: int) -> int:
+    """Return the bytes of the elements that are sent, each as a position in its block and a value."""
+    blocks = blocks_of(config, elements)
+    return blocks.number * blocks.sent * (place_bytes(config) + max(WIDE_BYTES, element_bytes))
+
+
+def chosen_elements(config: ReduceConfig, elements: int) -> int:
+    """Return the number of elements of a slice that `threshold` sends."""
     return min(elements, math.ceil(config.ratio * elements))
 
 
-def message_bytes(config: ReduceConfig | GatherConfig, elements: int, element_bytes: int) -> int:
-    """Return the bytes of one compressed slice of a sum, or of one rank's rounded weights."""
-    if isinstance(config, ReduceConfig) and config.kind in SPARSE:
-        return sent_elements(config, elements) * (place_bytes(config) + max(WIDE_BYTES, element_bytes))
-    scales = 0 if config.kind == "bf16" else -(-elements // config.block)
-    return elements * BITS[config.kind] // 8 + scales * SCALE_BYTES
+def threshold_bytes(config: ReduceConfig, elements: int, element_bytes: int) -> int:
+    return chosen_elements(config, elements) * (INDEX_BYTES + max(WIDE_BYTES, element_bytes))
 
 
 def gathered_bytes(config: GatherConfig, elements: int, element_bytes: int, ranks: int) -> int:
     """Return the payload bytes of gathering this many weights, of which each of `ranks` owns a shard."""
-    if config.kind == "plain" or ranks == 1:
+    if not config.rounds or ranks == 1:
         return elements * element_bytes
     return ranks * message_bytes(config, elements // ranks, element_bytes)
 
@@ -130,14 +144,14 @@ class CompressionPlan(CollectiveSums):
         """
         if ranks == 1:
             return []
-        if self.config.kind in LOW_RANK:
+        if self.config.facts.sends_factors:
             return list(_low_rank_calls(self.config.rank, op, elements, element_bytes, records))
         message = ranks * message_bytes(self.config, elements // ranks, element_bytes)
-        return [("all_to_all", message), *([("all_gather", message)] if op == "all_reduce" else [])]
+        return [("all_to_all", message), *([("all_gather", message)] if OPERATIONS[op].rounds == 2 else [])]
 
     def state_bytes(self, elements: int, element_bytes: int, gathered: int = 0) -> int:
         """Return the bytes of residuals (see `ReducerPlan`). PowerSGD has none for sums."""
-        gathered = 0 if self.config.kind in LOW_RANK else gathered
+        gathered = 0 if self.config.facts.sends_factors else gathered
         return (elements + gathered) * max(WIDE_BYTES, element_bytes) if self.config.feeds_back else 0
 
 
@@ -186,7 +200,7 @@ class ChosenPlan(CompressionPlan):
 
 def planned_choice(config: ReduceConfig, choice: ReduceConfig) -> ReducerPlan:
     """Return the plan of a run with this adaptive config that has chosen this candidate."""
-    return UndecidedPlan(config) if choice.kind == "plain" else ChosenPlan(choice, config.block)
+    return ChosenPlan(choice, config.block) if choice.compresses else UndecidedPlan(config)
 
 
 def candidates(config: ReduceConfig) -> list[ReduceConfig]:

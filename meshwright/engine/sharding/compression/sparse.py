@@ -7,48 +7,73 @@ same elements. A slice with a number that is not finite is decoded as one that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from meshwright.config.comm import ReduceConfig
 from meshwright.engine.sharding.compression.quantised import aligned, blocks
-from meshwright.engine.sharding.compression.sizes import blocks_of, place_bytes, sent_elements
+from meshwright.engine.sharding.compression.sizes import INDEX_BYTES, blocks_of, chosen_elements, place_bytes
 
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the dtypes of positions by their bytes
 SAMPLE = 4096  # the number of elements from which the threshold of a slice is estimated
 
 
-@dataclass(frozen=True)
 class TopKCodec:
-    config: ReduceConfig
+    """A codec of some elements: their positions and their values."""
+
     fills_gaps = False
+
+    def __init__(self, config: ReduceConfig) -> None:
+        self.config = config
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions and the values of the elements of slices [slices, elements] that are sent."""
+        raise NotImplementedError
+
+    def form(self, elements: int) -> tuple[int, int, int]:
+        """Return the number of blocks of a slice, their size, and the elements of each that are sent."""
+        raise NotImplementedError
+
+    @property
+    def place_bytes(self) -> int:
+        """The bytes of a position."""
+        return INDEX_BYTES
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Return the messages [slices, bytes] of `x` [slices, elements]."""
-        if self.config.kind == "topk":
-            sent = blocks_of(self.config, x.shape[1]).sent
-            divided = blocks(x, self.config.block)
-            places = divided.abs().topk(sent, dim=2, sorted=False).indices
-            values = divided.gather(2, places).view(x.shape[0], -1)
-        else:
-            places, values = above_threshold(x, sent_elements(self.config, x.shape[1]))
-        numbers = places.to(NUMBERS[place_bytes(self.config)]).view(x.shape[0], -1)
+        places, values = self.chosen(x)
+        numbers = places.to(NUMBERS[self.place_bytes]).view(x.shape[0], -1)
         return torch.cat([numbers.view(torch.uint8), values.view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        size = place_bytes(self.config)
-        cut = sent_elements(self.config, elements) * size
-        count = 1
-        wide = elements
-        if self.config.kind == "topk":
-            count, wide, _ = blocks_of(self.config, elements)
-        shape = (message.shape[0], count, -1)
-        places = aligned(message[:, :cut]).view(NUMBERS[size]).long().view(shape)
+        count, wide, sent = self.form(elements)
+        cut, shape = count * sent * self.place_bytes, (message.shape[0], count, -1)
+        places = aligned(message[:, :cut]).view(NUMBERS[self.place_bytes]).long().view(shape)
         values = aligned(message[:, cut:]).view(dtype).view(shape)
         numbers = torch.zeros(message.shape[0], count, wide, dtype=dtype, device=message.device)
         return numbers.scatter_add_(2, places, values).view(message.shape[0], -1)[:, :elements].contiguous()
+
+
+class TopK(TopKCodec):
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        divided = blocks(x, self.config.block)
+        places = divided.abs().topk(blocks_of(self.config, x.shape[1]).sent, dim=2, sorted=False).indices
+        return places, divided.gather(2, places).view(x.shape[0], -1)
+
+    def form(self, elements: int) -> tuple[int, int, int]:
+        return blocks_of(self.config, elements)
+
+    @property
+    def place_bytes(self) -> int:
+        return place_bytes(self.config)
+
+
+class Threshold(TopKCodec):
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return above_threshold(x, chosen_elements(self.config, x.shape[1]))
+
+    def form(self, elements: int) -> tuple[int, int, int]:
+        return 1, elements, chosen_elements(self.config, elements)
 
 
 def above_threshold(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

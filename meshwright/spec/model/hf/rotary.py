@@ -112,10 +112,10 @@ def write_rotary(model: ModelConfig) -> dict[str, Any]:
     takes from max_position_embeddings.
     """
     ours = model.rope_scaling
-    if ours.kind == "none":
+    if not ROPE_KEYS[ours.kind]:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     changed = {key: getattr(ours, key) for key in ROPE_KEYS[ours.kind]}
     changed = {key: value for key, value in changed.items() if key in REQUIRED or value != getattr(UNSCALED, key)}
-    longest = {LONGEST: changed.pop("original")} if ours.kind == "dynamic" else {}
+    longest = {LONGEST: changed.pop("original")} if ours.raises_theta else {}
     scaling = {"rope_type": ours.kind, **{HF_KEYS.get(key, key): value for key, value in changed.items()}}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling, **longest}

@@ -53,6 +53,16 @@ class Style(NamedTuple):
     pieces: int = 1
     partial: bool = False
 
+    @property
+    def looks_up(self) -> bool:
+        """True if the module is a table of which each rank holds some rows."""
+        return self.before == "ids"
+
+    @property
+    def sums_products(self) -> bool:
+        """True if each rank has a partial sum of the module's product, to which a whole bias is added once."""
+        return self.after == "sum" and self.cut == "in"
+
 
 STYLES = {
     "colwise": Style("out", "copy"),
@@ -76,6 +86,9 @@ STYLES = {
 }
 
 
+TABLE_DIMS = {"rows": 0, "columns": 1}  # the dimension of a table that tp cuts, by `Style.cut`
+
+
 class PlannedParameter(NamedTuple):
     """A parameter of a unit: its local name, its shape, the style that places it, and the global name of the parameter
     that it is tied to, if any."""
@@ -89,10 +102,9 @@ class PlannedParameter(NamedTuple):
     @property
     def dim(self) -> int | None:
         """The dimension that tp cuts, if any."""
-        cut = STYLES[self.style].cut
-        last = len(self.shape) - 1
-        if cut in ("rows", "columns"):
-            return 0 if cut == "rows" else 1
+        cut, last = STYLES[self.style].cut, len(self.shape) - 1
+        if cut in TABLE_DIMS:
+            return TABLE_DIMS[cut]
         # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
         if cut == "in":
             return None if self.name.rpartition(".")[2] == "bias" or (self.is_packed and not last) else last
@@ -186,7 +198,7 @@ class PlannedPart(Part):
         """Return the products of all matrices except tables. Each expert of a stack multiplies some of the tokens."""
         tokens, products = batch.tokens(at), []
         for parameter in self.parameters:
-            if len(parameter.shape) >= 2 and STYLES[parameter.style].before != "ids":
+            if len(parameter.shape) >= 2 and not STYLES[parameter.style].looks_up:
                 *stack, n, k = parameter.record(at, parameter.name).local_shape
                 rows = tokens * self.used // stack[0] if stack else tokens
                 products.append(Product(parameter.name, rows, n, k, stack[0] if stack else 1, defers=False))
