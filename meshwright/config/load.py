@@ -241,10 +241,9 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
         # YAML reads `true` as a bool and a missing value as None.
+        value = "" if value is None else value
         if isinstance(value, bool):
             value = str(value).lower()
-        elif value is None:
-            value = ""
         if str(value) in args:
             return str(value)
         raise UserError(f"{key}={value} is not one of {', '.join(args)}{nearest(str(value), args)}")

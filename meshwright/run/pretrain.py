@@ -274,12 +274,8 @@ def run_in_owned_folder(trainer: Trainer, source: str | None, about: Observers, 
         # Hooks run in this order after each step: a step is recorded before it is saved, and saved before anything else
         # can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [
-            time_limit,
-            ReducerChoice(trainer, folder.path if folder else None),
-            TracedStep(trainer),
-            recording,
-        ]
+        path = folder.path if folder else None
+        all_hooks = [time_limit, ReducerChoice(trainer, path), TracedStep(trainer), recording]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), garbage, *about.hooks]
